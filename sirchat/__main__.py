@@ -1,0 +1,6 @@
+"""`python -m sirchat`."""
+
+from sirchat.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Every error that sirchat raises on purpose.
+
+    SirchatError            exit code 1
+    ├── UsageError          exit code 2: what was asked for can't be asked
+    │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
+    │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
+    ├── ModelError          the model can't be loaded or can't live under a budget
+    └── ContextFullError    policy `full` reached the model's context length
+
+The message is one line that names the bad value and what is allowed; `hint` says what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SirchatError(Exception):
+    """Base of the family: `str(error)` is one line for the user, `hint` the next step."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(" ".join(message.split()))
+        self.hint = " ".join(hint.split())
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} ({self.hint})" if self.hint else message
+
+
+class UsageError(SirchatError):
+    """What was asked for can't be asked: exit code 2."""
+
+    exit_code = 2
+
+
+class SettingError(UsageError):
+    """A setting has a name or a value that is not allowed."""
+
+
+class TranscriptError(UsageError):
+    """A transcript can't be read."""
+
+
+class ModelError(SirchatError):
+    """A model can't be loaded, or has no per-token cache that a budget could hold."""
+
+
+class ContextFullError(SirchatError):
+    """The model's context is full and the policy may forget nothing."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A hint `did you mean X?` for a misspelt `name`, or an empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else ""

@@ -1,0 +1,84 @@
+"""Where sirchat keeps its files, and how it makes folders and files that only their owner reads.
+
+`SIRCHAT_HOME`, when set, puts everything under one folder: `config`, `data` and `state`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from platformdirs import PlatformDirs
+
+
+def config_dir() -> Path:
+    """The user's settings: profiles."""
+    return _under_home("config") or _platform().user_config_path
+
+
+def data_dir() -> Path:
+    """What the user made: saved conversations and archives."""
+    return _under_home("data") or _platform().user_data_path
+
+
+def state_dir() -> Path:
+    """What can be lost without harm: the input history."""
+    return _under_home("state") or _platform().user_state_path
+
+
+def user_profiles_dir() -> Path:
+    """The folder of the user's own profiles."""
+    return config_dir() / "profiles"
+
+
+def history_file() -> Path:
+    """The lines typed at the prompt, for recall with the arrow keys."""
+    return state_dir() / "history"
+
+
+def shipped_profiles_dir() -> Path:
+    """The profiles that come with sirchat: in the package, or beside it in a source checkout."""
+    packaged = _package() / "profiles"
+    return packaged if packaged.is_dir() else _package().parent / "profiles"
+
+
+def tiny_dir() -> Path:
+    """The bundled model: weights, tokenizer, model card."""
+    return _package() / "tiny"
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` and its missing parents with mode 0700; a folder that exists stays as it is.
+
+    Raises OSError where a folder can't be made.
+    """
+    for folder in reversed([path, *path.parents]):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Open `path` as `open()` does, text as UTF-8; a file made by this has mode 0600.
+
+    Raises OSError like `open()`.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, encoding=encoding, opener=_owner_only)
+
+
+def _owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
+
+
+def _under_home(part: str) -> Path | None:
+    home = os.environ.get("SIRCHAT_HOME")
+    return Path(home).expanduser().absolute() / part if home else None
+
+
+def _platform() -> PlatformDirs:
+    return PlatformDirs("sirchat", appauthor=False)
+
+
+def _package() -> Path:
+    return Path(__file__).resolve().parent
