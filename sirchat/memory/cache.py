@@ -1,0 +1,211 @@
+"""The key/value cache: buffers of fixed size, appended and compacted in place.
+
+A `transformers.Cache`, so that every model with per-token keys and values can use it unpatched.
+Each layer keeps its keys twice where they carry a rotation: as first written, and moved to their
+present slot. A moved key is always computed from the first-written one, so keys never drift,
+however often rows before them leave.
+
+A forward pass writes behind the cursor and counts only after `commit`: an interrupted pass leaves
+the cache as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from sirchat.memory.rope import Rotation
+
+
+@dataclass
+class _Cursor:
+    """What all layers share: rows held and rows there is room for."""
+
+    length: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class LayerRotation:
+    """The rotations of a layer's two cached tensors; None for a tensor that does not move."""
+
+    key: Rotation | None
+    value: Rotation | None = None
+
+
+class _Tensor:
+    """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
+
+    Copy 0 is what attention sees; the last copy holds the rows as first written. A tensor without a
+    rotation never moves and has a single copy.
+    """
+
+    def __init__(self, rotation: Rotation | None) -> None:
+        self.rotation = rotation
+        self.buffer: Tensor | None = None
+
+    def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
+        """Write `rows` [1, H, m, D] behind the cursor; a view of all rows [1, H, n + m, D]."""
+        end = cursor.length + rows.shape[2]
+        if self.buffer is None:
+            copies = 1 if self.rotation is None else 2
+            shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
+            self.buffer = rows.new_empty(shape)
+        if end > self.buffer.shape[3]:  # else one row too many would be dropped in silence
+            raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
+        self.buffer[:, :, :, cursor.length : end] = rows
+        return self.buffer[0, :, :, :end]
+
+    def compact(self, tail: Tensor, start: int, turn: tuple[Tensor, Tensor] | None) -> None:
+        """Move rows `tail` [t] to slots start.. and turn them by `turn` (cos, sin)."""
+        if self.buffer is None:
+            return
+        end = start + len(tail)
+        rows = self.buffer[-1].index_select(2, tail)  # [1, H, t, D]
+        self.buffer[-1, :, :, start:end] = rows
+        if self.rotation is not None and turn is not None:
+            self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *turn)
+
+    def grow(self, cursor: _Cursor) -> None:
+        """Reallocate for `cursor.capacity` rows, keeping those that are held."""
+        if self.buffer is None:
+            return
+        copies, batch, heads, _, dims = self.buffer.shape
+        grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
+        grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
+        self.buffer = grown
+
+
+class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """One layer's keys and values; sliding-window layers hold every row like the others."""
+
+    is_sliding = False
+
+    def __init__(self, cursor: _Cursor, rotation: LayerRotation) -> None:
+        super().__init__()
+        self.cursor = cursor
+        self.tensors = (_Tensor(rotation.key), _Tensor(rotation.value))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.tensors
+        return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.cursor.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class BoundedCache(Cache):  # type: ignore[misc]
+    """Keys and values of the held rows, slot i for row i, in every layer.
+
+    Args:
+        rotations: one entry per layer.
+        capacity: rows there is room for.
+    """
+
+    def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
+        self._cursor = _Cursor(0, capacity)
+        self._written_at = torch.zeros(capacity, dtype=torch.int64)
+        super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
+
+    @property
+    def length(self) -> int:
+        """Rows held."""
+        return self._cursor.length
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for without reallocating."""
+        return self._cursor.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers, in bytes."""
+        buffers = [t.buffer for layer in self.layers for t in layer.tensors]
+        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+
+    @torch.inference_mode()
+    def commit(self, count: int) -> None:
+        """Count the `count` rows that a forward pass has written behind the cursor."""
+        start, end = self.length, self.length + count
+        self._written_at[start:end] = torch.arange(start, end)
+        self._cursor.length = end
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor) -> None:
+        """Hold exactly these rows [k] (int64, ascending), moved to slots 0..k-1."""
+        slots = torch.arange(len(rows))
+        moved = (rows != slots).nonzero()
+        start = int(moved[0, 0]) if len(moved) else len(rows)
+        tail = rows[start:]
+        if len(tail):
+            written_at = self._written_at[tail]
+            self._compact(tail, start, written_at, slots[start:])
+            self._written_at[start : len(rows)] = written_at
+        self._cursor.length = len(rows)
+
+    @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` rows; buffers never shrink."""
+        if capacity <= self.capacity:
+            return
+        written_at = torch.zeros(capacity, dtype=torch.int64)
+        written_at[: self.length] = self._written_at[: self.length]
+        self._written_at = written_at
+        self._cursor.capacity = capacity
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                tensor.grow(self._cursor)
+
+    def layer_keys(self, layer: int) -> Tensor:
+        """What attention sees in a layer's key slot: [1, H, n, D] (a view)."""
+        return self._view(layer, 0)
+
+    def layer_values(self, layer: int) -> Tensor:
+        """What attention sees in a layer's value slot: [1, H, n, D] (a view)."""
+        return self._view(layer, 1)
+
+    def clear(self) -> None:
+        """Hold nothing; the buffers stay."""
+        self._cursor.length = 0
+
+    def _view(self, layer: int, slot: int) -> Tensor:
+        buffer = self.layers[layer].tensors[slot].buffer
+        if buffer is None:
+            raise LookupError(f"layer {layer} has not been written yet")
+        view: Tensor = buffer[0, :, :, : self.length]
+        return view
+
+    def _compact(self, tail: Tensor, start: int, old: Tensor, new: Tensor) -> None:
+        """Cosines are computed once for each set of frequencies and device, not for each layer."""
+        turns: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
+        on_device: dict[torch.device, Tensor] = {}
+        for tensor in (t for layer in self.layers for t in layer.tensors):
+            if tensor.buffer is None:
+                continue
+            device = tensor.buffer.device
+            index = on_device.setdefault(device, tail.to(device))
+            turn, rotation = None, tensor.rotation
+            if rotation is not None:
+                same = (t for r, d, t in turns if d == device and r.same_angles(rotation))
+                turn = next(same, None)
+                if turn is None:
+                    cos, sin = rotation.turn(old, new)
+                    turn = cos.to(device), sin.to(device)
+                    turns.append((rotation, device, turn))
+            tensor.compact(index, start, turn)

@@ -1,0 +1,72 @@
+"""The contract of every policy, checked on random ledgers: `sirchat policies check NAME`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.policies.base import Policy
+
+_CASES = 50
+
+
+def broken_promises(policy: Policy) -> list[str]:
+    """What the policy does wrong, one line each; an empty list when it keeps the contract.
+
+    On random ledgers `keep` must return sorted, unique int64 row numbers, exactly as many as asked
+    for, every protected row among them, the same each time, and leave the rows as they are.
+    """
+    if not policy.bounded:
+        return []
+    found: dict[str, None] = {}
+    for case in range(_CASES):
+        held, num_keep = _random_rows(case, policy)
+        before = held.position.clone()
+        try:
+            kept = policy.keep(held, num_keep)
+            again = policy.keep(held, num_keep)
+        except Exception as error:  # whatever an outside policy raises is its broken promise
+            return [f"keep() raised {type(error).__name__}: {error}"]
+        promises = {
+            "keep() must return int64 row numbers": kept.dtype == torch.int64,
+            "keep() must return exactly num_keep rows": len(kept) == num_keep,
+            "rows must be sorted and unique": bool((kept.diff() > 0).all()),
+            "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
+            "the same rows must give the same choice": torch.equal(kept, again),
+            "keep() must not change the rows": torch.equal(before, held.position),
+        }
+        if promises["rows must be within the held rows"]:
+            stays = torch.zeros(len(held), dtype=torch.bool)
+            stays[kept] = True
+            promises["protected rows must stay"] = bool(stays[held.protected].all())
+        found |= {text: None for text, kept_promise in promises.items() if not kept_promise}
+    return list(found)
+
+
+def _random_rows(case: int, policy: Policy) -> tuple[Held, int]:
+    """A ledger of several rounds with holes, as after evictions; and how many rows to keep."""
+    random = np.random.default_rng(case)
+    ledger = Ledger(seed=case, unknown_surprisal=1.0)
+    for round_number in range(int(random.integers(1, 6))):
+        count = int(random.integers(2, 40))
+        flags = (random.random(count) < 0.1) * int(Flag.ANCHOR)
+        flags += (random.random(count) < 0.05) * int(Flag.PINNED)
+        ledger.append(
+            random.integers(0, 50, count).tolist(),
+            random.exponential(2.0, count).round(1).tolist(),
+            turn=round_number,
+            round=round_number,
+            roles=[int(Role.USER)] * count,
+            flags=flags.tolist(),
+        )
+        ledger.close_round(0.9)
+        survivors = np.flatnonzero(random.random(ledger.held_count) < 0.8)
+        ledger.keep(torch.from_numpy(survivors))
+    sinks = 4 if policy.honours_sinks else 0
+    at = ledger.held_positions
+    protected = (at < sinks) | (at >= ledger.seen - 3)
+    if policy.honours_pins:
+        protected |= (ledger.column("flags")[at] & Flag.PINNED).astype(bool)
+    held = ledger.held(sinks=sinks, protected=protected)
+    return held, int(random.integers(protected.sum(), len(at) + 1))

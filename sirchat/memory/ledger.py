@@ -1,0 +1,214 @@
+"""The ledger: one row per token of the whole conversation, held in the cache or not.
+
+A struct of arrays over the stream, growing by doubling (about 36 bytes a token). Held rows, in
+stream order, are the cache rows: row i of the held view is slot i in every layer. Every column is
+recorded whatever policy is active, so that a policy can be switched at any moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.draws import Purpose, uniform
+
+
+class Role(IntEnum):
+    """Who wrote a token; `TEMPLATE` marks what the chat template put around the text."""
+
+    SYSTEM = 0
+    USER = 1
+    ASSISTANT = 2
+    TEMPLATE = 3
+
+
+class Flag(IntFlag):
+    """What else is known of a token; `ANCHOR` ends a sentence."""
+
+    PINNED = 1
+    ANCHOR = 2
+
+
+class State(IntEnum):
+    """Where a token's key and value are."""
+
+    HELD = 0
+    GONE = 1
+
+
+_COLUMNS: dict[str, type[np.generic]] = {
+    "token_id": np.int32,
+    "turn": np.int32,
+    "round": np.int32,
+    "role": np.int8,
+    "surprisal": np.float32,  # nats; NaN for the first token of the stream
+    "birth_decay": np.float64,  # the ledger's log_decay when the token arrived
+    "arrival_key": np.float64,  # uniform in [0, 1)
+    "flags": np.uint8,
+    "state": np.int8,
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
+
+    Every tensor has shape [n]. `surprisal` is in nats; `log_score` is the logarithm of the decayed
+    surprisal. `protected` marks the rows that must stay: sinks, pins, the newest of this round.
+    """
+
+    position: Tensor
+    turn: Tensor
+    round: Tensor
+    role: Tensor
+    surprisal: Tensor
+    log_score: Tensor
+    arrival_key: Tensor
+    is_pinned: Tensor
+    is_anchor: Tensor
+    is_sink: Tensor
+    protected: Tensor
+    seen: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def newest(self, count: int) -> Tensor:
+        """Mask [n] of the rows among the last `count` tokens of the stream."""
+        return self.position >= self.seen - count
+
+
+class Ledger:
+    """Rows of the whole stream, and which of them are held.
+
+    Args:
+        seed: seeds the arrival keys.
+        unknown_surprisal: nats for a first token that came alone, so that nothing ranks it.
+    """
+
+    def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
+        self.seed = seed
+        self.seen = 0
+        self.log_decay = 0.0
+        self._unknown_surprisal = unknown_surprisal
+        self._columns = {name: np.zeros(1024, dtype) for name, dtype in _COLUMNS.items()}
+        self._held = np.zeros(1024, np.int64)
+        self._held_count = 0
+
+    @property
+    def held_count(self) -> int:
+        """Number of rows in the cache."""
+        return self._held_count
+
+    @property
+    def held_positions(self) -> NDArray[np.int64]:
+        """Stream positions [n] of the held rows, ascending (a view)."""
+        return self._held[: self._held_count]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column over the whole stream [seen] (a view)."""
+        return self._columns[name][: self.seen]
+
+    def append(
+        self,
+        ids: list[int],
+        surprisal: list[float],
+        *,
+        turn: int,
+        round: int,
+        roles: list[int],
+        flags: list[int],
+    ) -> None:
+        """Add one held row for each id that the model has just read."""
+        start, end = self.seen, self.seen + len(ids)
+        self._reserve(end, self._held_count + len(ids))
+        columns = self._columns
+        columns["token_id"][start:end] = ids
+        columns["turn"][start:end] = turn
+        columns["round"][start:end] = round
+        columns["role"][start:end] = roles
+        columns["surprisal"][start:end] = surprisal
+        columns["birth_decay"][start:end] = self.log_decay
+        positions = np.arange(start, end)
+        columns["arrival_key"][start:end] = uniform(self.seed, Purpose.ARRIVAL, positions)
+        columns["flags"][start:end] = flags
+        self._held[self._held_count : self._held_count + len(ids)] = positions
+        self._held_count += len(ids)
+        self.seen = end
+
+    def rank_first_token(self, count: int) -> None:
+        """Let the first token, which has no surprisal, rank as the maximum of the first `count`."""
+        if count > 1:
+            self._unknown_surprisal = float(self._columns["surprisal"][1:count].max())
+
+    def keep(self, rows: Tensor) -> NDArray[np.int64]:
+        """Hold only these rows [k] of the held view; returns the positions that left."""
+        held = self.held_positions
+        stays = np.zeros(len(held), bool)
+        stays[rows.numpy()] = True
+        gone = held[~stays]
+        self._columns["state"][gone] = State.GONE
+        kept = held[stays]
+        self._held[: len(kept)] = kept
+        self._held_count = len(kept)
+        return gone
+
+    def close_round(self, decay: float) -> None:
+        """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space."""
+        self.log_decay += math.log(decay)
+
+    def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""
+        surprisal = self._columns["surprisal"][positions].astype(np.float64)
+        return np.where(np.isnan(surprisal), self._unknown_surprisal, surprisal)
+
+    def log_score_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """log(surprisal x decays since birth); log space, because 0.7^300 underflows."""
+        with np.errstate(divide="ignore"):
+            log_surprisal = np.log(self.surprisal_of(positions))
+        return log_surprisal + (self.log_decay - self._columns["birth_decay"][positions])
+
+    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> Held:
+        """The held rows as policies see them; `protected` [n] marks those that must stay."""
+        at = self.held_positions
+        columns = self._columns
+        flags = columns["flags"][at]
+
+        def tensor(array: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array))
+
+        return Held(
+            position=tensor(at.copy()),
+            turn=tensor(columns["turn"][at]),
+            round=tensor(columns["round"][at]),
+            role=tensor(columns["role"][at]),
+            surprisal=tensor(self.surprisal_of(at)),
+            log_score=tensor(self.log_score_of(at)),
+            arrival_key=tensor(columns["arrival_key"][at]),
+            is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
+            is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),
+            is_sink=tensor(at < sinks),
+            protected=tensor(protected),
+            seen=self.seen,
+            seed=self.seed,
+        )
+
+    def _reserve(self, rows: int, held: int) -> None:
+        """Grow by doubling, so that appending costs the same after a million tokens."""
+        capacity = len(self._columns["state"])
+        if rows > capacity:
+            size = max(rows, 2 * capacity)
+            for name, old in self._columns.items():
+                self._columns[name] = np.concatenate([old, np.zeros(size - capacity, old.dtype)])
+        if held > len(self._held):
+            grown = np.zeros(max(held, 2 * len(self._held)), np.int64)
+            grown[: self._held_count] = self.held_positions
+            self._held = grown

@@ -1,0 +1,63 @@
+"""The eviction policies: one file each, the file name is the policy's name.
+
+Other packages add policies through the entry point group `sirchat.policies`, and anybody through a
+path `package.module:Class`. Listing names imports no policy, and so no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from typing import TYPE_CHECKING
+
+from sirchat.errors import SettingError, nearest
+
+if TYPE_CHECKING:
+    from sirchat.memory.policies.base import Policy
+
+ALIASES = {"stream": "sink"}
+"""Other names of policies."""
+
+_GROUP = "sirchat.policies"
+
+
+def policy_names() -> list[str]:
+    """Names of all policies, ours first, without importing them."""
+    ours = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+    theirs = {entry.name for entry in importlib.metadata.entry_points(group=_GROUP)}
+    return sorted(ours) + sorted(theirs - set(ours))
+
+
+def check_policy_name(name: str) -> None:
+    """Raise SettingError unless `name` can name a policy."""
+    known = [*policy_names(), *ALIASES]
+    if name not in known and ":" not in name:
+        hint = nearest(name, known) or "or package.module:Class"
+        raise SettingError(
+            f"policy {name!r} is unknown; there are {', '.join(policy_names())}", hint=hint
+        )
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy called `name`; raises SettingError when there is none."""
+    check_policy_name(name)
+    name = ALIASES.get(name, name)
+    if ":" in name:
+        return _import(*name.split(":", 1))
+    for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
+        return _import(*entry.value.split(":", 1))
+    return _import(f"{__name__}.{name}", name.capitalize())
+
+
+def _import(module_name: str, class_name: str) -> type[Policy]:
+    from sirchat.memory.policies.base import Policy
+
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        name = f"{module_name}:{class_name}"
+        raise SettingError(f"policy {name} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise SettingError(f"{module_name}:{class_name} is not a sirchat policy")
+    return found

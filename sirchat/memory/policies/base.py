@@ -1,0 +1,56 @@
+"""What a policy is: it names the held rows that stay, and sees nothing but ledger rows.
+
+Most policies are a score: the author writes `score`, the base class owns protection, top-k and
+ties. A policy's options are the fields of its dataclass; it holds no other state, so that it can be
+switched at any moment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.ledger import Held
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Chooses which held rows stay when room is needed.
+
+    Class attributes: `source` names where the idea is from; `uses` the shared settings that change
+    what it keeps; `honours_sinks` and `honours_pins` say whether these rows are protected;
+    `bounded` is false for a policy that never forgets.
+    """
+
+    source: ClassVar[str] = ""
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks")
+    honours_sinks: ClassVar[bool] = True
+    honours_pins: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True
+
+    @abstractmethod
+    def keep(self, rows: Held, num_keep: int) -> Tensor:
+        """Row numbers [num_keep] (int64) that stay: sorted, unique, all protected rows among them.
+
+        `num_keep` is at least the number of protected rows and at most `len(rows)`.
+        """
+
+
+class ScorePolicy(Policy):
+    """A policy that is one number per row: higher stays; of equals, the newer."""
+
+    @abstractmethod
+    def score(self, rows: Held) -> Tensor:
+        """One score [n] for each held row."""
+
+    def keep(self, rows: Held, num_keep: int) -> Tensor:
+        newest_first = self.score(rows).double().flip(0)
+        order = torch.argsort(newest_first, descending=True, stable=True)
+        protected = rows.protected.flip(0)[order].byte()
+        order = order[torch.argsort(protected, descending=True, stable=True)]
+        kept: Tensor = (len(rows) - 1 - order[:num_keep]).sort().values
+        return kept

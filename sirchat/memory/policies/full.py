@@ -1,0 +1,31 @@
+"""Policy `full`: remember everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.errors import ContextFullError
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keeps everything; stops with an error at the model's context length.
+
+    Its budget is the model's context length, whatever `budget` says.
+    """
+
+    source: ClassVar[str] = "the model as it is"
+    uses: ClassVar[tuple[str, ...]] = ()
+    bounded: ClassVar[bool] = False
+
+    def keep(self, rows: Held, num_keep: int) -> Tensor:
+        """Raises ContextFullError: nothing may be forgotten."""
+        raise ContextFullError(
+            f"the model's context is full: {len(rows)} tokens held, and policy full forgets none",
+            hint="choose another policy, such as /policy entropy, or start anew with /reset",
+        )

@@ -1,0 +1,32 @@
+"""Policy `interval`: evenly spaced tokens of what is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Interval(Policy):
+    """Keeps the sinks and, of the other held tokens, one in every stride, from the oldest on.
+
+    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1): stride = floor(held / room),
+    "until the cache size is fully utilized". When fewer than half of them must go the stride is 1,
+    and the oldest stay: the paper's rule, and why it is a weak baseline.
+    """
+
+    source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"
+
+    def keep(self, rows: Held, num_keep: int) -> Tensor:
+        stays = rows.protected.clone()
+        candidates = (~stays).nonzero()[:, 0]
+        room = num_keep - int(stays.sum())
+        if room > 0:
+            stride = max(1, len(candidates) // room)
+            stays[candidates[::stride][:room]] = True
+        return stays.nonzero()[:, 0]

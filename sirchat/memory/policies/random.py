@@ -1,0 +1,29 @@
+"""Policy `random`: a random choice of what is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import ScorePolicy
+
+
+@dataclass(frozen=True)
+class Random(ScorePolicy):
+    """Keeps the sinks and a random choice of the other held tokens, drawn anew at each eviction.
+
+    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token must survive every draw,
+    so old tokens are kept less often than new ones; `reservoir` does not have this bias.
+    """
+
+    source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
+
+    def score(self, rows: Held) -> Tensor:
+        draws = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
+        return torch.from_numpy(draws)

@@ -1,0 +1,45 @@
+"""Policy `reservoir`: a uniform sample of everything ever read, and the most recent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import ScorePolicy
+
+
+@dataclass(frozen=True)
+class Reservoir(ScorePolicy):
+    """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
+
+    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): its start,
+    sample and recent sizes are `sinks`, `sample` and `recent`. Each token draws a key on arrival;
+    the `sample` largest keys are the members, so every token of the stream has the same chance
+    (Efraimidis and Spirakis 2006). Without `sample` the members fill the room there is; then the
+    sample is uniform while that room does not grow. Known deviation: the paper's Figure 2 resamples
+    what is in the cache, which favours new tokens; its section 4, followed here, does not.
+    """
+
+    source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
+
+    recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
+    sample: int | None = field(
+        default=None, metadata={"help": "members of the sample (default: all the room there is)"}
+    )
+
+    def score(self, rows: Held) -> Tensor:
+        recent = rows.newest(self.recent)
+        keys = rows.arrival_key.masked_fill(recent | rows.is_sink | rows.is_pinned, -1.0)
+        score = keys
+        if self.sample is not None:
+            members = torch.zeros(len(rows), dtype=torch.bool)
+            members[keys.topk(min(self.sample, len(rows))).indices] = True
+            age = (rows.seen - rows.position).double()
+            score = torch.where(members & (keys >= 0), 1 + keys, 1 / (1 + age))
+        return score.masked_fill(recent, math.inf)

@@ -1,0 +1,25 @@
+"""Policy `sink`: the first tokens and the most recent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import ScorePolicy
+
+
+@dataclass(frozen=True)
+class Sink(ScorePolicy):
+    """Keeps the attention sinks and the most recent tokens.
+
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453, section 3.2); positions are counted inside the
+    cache, as there. Also known as `stream`.
+    """
+
+    source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
+
+    def score(self, rows: Held) -> Tensor:
+        return rows.position

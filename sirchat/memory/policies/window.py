@@ -1,0 +1,28 @@
+"""Policy `window`: the most recent tokens, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import ScorePolicy
+
+
+@dataclass(frozen=True)
+class Window(ScorePolicy):
+    """Keeps the most recent tokens; ignores sinks and pins.
+
+    Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as a cache policy.
+    Most models lose their language once the first tokens are gone: it is here as a baseline.
+    """
+
+    source: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
+    uses: ClassVar[tuple[str, ...]] = ("budget",)
+    honours_sinks: ClassVar[bool] = False
+    honours_pins: ClassVar[bool] = False
+
+    def score(self, rows: Held) -> Tensor:
+        return rows.position

@@ -1,0 +1,120 @@
+"""Rotary positions: find a layer's rotation from samples, and turn keys to other positions.
+
+With one input token the hidden states do not depend on its position, so a cached tensor read at
+position p and at p + d differs by exactly that layer's rotation. `match_rotation` finds which of
+the model's frequency buffers, in which layout, explains the difference: found, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer turns a head by a token's position.
+
+    Attributes:
+        inv_freq: float32 [d/2], radians a position; on the CPU, for not every device has float64.
+        interleaved: pairs are neighbours (0, 1), (2, 3), ... and not halves (0, d/2), ...
+        offset: first of the d rotated dimensions within the head.
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+    offset: int = 0
+
+    @property
+    def dims(self) -> int:
+        """Number d of rotated dimensions."""
+        return 2 * self.inv_freq.numel()
+
+    def turn(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [n, d/2] that move keys from positions `old` [n] to `new` [n].
+
+        Angles are rounded to float32 as models do, then subtracted in float64: the moved key is
+        the one the model would have computed at the new position.
+        """
+        inv_freq = self.inv_freq[None]  # [1, d/2]
+        angle_old = (old.float()[:, None] * inv_freq).double()
+        angle_new = (new.float()[:, None] * inv_freq).double()
+        delta = angle_new - angle_old
+        return delta.cos().float(), delta.sin().float()
+
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn `x` [..., n, D] by `cos`, `sin` [n, d/2]; computed and returned in float32."""
+        out = x.float().clone()
+        cos, sin = cos.to(x.device), sin.to(x.device)
+        part = out[..., self.offset : self.offset + self.dims]  # [..., n, d]
+        if self.interleaved:
+            first, second = part[..., 0::2].clone(), part[..., 1::2].clone()
+            part[..., 0::2] = first * cos - second * sin
+            part[..., 1::2] = second * cos + first * sin
+        else:
+            half = self.dims // 2
+            first, second = part[..., :half].clone(), part[..., half:].clone()
+            part[..., :half] = first * cos - second * sin
+            part[..., half:] = second * cos + first * sin
+        return out
+
+    def same_angles(self, other: Rotation) -> bool:
+        """Whether both turn by the same angles, so that cosines can be shared."""
+        return torch.equal(self.inv_freq, other.inv_freq)
+
+
+def match_rotation(
+    samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
+) -> Rotation | None:
+    """The rotation that maps the sample at position 0 to all the others.
+
+    Args:
+        samples: position -> one token's cached tensor [H, D]; position 0 must be among them.
+        frequencies: the model's `inv_freq` buffers by name, float32 [d/2] each.
+        tolerance: largest relative error of a match.
+
+    Returns:
+        The rotation, or None when the tensor does not move with the position.
+
+    Raises:
+        LookupError: the tensor moves and no candidate explains how.
+    """
+    if _error(samples, None) <= tolerance:
+        return None
+    head_dim = samples[0].shape[-1]
+    best = min(
+        _candidates(frequencies, head_dim),
+        key=lambda rotation: _error(samples, rotation),
+        default=None,
+    )
+    if best is None or _error(samples, best) > tolerance:
+        raise LookupError("no known rotation maps this layer's keys from one position to another")
+    return best
+
+
+def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Rotation]:
+    for buffer in frequencies.values():
+        inv_freq = buffer.detach().float().cpu().clone()
+        dims = 2 * inv_freq.numel()
+        if dims > head_dim:
+            continue
+        for interleaved in (False, True):
+            for offset in sorted({0, head_dim - dims}):
+                yield Rotation(inv_freq, interleaved, offset)
+
+
+def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
+    """Largest relative error over the positions when the sample at 0 is moved there."""
+    start = samples[0].float()[:, None]  # [H, 1, D]
+    worst = 0.0
+    for position, sample in samples.items():
+        moved = start
+        if rotation is not None:
+            cos, sin = rotation.turn(torch.tensor([0]), torch.tensor([position]))
+            moved = rotation.apply(start, cos, sin)
+        gap = (moved[:, 0] - sample.float()).norm() / sample.float().norm().clamp_min(1e-30)
+        worst = max(worst, float(gap))
+    return worst
