@@ -1,0 +1,353 @@
+"""The engine: reads ids, generates ids, and holds the cache under its budget. Ids only, never text.
+
+`make_room` is the only place that forgets. Let E = budget - sinks - pins. Ids are read in chunks
+of at most E/4, and before a chunk of m at most budget - m rows are kept; while generating, room is
+made in blocks, only when the cache is full. So `resident <= budget` after every forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.errors import SettingError
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.policies.base import Policy
+from sirchat.sampling import Sampler
+from sirchat.scoring import surprisal
+
+LOGITS_BYTES = 256 * 2**20
+"""Logits of one forward pass never take more than this (float32)."""
+
+_LEAST_ROOM = 8
+"""Rows that sinks and pins must leave to the conversation."""
+
+
+class CausalModel(Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits."""
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """An empty cache with room for `capacity` rows."""
+
+    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
+        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The settings of what is remembered.
+
+    Attributes:
+        policy: chooses the rows that stay.
+        budget: rows held at most.
+        sinks: first tokens of the stream that always stay.
+        decay: factor on every score when a round closes.
+        protect: whether the newest E/2 rows of the current round stay whatever the policy says.
+        evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
+            its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
+    """
+
+    policy: Policy
+    budget: int
+    sinks: int = 4
+    decay: float = 1.0
+    protect: bool = True
+    evict: Literal["room", "turn"] = "room"
+
+
+@dataclass(frozen=True)
+class Read:
+    """Progress of reading: `done` of `total` ids are in the cache."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """Rows at these stream positions left the cache; `resident` stay, of `seen` ever read."""
+
+    positions: NDArray[np.int64]
+    resident: int
+    seen: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One generated token, already in the cache; surprisal in nats, before temperature."""
+
+    id: int
+    position: int
+    surprisal: float
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Why generation ended: a stop id (which is not in the cache), the length, or an interrupt."""
+
+    reason: Literal["stop", "length", "interrupt"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the conversation ids stand."""
+
+    turn: int
+    round: int
+
+
+class Engine:
+    """One conversation's cache, ledger and carried logits."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        memory: Memory,
+        *,
+        seed: int = 0,
+        ends_sentence: Callable[[int], bool] = lambda token_id: False,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._ends_sentence = ends_sentence
+        self._logits: Tensor | None = None  # [V], of the last token read, before any eviction
+        self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
+        self._round = 0
+        self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
+        self.cache = model.new_cache(min(self.budget, 1024) if self._grows else self.budget)
+
+    @property
+    def memory(self) -> Memory:
+        """The settings in force."""
+        return self._memory
+
+    @property
+    def budget(self) -> int:
+        """Rows that may be held: the setting, or the context length when nothing is forgotten."""
+        return self._model.context_length if self._grows else self._memory.budget
+
+    @property
+    def resident(self) -> int:
+        """Rows in the cache."""
+        return self.cache.length
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Raw logits [V] for the token to come; None before the first."""
+        return self._logits
+
+    def feed(
+        self, ids: Sequence[int], roles: Sequence[Role], place: Place, *, pinned: bool = False
+    ) -> Iterator[Read | Evicted]:
+        """Read ids, chunk by chunk; the state is whole at every yield.
+
+        Raises ContextFullError, with nothing read, when they do not fit and none may be forgotten.
+        """
+        self._round = place.round
+        if self._grows:
+            self.require(len(ids))
+        done = 0
+        while done < len(ids):
+            size = max(1, self._room() // 4)
+            end = min(len(ids), done + size)
+            yield from self.make_room(end - done)
+            self._read(ids[done:end], roles[done:end], place, pinned)
+            done = end
+            yield Read(done, len(ids))
+
+    def generate(
+        self,
+        sampler: Sampler,
+        place: Place,
+        *,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        reserve: int = 0,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Generated | Evicted | Stopped]:
+        """Generate until a stop id, `max_new_tokens`, or an interrupt; the last record says which.
+
+        `reserve` rows stay free when nothing may be forgotten, so that the turn can be closed; then
+        ContextFullError is raised.
+        """
+        for _ in range(max_new_tokens):
+            if interrupted():
+                yield Stopped("interrupt")
+                return
+            if self._logits is None:
+                raise RuntimeError("nothing has been read yet")
+            token_id = sampler.pick(self._logits, self._held_ids, self.ledger.seen)
+            if token_id in stop_ids:
+                yield Stopped("stop")
+                return
+            if self._grows:
+                self.require(1 + reserve)
+            elif self.resident >= self.budget:
+                yield from self.make_room(self._block())
+            self._read([token_id], [Role.ASSISTANT], place, pinned=False)
+            position = self.ledger.seen - 1
+            yield Generated(token_id, position, float(self.ledger.column("surprisal")[position]))
+        yield Stopped("length")
+
+    def make_room(self, count: int) -> Iterator[Evicted]:
+        """Forget what the policy does not keep, so that `count` more rows fit in the budget."""
+        if self.resident + count > self.budget:
+            yield self._keep(self.budget - count)
+
+    def open_turn(self, count: int, max_new_tokens: int, place: Place) -> Iterator[Evicted]:
+        """Make room for a user turn of `count` ids and its reply, where `evict` is "turn"."""
+        self._round = place.round
+        wanted = self.budget - count - max_new_tokens
+        if self._memory.evict == "turn" and not self._grows and self.resident > wanted:
+            num_keep = max(wanted, int(self._held().protected.sum()))
+            if num_keep < self.resident:
+                yield self._keep(num_keep)
+
+    def close_round(self) -> None:
+        """Apply the decay of the round that ends; its own rows decay too."""
+        self.ledger.close_round(self._memory.decay)
+
+    def switch(self, memory: Memory) -> Iterator[Evicted]:
+        """Change the settings; what no longer fits leaves at once, chosen by the new policy.
+
+        Raises SettingError, changing nothing, when sinks and pins leave no room.
+        """
+        before, self._memory = self._memory, memory
+        try:
+            self.check_pins(0)
+        except SettingError:
+            self._memory = before
+            raise
+        if self.resident > self.budget:
+            yield self._keep(self.budget)
+        if not self._grows:
+            self.cache.reserve(self.budget)
+
+    def check_pins(self, more: int) -> None:
+        """Raise SettingError when the pins and `more` rows would leave too little room."""
+        if self._grows:
+            return
+        pins = self._pins() + more
+        allowed = min(self.budget // 2, self.budget - self._sinks() - _LEAST_ROOM)
+        if pins > allowed:
+            raise SettingError(
+                f"{pins} tokens are to be pinned, but budget {self.budget} allows {allowed}",
+                hint="raise the budget, shorten the system prompt, or set pin_system to false",
+            )
+
+    def require(self, count: int) -> None:
+        """Raise ContextFullError when `count` more rows do not fit and nothing may be forgotten."""
+        if self._grows and self.resident + count > self.budget:
+            self._memory.policy.keep(self._held(), self.budget - count)
+
+    @property
+    def _grows(self) -> bool:
+        return not self._memory.policy.bounded
+
+    def _sinks(self) -> int:
+        return self._memory.sinks if self._memory.policy.honours_sinks else 0
+
+    def _pins(self) -> int:
+        """Pinned rows beyond the sinks, if the policy honours pins."""
+        if not self._memory.policy.honours_pins:
+            return 0
+        held = self.ledger.held_positions
+        pinned = (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
+        return int((pinned & (held >= self._sinks())).sum())
+
+    def _room(self) -> int:
+        """E: the rows that neither sinks nor pins take."""
+        return max(_LEAST_ROOM, self.budget - self._sinks() - self._pins())
+
+    def _block(self) -> int:
+        """Rows freed at once while generating; never so many that protected rows would go."""
+        return min(max(8, self.budget // 16), self._room() // 2)
+
+    def _held(self) -> Held:
+        held, policy = self.ledger.held_positions, self._memory.policy
+        protected = held < self._sinks()
+        if policy.honours_pins:
+            protected |= (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
+        if self._memory.protect:
+            current = self.ledger.column("round")[held] == self._round
+            protected |= current & (held >= self.ledger.seen - self._room() // 2)
+        return self.ledger.held(sinks=self._sinks(), protected=protected)
+
+    def _keep(self, num_keep: int) -> Evicted:
+        rows = self._memory.policy.keep(self._held(), num_keep)
+        if len(rows) != num_keep:
+            name = type(self._memory.policy).__name__
+            raise RuntimeError(f"policy {name} kept {len(rows)} rows, not {num_keep}")
+        self.cache.keep(rows)
+        gone = self.ledger.keep(rows)
+        return Evicted(gone, self.resident, self.ledger.seen)
+
+    def _held_ids(self) -> list[int]:
+        ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
+        return ids
+
+    def _read(
+        self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool
+    ) -> None:
+        """Forward ids in pieces whose logits fit in memory; pieces never change what is evicted."""
+        if self._grows and self.resident + len(ids) > self.cache.capacity:
+            wanted = max(2 * self.cache.capacity, self.resident + len(ids))
+            self.cache.reserve(min(self.budget, wanted))
+        opens = self.ledger.seen == 0
+        start = 0
+        while start < len(ids):
+            piece = ids[start : start + self._rows_per_pass]
+            try:
+                logits = self._model.forward(piece, self.cache)  # [m, V]
+            except torch.OutOfMemoryError:
+                if len(piece) == 1:
+                    raise
+                self._rows_per_pass = len(piece) // 2
+                continue
+            self._record(piece, logits, roles[start : start + len(piece)], place, pinned)
+            start += len(piece)
+        if opens:
+            self.ledger.rank_first_token(len(ids))
+
+    def _record(
+        self,
+        ids: Sequence[int],
+        logits: Tensor,
+        roles: Sequence[Role],
+        place: Place,
+        pinned: bool,
+    ) -> None:
+        """Commit rows that were read; the carried logits score the first of them."""
+        scores: list[float] = []
+        with torch.inference_mode():
+            targets = torch.tensor(ids, device=logits.device)
+            if self._logits is None:
+                scores.append(math.nan)
+            else:
+                scores += surprisal(self._logits[None], targets[:1]).tolist()
+            if len(ids) > 1:
+                scores += surprisal(logits[:-1], targets[1:]).tolist()
+            # A copy, so that the other rows' logits are freed.
+            self._logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
+        base = int(Flag.PINNED) if pinned else 0
+        flags = [base | (Flag.ANCHOR if self._ends_sentence(i) else 0) for i in ids]
+        self.cache.commit(len(ids))
+        self.ledger.append(
+            list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
+        )

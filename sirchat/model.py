@@ -1,0 +1,170 @@
+"""Load a causal language model with its tokenizer, and run it over a bounded cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from sirchat import paths
+from sirchat.errors import ModelError
+from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
+
+DeviceName = Literal["auto", "cuda", "mps", "cpu"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+BUNDLED = {"tiny"}
+"""Names of the models that come with sirchat."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can live under a budget.
+
+    Attributes:
+        name: as the user gave it.
+        module: the transformers model.
+        tokenizer: its tokenizer.
+        rotations: one entry per layer, found by the probe.
+        context_length: tokens the model was made for.
+        window: width of its sliding-window layers, which here count held rows, or None.
+    """
+
+    name: str
+    module: Any
+    tokenizer: Any
+    rotations: list[LayerRotation]
+    context_length: int
+    window: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits."""
+        return int(self.module.get_output_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in."""
+        device: torch.device = self.module.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' type."""
+        dtype: torch.dtype = self.module.dtype
+        return dtype
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """An empty cache with room for `capacity` rows."""
+        return BoundedCache(self.rotations, capacity)
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
+        """Read ids [m] at positions len(cache).., without committing; float32 logits [m, V]."""
+        output = self.module(
+            input_ids=torch.tensor([ids], device=self.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+
+def load_model(
+    name: str,
+    *,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> LoadedModel:
+    """Load `name`: a bundled model, a local folder, a GGUF file, or a hub id.
+
+    Weights are read from safetensors or GGUF only. `progress` shows transformers' loading bar on
+    stderr. Raises ModelError, in one line, when the model can't be had or can't be held.
+    """
+    transformers_logging.set_verbosity_error()
+    if progress:
+        transformers_logging.enable_progress_bar()
+    else:
+        transformers_logging.disable_progress_bar()
+    target = _device(device)
+    source, gguf = _locate(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
+    try:
+        if not gguf:  # a GGUF file is no config; its layers show in the probe
+            config = AutoConfig.from_pretrained(source, **options)
+            refuse_stateful_layers(config.get_text_config(decoder=True), name)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        module = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_dtype(dtype, target), use_safetensors=None if gguf else True, **options
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(
+            f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name)
+        ) from error
+    return wrap_model(name, module.to(target).eval(), tokenizer)
+
+
+def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
+    """Probe a transformers model and make it ready; raises ModelError when it can't be held."""
+    config = module.config.get_text_config(decoder=True)
+    return LoadedModel(
+        name=name,
+        module=module,
+        tokenizer=tokenizer,
+        rotations=probe_rotations(module, name),
+        context_length=context_length(config),
+        window=sliding_window(config),
+    )
+
+
+def _locate(name: str) -> tuple[str, dict[str, str]]:
+    """Where the model is, and the option that names a GGUF file."""
+    if name in BUNDLED:
+        return str(paths.tiny_dir().parent / name), {}
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model file {name!r} does not exist", hint="check the path")
+        return str(path.parent), {"gguf_file": path.name}
+    return (str(path) if path.exists() else name), {}
+
+
+def _device(name: DeviceName) -> torch.device:
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    if not available[name]:
+        there = ", ".join(kind for kind, there in available.items() if there)
+        raise ModelError(f"device {name!r} is not available here", hint=f"available: {there}")
+    return torch.device(name)
+
+
+def _dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _hint(name: str) -> str:
+    if name.lower().endswith(".gguf"):
+        return "GGUF files need the extra: pip install 'sirchat[gguf]'"
+    return "give tiny, a folder with safetensors, a .gguf file, or a hub id"

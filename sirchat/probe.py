@@ -1,0 +1,125 @@
+"""Can this model live under a budget? Find every layer's rotation, or say why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sirchat.errors import ModelError
+from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.rope import Rotation, match_rotation
+
+_PER_TOKEN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_DISTANCES = (1, 17, 301)
+_PROBE_TOKEN = 5
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}
+
+
+def context_length(config: Any) -> int:
+    """Tokens the model was made for.
+
+    Rotations whose frequencies change with the length (dynamic NTK, longrope) are held to the
+    length before the change, since cached keys could not follow it.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
+    limit = declared[0] if declared else 2048
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
+        if parameters.get("rope_type") in _LENGTH_DEPENDENT:
+            original = parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limit = min(limit, int(original or limit))
+    return limit
+
+
+def sliding_window(config: Any) -> int | None:
+    """The width of the model's sliding-window layers in tokens, if it has such layers."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if window and getattr(config, "use_sliding_window", True) and (
+        not kinds or "sliding_attention" in kinds
+    ):
+        return int(window)
+    return None
+
+
+def refuse_stateful_layers(config: Any, name: str) -> None:
+    """Raise ModelError for layers that cannot forget one token (recurrent, convolutional)."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
+    if odd:
+        raise ModelError(
+            f"{name} has {odd[0]} layers, whose state cannot forget one token",
+            hint="choose a model whose layers all keep keys and values per token",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; sirchat runs causal language models")
+
+
+def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
+    """The rotation of both cached tensors of every layer.
+
+    Raises ModelError when a layer keeps no keys and values per token, or moves them in a way that
+    no known rotation explains (learned positions, for one).
+    """
+    config = module.config.get_text_config(decoder=True)
+    refuse_stateful_layers(config, name)
+    distances = [d for d in _DISTANCES if d < context_length(config)]
+    samples = {position: _sample(module, config, position, name) for position in (0, *distances)}
+    frequencies = {
+        key: buffer
+        for key, buffer in module.named_buffers()
+        if "inv_freq" in key and "original" not in key
+    }
+    rotations = []
+    for layer in range(config.num_hidden_layers):
+        try:
+            found = [_match(samples, layer, slot, frequencies) for slot in (0, 1)]
+        except LookupError as error:
+            raise ModelError(
+                f"{name} cannot be held under a budget: layer {layer}: {error}",
+                hint="models with learned positions, such as GPT-2, cannot move their keys",
+            ) from error
+        rotations.append(LayerRotation(key=found[0], value=found[1]))
+    return rotations
+
+
+def _match(
+    samples: dict[int, list[tuple[Tensor, Tensor]]],
+    layer: int,
+    slot: int,
+    frequencies: dict[str, Tensor],
+) -> Rotation | None:
+    by_position = {position: layers[layer][slot] for position, layers in samples.items()}
+    return match_rotation(by_position, frequencies, _TOLERANCE[by_position[0].dtype])
+
+
+@torch.inference_mode()
+def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Tensor, Tensor]]:
+    """Each layer's cached tensors [H, D] of one token read at `position`."""
+    layers = config.num_hidden_layers
+    cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
+    device = module.get_input_embeddings().weight.device
+    token = min(_PROBE_TOKEN, config.vocab_size - 1)
+    try:
+        module(
+            input_ids=torch.tensor([[token]], device=device),
+            position_ids=torch.tensor([[position]], device=device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.commit(1)
+        return [
+            (cache.layer_keys(i)[0, :, 0].clone(), cache.layer_values(i)[0, :, 0].clone())
+            for i in range(layers)
+        ]
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"{name} ({config.model_type}) has no keys and values per token to hold: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error

@@ -1,0 +1,77 @@
+"""Choose the next token: transformers' own logits processors, and draws that can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from sirchat.memory.draws import Purpose, uniform
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy. Same seed and conversation, same draws."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+class Sampler:
+    """Picks one token from logits."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._processors = _processors(sampling)
+
+    def pick(self, logits: Tensor, held_ids: Callable[[], list[int]], position: int) -> int:
+        """The next token id.
+
+        Args:
+            logits: [V], raw.
+            held_ids: gives the ids that the model sees, for the repetition penalty.
+            position: stream position of the token to come; keys the draw.
+        """
+        scores = logits
+        if self._processors:
+            context = held_ids() if self._sampling.repetition_penalty != 1.0 else []
+            ids = torch.tensor([context], dtype=torch.int64, device=logits.device)
+            scores = self._processors(ids, logits[None].float())[0]
+        if self._sampling.temperature == 0.0:
+            return int(scores.argmax())
+        # On the CPU: not every device has float64, or sums in the same order each time.
+        heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
+        draw = uniform(self._sampling.seed, Purpose.SAMPLING, np.array([position]))[0]
+        return int(np.searchsorted(heights, draw * heights[-1], side="right"))
+
+
+def _processors(sampling: Sampling) -> LogitsProcessorList:
+    chosen = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature == 0.0:
+        return chosen
+    if sampling.temperature != 1.0:
+        chosen.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k is not None:
+        chosen.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        chosen.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        chosen.append(MinPLogitsWarper(sampling.min_p))
+    return chosen

@@ -1,0 +1,21 @@
+"""How much a token told the model: surprisal, in nats, from raw logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
+    """-log p(id) for each row: SirLLM's "token entropy" (arXiv:2405.12528, section 3.2).
+
+    Args:
+        logits: [m, V], as the model gives them: before temperature or any penalty.
+        ids: [m], the token that came after each row's context.
+
+    Returns:
+        float32 [m], in nats, never below 0.
+    """
+    logits = logits.float()
+    chosen = logits.gather(-1, ids[:, None])[:, 0]
+    return (torch.logsumexp(logits, -1) - chosen).clamp_min(0.0)
