@@ -1,0 +1,86 @@
+"""Ids to text, one token at a time: never half a character, never a changed space."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Any
+
+_UNFINISHED = "\ufffd"
+
+_SENTENCE_ENDS = frozenset(
+    ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
+    "\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
+    "\u1803\u1809\u1944\u1945\u1aa8\u1aa9\u1aaa\u1aab\u1b5a\u1b5b\u1b5e\u1b5f\u1c3b\u1c3c\u1c7e"
+    "\u1c7f\u2cf9\u2cfa\u2cfb\u2e2e\u2e3c\u3002\ua4ff\ua60e\ua60f\ua6f3\ua6f7\ua876\ua877\ua8ce"
+    "\ua8cf\ua92f\ua9c8\ua9c9\uaa5d\uaa5e\uaa5f\uaaf0\uaaf1\uabeb\ufe52\ufe56\ufe57\uff01\uff0e"
+    "\uff1f\uff61"
+)
+"""Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis."""
+
+_CLOSERS = ("Pe", "Pf")
+"""Categories of closing brackets and quotes, which may follow a sentence's end."""
+
+
+class TextStream:
+    """Decodes a growing list of ids, keeping back what is not yet whole characters."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._start = 0  # decoding starts here, so that spaces come out as in the whole text
+        self._shown = 0  # ids before this have been returned
+
+    def push(self, token_id: int) -> str:
+        """The text that this id completes; empty while a character is unfinished."""
+        self._ids.append(token_id)
+        text = self._new_text()
+        if text.endswith(_UNFINISHED) and len(self._ids) - self._shown < 8:
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What was kept back."""
+        text = self._new_text()
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class SentenceEnds:
+    """Tells, id by id, whether a sentence ends there, in any script.
+
+    Looks back over the ids of a character that the tokenizer spells in several tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        self._recent: list[int] = []
+
+    def __call__(self, token_id: int) -> bool:
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._known[token_id] = str(self._tokenizer.decode([token_id]))
+        self._recent = [*self._recent[-3:], token_id]
+        if text.endswith(_UNFINISHED):
+            text = str(self._tokenizer.decode(self._recent))
+        return ends_sentence(text)
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether the text ends with a sentence's end, closing quotes and brackets apart."""
+    text = text.rstrip()
+    while text and (unicodedata.category(text[-1]) in _CLOSERS or text[-1] in "\"'"):
+        text = text[:-1]
+    return bool(text) and text[-1] in _SENTENCE_ENDS

@@ -1,0 +1,145 @@
+"""What a session reports: typed, frozen records. `--json` prints the same records, one a line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One token of the ledger.
+
+    `surprisal` is in nats, null for the first token of the stream; `score` is the surprisal after
+    the decays so far, also in nats; `arrival_key` is uniform in [0, 1).
+    """
+
+    position: int
+    id: int
+    text: str
+    turn: int
+    role: str
+    surprisal: float | None
+    score: float
+    arrival_key: float
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all records; `kind` is the JSON's "event", empty for records that are not printed."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Reading(Event):
+    """Progress of reading a turn, in tokens."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Delta(Event):
+    """New text of the reply under way."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """A session begins: the model and every setting."""
+
+    kind: ClassVar[str] = "session"
+    version: str
+    model: str
+    device: str
+    dtype: str
+    context_length: int
+    profile: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TurnDone(Event):
+    """A turn is in the cache, closing ids included.
+
+    `tokens_in` were read and `tokens_out` generated in this turn; `evicted` left the cache during
+    it; `resident` are held now, of `seen` ever read. `finish` says why a reply ended.
+    """
+
+    kind: ClassVar[str] = "turn"
+    index: int
+    role: str
+    text: str
+    tokens_in: int
+    tokens_out: int
+    resident: int
+    seen: int
+    evicted: int
+    recalled: int
+    seconds_prefill: float
+    seconds_decode: float
+    finish: Literal["stop", "length", "interrupt", "context", "read"]
+    tokens: tuple[TokenRow, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Forgot(Event):
+    """Tokens at these stream positions left the cache, while turn `turn` was read or generated."""
+
+    kind: ClassVar[str] = "evict"
+    turn: int
+    positions: tuple[int, ...]
+    resident: int
+    seen: int
+    tokens: tuple[TokenRow, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Switched(Event):
+    """A setting changed; `restored` tokens came back."""
+
+    kind: ClassVar[str] = "switch"
+    what: str
+    old: Any
+    new: Any
+    restored: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class Notice(Event):
+    """Something the user should know."""
+
+    kind: ClassVar[str] = "notice"
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """A session ends; seconds are of reading and generating."""
+
+    kind: ClassVar[str] = "end"
+    turns: int
+    seen: int
+    resident: int
+    tokens_out: int
+    seconds_prefill: float
+    seconds_decode: float
+
+
+_RENAMED = {"old": "from", "new": "to"}
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The record as a JSON object; `tokens` only where they were asked for."""
+    out: dict[str, Any] = {"event": event.kind}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if field.name == "tokens":
+            if value is None:
+                continue
+            value = [{f.name: getattr(row, f.name) for f in fields(row)} for row in value]
+        out[_RENAMED.get(field.name, field.name)] = value
+    return out

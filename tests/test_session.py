@@ -1,0 +1,180 @@
+"""A conversation: what is remembered, how settings switch, and that it stays well-formed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sirchat.errors import ContextFullError, SettingError
+from sirchat.events import Delta, Event, Forgot, Notice, Switched, TurnDone, to_json
+from sirchat.session import Session
+from tests.chatting import answer, babbler, session, tiny
+
+
+def _ids(chat: Session) -> list[int]:
+    return chat._engine.ledger.column("token_id").tolist()
+
+
+def _turns(events: list[Event]) -> list[TurnDone]:
+    return [event for event in events if isinstance(event, TurnDone)]
+
+
+def test_a_fact_is_recalled_after_other_turns() -> None:
+    chat = session(decay=0.9, budget=128)
+    for text in ("My name is Anna.", "Tell me a joke."):
+        list(chat.ask(text))
+    assert "Anna" in answer(list(chat.ask("What is my name?")))
+
+
+def test_the_stream_of_ids_is_the_template_rendered_at_once() -> None:
+    chat = session(max_new_tokens=30, system="You are a helpful assistant.")
+    messages = [{"role": "system", "content": "You are a helpful assistant."}]
+    for text in ("Hello there!", "I like green tea.", "Good night."):
+        said = answer(list(chat.ask(text)))
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+    whole = tiny().tokenizer.apply_chat_template(messages, return_dict=False)
+    assert _ids(chat) == whole
+
+
+def test_reading_a_reply_gives_the_same_ids_as_saying_it() -> None:
+    said, read = session(max_new_tokens=30), session()
+    for text in ("Hello there!", "I live in Oslo."):
+        reply = answer(list(said.ask(text)))
+        list(read.read_user(text))
+        list(read.read_reply(reply))
+    assert _ids(read) == _ids(said)
+
+
+def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
+    chat = session(babbler(), max_new_tokens=1000)
+    calls = iter(range(1000))
+    events = list(chat.ask("Speak.", interrupted=lambda: next(calls) >= 7))
+    reply = _turns(events)[-1]
+    assert reply.finish == "interrupt"
+    assert 0 < reply.tokens_out < 10
+    assert reply.text == "".join(e.text for e in events if isinstance(e, Delta))
+    assert _ids(chat)[-1] == chat._template.closing[-1]
+    assert _turns(list(chat.ask("Again.", interrupted=lambda: True)))[-1].finish == "interrupt"
+
+
+def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
+    chat = session(babbler(), max_new_tokens=1000)
+    events = chat.ask("Speak.")
+    while not isinstance(next(events), Delta):
+        pass
+    events.close()
+    assert _ids(chat)[-1] == chat._template.closing[-1]
+    assert chat._engine.ledger.log_decay == 0.0
+    assert chat._engine.ledger.held_count == chat.resident
+
+
+def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:
+    chat = session(babbler(), budget=64, recent=8)
+    text = "word " * 300
+    list(chat.ask(text, interrupted=lambda: True))
+    header = tiny().tokenizer.convert_tokens_to_ids("<|assistant|>")
+    assert chat.seen < 150
+    assert _ids(chat).count(header) == 1
+
+
+def test_a_paste_longer_than_the_budget_is_read_whole() -> None:
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
+    events = list(chat.ask("word " * 300))
+    assert chat.seen > 300
+    assert all(e.resident <= 64 for e in events if isinstance(e, (Forgot, TurnDone)))
+
+
+def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=5)
+    list(chat.ask("Hello."))
+    before = _ids(chat)
+    with pytest.raises(ContextFullError, match="policy full forgets none"):
+        list(chat.ask("word " * 5000))
+    assert _ids(chat) == before
+    list(chat.ask("Still here."))
+
+
+def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=10_000)
+    events = list(chat.ask("Speak."))
+    assert _turns(events)[-1].finish == "context"
+    assert isinstance(events[-1], Notice)
+    assert chat.resident == chat.seen == 4096
+    list(chat.switch("/policy", policy="entropy"))
+    assert chat.resident <= chat.budget == 1024
+    chat.profile = chat.profile.model_copy(update={"max_new_tokens": 5})
+    assert _turns(list(chat.ask("Go on.")))[-1].tokens_out == 5
+
+
+@pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "interval", "reservoir"])
+def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str) -> None:
+    chat = session(babbler(), max_new_tokens=60)
+    list(chat.ask("word " * 60))
+    held = chat.resident
+    events = list(chat.switch("/policy", policy=policy))
+    assert not any(isinstance(event, Forgot) for event in events)
+    assert chat.resident == held
+    events = list(chat.switch("/budget", budget=64))
+    assert chat.resident == 64
+    switched = [e for e in events if isinstance(e, Switched)]
+    assert [(e.what, e.old, e.new) for e in switched] == [("budget", 1024, 64)]
+    list(chat.switch("/budget", budget=2048))
+    assert chat.resident == 64
+    assert _turns(list(chat.ask("Go on.")))[-1].resident > 64
+
+
+def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
+    chat = session(babbler(), system="word " * 60)
+    list(chat.ask("Hello."))
+    before = chat.profile
+    for update in ({"budget": 64}, {"budget": 9999}, {"decay": 0.0}, {"policy": "entropie"}):
+        with pytest.raises(SettingError):
+            list(chat.switch("/x", **update))
+        assert chat.profile == before
+    list(chat.ask("Go on."))
+
+
+def test_the_system_prompt_stays_whatever_is_said() -> None:
+    chat = session(babbler(), system="Remember the sea.", budget=64, recent=8, max_new_tokens=40)
+    for _ in range(5):
+        list(chat.ask("word " * 40))
+    pinned = [row for row in chat.snapshot().rows if "pinned" in row.flags]
+    assert "".join(row.text for row in pinned if row.role == "system") == "Remember the sea."
+
+
+def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
+    chat = session(babbler(), system="word " * 100, budget=64, recent=8)
+    with pytest.raises(SettingError, match="are to be pinned"):
+        list(chat.ask("Hello."))
+    assert chat.seen == 0
+
+
+def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> None:
+    chat = session(
+        babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20
+    )
+    for _ in range(6):
+        events = list(chat.ask("word " * 20))
+        kinds = [type(e) for e in events if isinstance(e, (Forgot, TurnDone))]
+        assert Forgot not in kinds[1:]
+        assert chat.resident <= 128
+
+
+def test_the_same_seed_gives_the_same_conversation() -> None:
+    def run(seed: int) -> list[str]:
+        chat = session(babbler(), temperature=1.0, seed=seed, max_new_tokens=30)
+        return [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_events_carry_the_held_tokens_only_when_asked() -> None:
+    plain = [to_json(e) for e in session(max_new_tokens=5).ask("Hello.") if e.kind]
+    assert all("tokens" not in event for event in plain)
+    whole = [to_json(e) for e in session(tokens=True, max_new_tokens=5).ask("Hello.") if e.kind]
+    rows: list[dict[str, Any]] = whole[-1]["tokens"]
+    assert len(rows) == whole[-1]["resident"]
+    assert rows[0]["surprisal"] is None
+    assert rows[0]["flags"] == ("sink",)
