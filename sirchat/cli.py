@@ -1,0 +1,330 @@
+"""The command line: parse, dispatch, exit codes. Nothing heavy is imported at the top.
+
+Exit codes: 0 fine, 1 failure, 2 usage, 130 interrupt.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat import __version__
+from sirchat.errors import SirchatError, TranscriptError, UsageError
+from sirchat.flags import with_settings
+from sirchat.memory.policies import policy_class, policy_names
+from sirchat.profile import Profile, init_profile, list_profiles, resolve, show
+from sirchat.ui.text import displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.session import Session
+
+app = typer.Typer(
+    name="sirchat",
+    help="Endless chat with local language models, under a KV-cache budget you can see and choose.",
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+profiles_app = typer.Typer(help="Named settings: list, show, find, and start your own.")
+policies_app = typer.Typer(
+    help="The eviction policies, with their options.", invoke_without_command=True
+)
+train_app = typer.Typer(help="Train the bundled models.")
+app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
+app.add_typer(policies_app, name="policies")
+app.add_typer(train_app, name="train", no_args_is_help=True)
+
+Feed = Annotated[
+    bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
+]
+Format = Annotated[
+    str,
+    typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
+]
+JsonTokens = Annotated[
+    bool, typer.Option("--json-tokens", help="As --json, with the held tokens of every turn.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except SirchatError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read the output has left; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
+    sys.exit(code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sirchat {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+@with_settings
+def start(
+    context: typer.Context,
+    flags: dict[str, Any],
+    feed: Feed = False,
+    format: Format = "auto",
+    json: Json = False,
+    json_tokens: JsonTokens = False,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Chat; or, when input comes from a pipe or a file, replay it as a transcript."""
+    context.obj = flags
+    if context.invoked_subcommand is not None:
+        return
+    if not sys.stdin.isatty():
+        _replay("standard input", flags, feed, format, json, json_tokens, trust_remote_code)
+        return
+    profile = _profile(flags)
+    from sirchat.ui.repl import chat
+    from sirchat.ui.screen import Screen
+
+    screen = Screen()
+    with _torn_pipe_is_fine():
+        chat(_session(profile, trust_remote_code), screen)
+
+
+@app.command()
+@with_settings
+def replay(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
+    flags: dict[str, Any],
+    feed: Feed = False,
+    format: Format = "auto",
+    json: Json = False,
+    json_tokens: JsonTokens = False,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
+    _replay(str(file), context.obj | flags, feed, format, json, json_tokens, trust_remote_code)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Option(help="A model, or a shape with random weights: 135m, 1b.")
+    ] = "tiny",
+    cache: Annotated[int, typer.Option(help="Tokens held while decoding.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="Pairs of blocks that are timed.")] = 15,
+    seen: Annotated[
+        str, typer.Option(metavar="EARLY,LATE", help="Tokens seen before the last comparison.")
+    ] = "2000,100000",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")] = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster)."""
+    profile = resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
+    early, comma, late = seen.partition(",")
+    if not (comma and early.isdigit() and late.isdigit()):
+        raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
+    if cache < 64 or rounds < 2:
+        raise UsageError("--cache must be at least 64 and --rounds at least 2")
+    from sirchat.bench.report import print_bench
+    from sirchat.bench.shapes import bench_model
+    from sirchat.bench.speed import BenchOptions
+
+    options = BenchOptions(cache=cache, rounds=rounds, seen=(int(early), int(late)))
+    print_bench(bench_model(model, profile.device, profile.dtype), options, as_json=json)
+
+
+@train_app.command("tiny")
+def train_tiny(
+    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("tiny"),
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; default: the whole recipe.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
+    seed: Annotated[int, typer.Option(help="Seeds weights and dialogues.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train the bundled model anew, on dialogues that are made up as it learns."""
+    from sirchat.ui.training import train_with_progress
+
+    train_with_progress(out=out, steps=steps, size=size, seed=seed, resume=resume)
+
+
+@profiles_app.command("list")
+def profiles_list() -> None:
+    """The profiles there are, yours first."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name", "description", "from", box=None)
+    for profile in list_profiles():
+        origin = "sirchat" if profile.shipped else "you"
+        table.add_row(
+            *map(Text, map(displayable_line, (profile.name, profile.description, origin)))
+        )
+    Console().print(table)
+
+
+@profiles_app.command("show")
+@with_settings
+def profiles_show(
+    name: Annotated[str, typer.Argument(help="A profile's name, or a YAML file.")],
+    flags: dict[str, Any],
+) -> None:
+    """Every setting of a profile, as YAML."""
+    typer.echo(show(resolve(name, flags, os.environ)), nl=False)
+
+
+@profiles_app.command("path")
+def profiles_path(
+    name: Annotated[str | None, typer.Argument(help="A profile's name.")] = None,
+) -> None:
+    """Where a profile is, or where your own go."""
+    from sirchat.paths import user_profiles_dir
+    from sirchat.profile import profile_path
+
+    typer.echo(profile_path(name) if name else user_profiles_dir())
+
+
+@profiles_app.command("init")
+def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's name.")]) -> None:
+    """Write a commented profile of your own, to edit."""
+    typer.echo(init_profile(name))
+
+
+@policies_app.callback()
+def policies_list(context: typer.Context) -> None:
+    """The eviction policies: what they keep, their options and defaults, and their source."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 1, 1, 1))
+    for name in policy_names():
+        made = policy_class(name)
+        what = (made.__doc__ or "").strip().split("\n\n")[0]
+        options = [f"{setting} (setting)" for setting in made.uses]
+        for field in fields(made):
+            options.append(f"{field.name} = {field.default}: {field.metadata.get('help', '')}")
+        cells = (name, " ".join(what.split()), "\n".join(options), made.source)
+        table.add_row(*map(Text, cells))
+    Console().print(table)
+
+
+@policies_app.command("check")
+def policies_check(
+    name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
+) -> None:
+    """Check that a policy keeps the contract, on random ledgers."""
+    from sirchat.memory.contract import broken_promises
+
+    broken = broken_promises(policy_class(name)())
+    for promise in broken:
+        typer.echo(f"{name}: {promise}")
+    typer.echo(f"{name}: {'breaks' if broken else 'keeps'} the contract")
+    if broken:
+        raise typer.Exit(1)
+
+
+def _profile(flags: dict[str, Any]) -> Profile:
+    named = flags.get("profile")
+    settings = {key: value for key, value in flags.items() if key != "profile"}
+    return resolve(named, settings, os.environ)
+
+
+def _session(profile: Profile, trust: bool, *, rows_in_events: bool = False) -> "Session":
+    """Load the model and open a session; the settings are checked before anything heavy."""
+    policy_class(profile.policy)
+    from sirchat.model import load_model
+    from sirchat.session import Session
+
+    model = load_model(
+        profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        trust_remote_code=trust,
+        progress=sys.stderr.isatty(),
+    )
+    return Session(model, profile, rows_in_events=rows_in_events)
+
+
+def _replay(
+    name: str,
+    flags: dict[str, Any],
+    feed: bool,
+    format: str,
+    json: bool,
+    json_tokens: bool,
+    trust: bool,
+) -> None:
+    """Replay a file or standard input; a file that is missing costs no loading of the model."""
+    from sirchat.transcript import read_turns
+
+    profile = _profile(flags)
+    from_stdin = name in ("-", "standard input")
+    try:
+        stream = sys.stdin.buffer if from_stdin else open(name, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    with stream:
+        turns = read_turns(stream, "standard input" if from_stdin else name, format)
+        from sirchat.ui.interrupt import Interrupt
+        from sirchat.ui.replay import ReplayOptions, replay
+        from sirchat.ui.screen import Screen
+
+        session = _session(profile, trust, rows_in_events=json_tokens)
+        options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)
+        with Interrupt() as interrupted:
+            replay(session, turns, Screen(), options, interrupted)
+
+
+@contextmanager
+def _torn_pipe_is_fine() -> Iterator[None]:
+    """A terminal that goes away ends the chat without complaint."""
+    try:
+        yield
+    except OSError as error:
+        raise BrokenPipeError from error

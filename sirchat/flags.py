@@ -1,0 +1,110 @@
+"""The settings as command-line flags: one flag for each field of the profile."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+
+from sirchat.memory.policies import ALIASES, policy_names
+from sirchat.profile import Profile, list_profiles
+
+_NOT_FLAGS = ("description", "policy_options")
+
+
+def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command a flag for every setting; it gets those that were given as `flags`."""
+    own = inspect.signature(command).parameters
+    extra = _parameters()
+
+    def run(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in extra}
+        flags = {name: value for name, value in given.items() if value is not None}
+        if options := flags.pop("option", None):
+            flags["policy_options"] = ",".join(options)
+        return command(flags=flags, **values)
+
+    kept = [p for name, p in own.items() if name != "flags"]
+    run.__signature__ = inspect.Signature([*kept, *extra.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*kept, *extra.values()]}
+    run.__doc__ = command.__doc__
+    run.__name__ = command.__name__
+    return run
+
+
+def _parameters() -> dict[str, inspect.Parameter]:
+    shared = {
+        "profile": (
+            str,
+            _flag(
+                "--profile",
+                "-p",
+                help="A profile's name, or a YAML file.",
+                autocompletion=_complete_profile,
+            ),
+        ),
+        "option": (
+            list[str],
+            _flag(
+                "--option",
+                "-o",
+                metavar="KEY=VALUE",
+                help="An option of the policy; can be repeated.",
+            ),
+        ),
+    }
+    for name, field in Profile.model_fields.items():
+        if name not in _NOT_FLAGS:
+            shared[name] = (_plain_type(field.annotation), _setting_flag(name, field))
+    return {
+        name: inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+        for name, (kind, option) in shared.items()
+    }
+
+
+def _setting_flag(name: str, field: Any) -> Any:
+    flag = f"--{name.replace('_', '-')}"
+    complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
+    choices = [str(value) for value in typing.get_args(field.annotation) if isinstance(value, str)]
+    if choices:
+        complete = _completer(choices)
+    help_text = f"{field.description} [default: {_shown(field.default)}]"
+    metavar = "|".join(choices) if choices else None
+    return _flag(flag, help=help_text, autocompletion=complete, metavar=metavar)
+
+
+def _flag(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, show_default=False, rich_help_panel="Settings", **options)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """The type that typer parses; limits and choices are the profile's to check."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation if annotation in (bool, int, float) else str
+
+
+def _shown(default: Any) -> str:
+    return "none" if default is None else str(default).lower()
+
+
+def _completer(values: Iterable[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete
+
+
+def _complete_policy(incomplete: str) -> list[str]:
+    return [n for n in [*policy_names(), *ALIASES] if n.startswith(incomplete)]
+
+
+def _complete_profile(incomplete: str) -> list[str]:
+    return [p.name for p in list_profiles() if p.name.startswith(incomplete)]

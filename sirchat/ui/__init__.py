@@ -1,0 +1,1 @@
+"""What people see: the display filter, the panel, the prompt, replayed transcripts."""

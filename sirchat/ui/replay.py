@@ -1,0 +1,135 @@
+"""Replay a transcript: the user's turns are answered, or the transcript's own replies are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sirchat.errors import TranscriptError
+from sirchat.events import Delta, Event, Notice, TurnDone
+from sirchat.session import Interrupted, Session
+from sirchat.transcript import Turn
+from sirchat.ui.screen import Screen
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """`feed` reads the transcript's replies; `json` prints records; `name` is for messages."""
+
+    feed: bool = False
+    json: bool = False
+    name: str = "transcript"
+
+
+def replay(
+    session: Session,
+    turns: Iterable[Turn],
+    screen: Screen,
+    options: ReplayOptions,
+    interrupted: Interrupted,
+) -> None:
+    """Run the turns through the session and print what happens.
+
+    Raises TranscriptError for a turn out of place, KeyboardInterrupt when stopped in between; what
+    was said until then has been printed.
+    """
+    show = screen.json if options.json else _Dialogue(screen, session).show
+    for event in session.start():
+        show(event)
+    try:
+        for event in _events(session, turns, options, interrupted):
+            show(event)
+            if interrupted() and isinstance(event, TurnDone):
+                raise KeyboardInterrupt
+    finally:
+        show(session.end())
+
+
+def _events(
+    session: Session, turns: Iterable[Turn], options: ReplayOptions, interrupted: Interrupted
+) -> Iterator[Event]:
+    previous = ""
+    for turn, following in _with_next(turns, look_ahead=options.feed):
+        if turn.role == "system":
+            yield from _system(session, turn, options.name)
+        elif turn.role == "user":
+            if options.feed and following is not None and following.role == "assistant":
+                yield from session.read_user(turn.content)
+            else:
+                yield from session.ask(turn.content, interrupted)
+        elif options.feed:
+            if previous != "user":
+                raise TranscriptError(
+                    f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
+                )
+            yield from session.read_reply(turn.content)
+        previous = turn.role
+
+
+def _system(session: Session, turn: Turn, name: str) -> Iterator[Event]:
+    if session.seen:
+        yield Notice(f"{name}, line {turn.line}: a system turn after the first turn is left out")
+    else:
+        yield from session.switch(f"{name}, line {turn.line}", system=turn.content)
+
+
+def _with_next(turns: Iterable[Turn], *, look_ahead: bool) -> Iterator[tuple[Turn, Turn | None]]:
+    """Each turn with the one after it; without look-ahead at once, for input that is typed."""
+    if not look_ahead:
+        yield from ((turn, None) for turn in turns)
+        return
+    held: Turn | None = None
+    for turn in turns:
+        if held is not None:
+            yield held, turn
+        held = turn
+    if held is not None:
+        yield held, None
+
+
+class _Dialogue:
+    """Prints the dialogue to stdout, as text that can be replayed, and status to stderr."""
+
+    def __init__(self, screen: Screen, session: Session) -> None:
+        self._screen = screen
+        self._session = session
+        self._speaking = False
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            if not self._speaking:
+                self._screen.stream("ASSISTANT: ")
+            self._speaking = True
+            self._screen.stream(event.text)
+        elif isinstance(event, TurnDone):
+            self._turn(event)
+        elif isinstance(event, Notice):
+            self._screen.note(event.text)
+
+    def _turn(self, turn: TurnDone) -> None:
+        if turn.role == "assistant" and self._speaking:
+            self._screen.line()
+            self._speaking = False
+        else:
+            self._screen.line(f"{turn.role.upper()}: {turn.text}")
+        self._screen.note(describe_turn(turn, self._session.budget))
+
+
+def describe_turn(turn: TurnDone, budget: int) -> str:
+    """One quiet line: tokens in and out, speed, what was forgotten and what is held."""
+    parts = [f"turn {turn.index}: {turn.tokens_in:,} read"]
+    if turn.tokens_out:
+        speed = turn.tokens_out / max(turn.seconds_decode, 1e-9)
+        parts.append(f"{turn.tokens_out:,} said, {speed:,.0f} tok/s")
+    if turn.evicted:
+        parts.append(f"forgot {turn.evicted:,}")
+    parts.append(f"holds {turn.resident:,}/{budget:,}")
+    if turn.finish in ("length", "interrupt", "context"):
+        parts.append(
+            {
+                "length": "cut at the length limit",
+                "interrupt": "interrupted",
+                "context": "context full",
+            }[turn.finish]
+        )
+    return ", ".join(parts)

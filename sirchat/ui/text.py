@@ -1,0 +1,102 @@
+"""The display filter: everything shown passes here, and nothing shown can steer the terminal.
+
+Dropped: C0 controls except newline and tab, DEL, C1 controls, whole escape sequences (CSI, OSC,
+DCS and their kin), and bidirectional controls. A line break ends an open sequence. The filter keeps
+its place across chunks, so a sequence that is split anywhere is dropped as if it had come whole.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_STRING_OPENERS = frozenset("]PX^_")  # after ESC: OSC, DCS, SOS, PM, APC
+_C1_STRING_OPENERS = frozenset("\x9d\x90\x98\x9e\x9f")
+
+
+class _State(Enum):
+    TEXT = 0
+    ESCAPE = 1  # after ESC
+    SEQUENCE = 2  # inside CSI, until its final byte
+    STRING = 3  # inside OSC, DCS, ..., until BEL or ST
+    STRING_ESCAPE = 4  # after ESC inside a string
+    CHARSET = 5  # after ESC and an intermediate byte, such as ESC ( B
+
+
+class DisplayFilter:
+    """Filters a stream of text, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._state = _State.TEXT
+
+    def push(self, text: str) -> str:
+        """The part of the chunk that may be shown."""
+        return "".join(char for char in text if self._shows(char))
+
+    def _shows(self, char: str) -> bool:
+        """Advance by one character; whether it is shown."""
+        state = self._state
+        if char == "\n":  # ends any sequence, so that an open one cannot hide what follows
+            self._state = _State.TEXT
+            return True
+        if state is _State.TEXT:
+            return self._text(char)
+        if char == "\x1b" and state is not _State.STRING:
+            self._state = _State.ESCAPE
+        elif char in "\x18\x1a":  # CAN and SUB abort a sequence
+            self._state = _State.TEXT
+        elif state is _State.ESCAPE:
+            self._escape(char)
+        elif state is _State.SEQUENCE:
+            if not " " <= char <= "?":
+                self._state = _State.TEXT
+        elif state is _State.CHARSET:
+            if not " " <= char <= "/":
+                self._state = _State.TEXT
+        else:
+            self._string(char)
+        return False
+
+    def _text(self, char: str) -> bool:
+        if char == "\x1b":
+            self._state = _State.ESCAPE
+        elif char == "\x9b":
+            self._state = _State.SEQUENCE
+        elif char in _C1_STRING_OPENERS:
+            self._state = _State.STRING
+        else:
+            return (
+                char == "\t" or (char >= " " and not "\x7f" <= char <= "\x9f" and char not in _BIDI)
+            )
+        return False
+
+    def _escape(self, char: str) -> None:
+        if char == "[":
+            self._state = _State.SEQUENCE
+        elif char in _STRING_OPENERS:
+            self._state = _State.STRING
+        elif " " <= char <= "/":
+            self._state = _State.CHARSET
+        else:
+            self._state = _State.TEXT
+
+    def _string(self, char: str) -> None:
+        if self._state is _State.STRING_ESCAPE:
+            if char == "\\":
+                self._state = _State.TEXT
+            else:
+                self._escape(char)
+        elif char in "\x07\x9c":
+            self._state = _State.TEXT
+        elif char == "\x1b":
+            self._state = _State.STRING_ESCAPE
+
+
+def displayable(text: str) -> str:
+    """A whole text, filtered."""
+    return DisplayFilter().push(text)
+
+
+def displayable_line(text: str) -> str:
+    """A whole text on one line: for names, errors and notices."""
+    return " ".join(displayable(text).split())

@@ -1,0 +1,48 @@
+"""Train the bundled model with a progress bar: loss, recall, speed and time left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from sirchat.errors import SettingError
+from sirchat.training.schedule import SIZES
+from sirchat.training.trainer import TrainOptions, TrainStep, train
+
+
+def train_with_progress(
+    out: Path, *, steps: int | None, size: str, seed: int, resume: bool
+) -> None:
+    """Train and export to `out`; progress goes to stderr, the folder's name to stdout."""
+    names = [name for name in SIZES if name == size]
+    if not names:
+        raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
+    recipe = TrainOptions.steps if steps is None else steps
+    options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("learning the tokenizer", total=recipe)
+        for record in train(options):
+            progress.update(task, completed=record.step, description=_describe(record))
+    Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
+
+
+def _describe(record: TrainStep) -> str:
+    recall = "" if record.recall is None else f", recall {record.recall:.2f}"
+    speed = f", {record.tokens_per_second:,.0f} tok/s"
+    return f"loss {record.loss:.3f}, answers {record.answer_loss:.3f}{recall}{speed}"
