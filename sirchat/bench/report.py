@@ -1,0 +1,33 @@
+"""Print what `sirchat bench` measured, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from sirchat.bench.speed import BenchOptions, bench_record, run_bench
+from sirchat.model import LoadedModel
+
+
+def print_bench(model: LoadedModel, options: BenchOptions, *, as_json: bool) -> None:
+    """Run the benchmark, with progress on stderr, and print it to stdout."""
+    notes = Console(stderr=True, highlight=False)
+    results = []
+    with notes.status("measuring", spinner="line"):
+        for result in run_bench(model, options):
+            results.append(result)
+            notes.print(f"{result.name}: {result.median:.3f}", style="dim")
+    if as_json:
+        Console(soft_wrap=True, highlight=False).print(
+            json.dumps(bench_record(results, model, options), indent=2), markup=False
+        )
+        return
+    table = Table("measured", "ours", "other", "ratio", "quartiles", box=None)
+    for r in results:
+        ours, other = f"{r.ours_ms:.3f} ms/token", f"{r.other_ms:.3f} ms/token"
+        table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
+    console = Console()
+    console.print(f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs")
+    console.print(table)

@@ -1,0 +1,46 @@
+"""Models with random weights, for measuring speed at sizes that are not bundled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sirchat.model import DeviceName, DtypeName, LoadedModel, load_model, wrap_model
+
+SHAPES: dict[str, dict[str, int]] = {
+    "135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+}
+"""Llama shapes by name."""
+
+
+def bench_model(name: str, device: DeviceName = "auto", dtype: DtypeName = "auto") -> LoadedModel:
+    """A loaded model, or a random one of a named shape."""
+    if name not in SHAPES:
+        return load_model(name, device=device, dtype=dtype)
+    where = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
+    if device != "auto":
+        where = torch.device(device)
+    kind = torch.float32 if where.type == "cpu" else torch.bfloat16
+    if dtype != "auto":
+        kind = getattr(torch, dtype)
+    config = LlamaConfig(**SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    module: Any = LlamaForCausalLM(config)
+    return wrap_model(f"{name} (random weights)", module.to(where, kind).eval(), None)
