@@ -1,0 +1,310 @@
+"""Read and write conversations: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
+
+Formats that allow it are read line by line, so that a conversation piped in is answered as it
+arrives. What a turn says is only ever said: no line of a transcript is a command.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, BinaryIO, Literal
+
+from sirchat.errors import TranscriptError, UsageError, nearest
+
+Role = Literal["system", "user", "assistant"]
+Line = tuple[int, str]  # number (from 1), text without its line end
+
+FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
+_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+_SHAREGPT_ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
+_PREFIX = re.compile(r"(USER|ASSISTANT|SYSTEM): ?(.*)")
+_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message and the line it starts on (from 1)."""
+
+    role: Role
+    content: str
+    line: int
+
+
+def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Turn]:
+    """The turns of a UTF-8 `stream`, each as soon as its format lets it be known.
+
+    `name` is what errors call the stream; `format` is one of `FORMATS`. Raises UsageError for an
+    unknown format and, while reading, TranscriptError with name, line and what is wrong.
+    """
+    if format not in FORMATS:
+        raise UsageError(
+            f'there is no transcript format "{format}"; it must be one of {", ".join(FORMATS)}',
+            hint=nearest(format, FORMATS),
+        )
+    lines = _numbered(stream, name)
+    return _detected(lines, name) if format == "auto" else _parsed(lines, name, format)
+
+
+def read_transcript(data: bytes, name: str, format: str = "auto") -> list[Turn]:
+    """All turns of a transcript held in memory; arguments and errors as in `read_turns`."""
+    return list(read_turns(io.BytesIO(data), name, format))
+
+
+def write_jsonl(turns: Iterable[Turn], stream: BinaryIO) -> None:
+    """Write one `{"role", "content"}` object a line, as UTF-8."""
+    for turn in turns:
+        record = {"role": turn.role, "content": turn.content}
+        stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+
+def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
+    # readline, not read: it returns as soon as a line is there, also from a pipe.
+    for number, raw in enumerate(iter(stream.readline, b""), start=1):
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _error(name, number, "not UTF-8") from None
+        yield number, text.removesuffix("\n").removesuffix("\r")
+
+
+def _error(name: str, line: int, problem: str) -> TranscriptError:
+    return TranscriptError(f"{name}, line {line}: {problem}")
+
+
+def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Turn]:
+    match format:
+        case "jsonl":
+            return _jsonl(lines, name)
+        case "sharegpt":
+            return _sharegpt(_PlacedJson(_joined(lines), name))
+        case "text":
+            return _text(lines, name)
+        case _:
+            return _plain(lines)
+
+
+def _detected(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+    """Decide by the first line that is not blank; read on only where that can't decide."""
+    first = next((line for line in lines if line[1].strip()), None)
+    if first is None:
+        return
+    rest: Iterator[Line] = chain([first], lines)
+    format = _format_of(first[1])
+    if format == "unfinished":
+        seen = list(rest)
+        rest = iter(seen)
+        format = "sharegpt" if _starts_conversation(_joined(seen)) else "lines"
+    yield from _parsed(rest, name, format)
+
+
+def _format_of(first: str) -> str:
+    """The format that the first line shows, or "unfinished": JSON that goes on below it."""
+    if _PREFIX.match(first):
+        return "text"
+    if not first.lstrip().startswith(("{", "[")):
+        return "lines"
+    try:
+        value = json.loads(first)
+    except json.JSONDecodeError as error:
+        return "unfinished" if error.pos >= len(first.rstrip()) else "lines"
+    except (ValueError, RecursionError):
+        return "lines"
+    if isinstance(value, dict) and "role" in value:
+        return "jsonl"
+    return "sharegpt" if _is_conversation(value) else "lines"
+
+
+def _starts_conversation(text: str) -> bool:
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return _is_conversation(value)
+
+
+def _is_conversation(value: object) -> bool:
+    """A ShareGPT object, or a list that opens with one or with a message."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return not value[0].keys().isdisjoint({"conversations", "role", "from"})
+    return isinstance(value, dict) and "conversations" in value
+
+
+def _plain(lines: Iterator[Line]) -> Iterator[Turn]:
+    return (Turn("user", text, number) for number, text in lines if text.strip())
+
+
+def _text(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+    """Prefixed turns; one that says nothing, such as a last bare `ASSISTANT:`, is left out."""
+    role: Role | None = None
+    start, said = 0, list[str]()
+    for number, text in lines:
+        if prefixed := _PREFIX.fullmatch(text):
+            if role:
+                yield from _said(role, said, start)
+            role, start, said = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
+        elif role:
+            said.append(text)
+        elif text.strip():
+            raise _error(name, number, "text before the first USER:, ASSISTANT: or SYSTEM:")
+    if role:
+        yield from _said(role, said, start)
+
+
+def _said(role: Role, said: list[str], start: int) -> Iterator[Turn]:
+    content = "\n".join(said).strip("\n")
+    if content.strip():
+        yield Turn(role, content, start)
+
+
+def _jsonl(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+    for number, text in lines:
+        if text.strip():
+            yield _turn(_PlacedJson(text, name, number).only_value(), name, number)
+
+
+def _sharegpt(document: _PlacedJson) -> Iterator[Turn]:
+    """Every message of every conversation; documents may follow each other, one a line, too."""
+    for at, value in document.values():
+        for spot, message in _messages(document, at, value):
+            yield _turn(message, document.name, document.line(spot))
+
+
+def _messages(document: _PlacedJson, at: int, value: object) -> Iterator[tuple[int, object]]:
+    match value:
+        case {"conversations": list()}:
+            yield from document.items(document.member(at, "conversations"))
+        case list():
+            for spot, item in document.items(at):
+                if isinstance(item, dict) and "conversations" in item:
+                    yield from _messages(document, spot, item)
+                else:
+                    yield spot, item
+        case {"conversations": _}:
+            raise _error(document.name, document.line(at), '"conversations" must be a list')
+        case _:
+            raise _error(document.name, document.line(at), "not a conversation in ShareGPT form")
+
+
+def _turn(message: object, name: str, line: int) -> Turn:
+    if not isinstance(message, dict):
+        raise _error(name, line, "a message must be a JSON object")
+    sharegpt = "from" in message and "role" not in message
+    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
+    roles = _SHAREGPT_ROLES if sharegpt else _ROLES
+    for key in (role_key, content_key):
+        if key not in message:
+            raise _error(name, line, f'the message has no "{key}"')
+    role = message[role_key]
+    if not isinstance(role, str) or role not in roles:
+        shown = json.dumps(role, ensure_ascii=False)[:60]
+        raise _error(name, line, f'"{role_key}" can\'t be {shown}; it must be {_either(roles)}')
+    return Turn(roles[role], _content(message[content_key], content_key, name, line), line)
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+def _content(value: object, key: str, name: str, line: int) -> str:
+    """The text of a message: a string, or a list of text parts, joined."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    texts = list[str]()
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise _error(name, line, f'"{key}" must be a string or a list of text parts')
+    content = "".join(texts)
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise _error(name, line, f'"{key}" holds half of a surrogate pair') from None
+    return content
+
+
+def _joined(lines: Iterable[Line]) -> str:
+    """The lines as one text; blank lines stand for those skipped before the first one."""
+    numbered = list(lines)
+    skipped = numbered[0][0] - 1 if numbered else 0
+    return "\n" * skipped + "\n".join(text for _, text in numbered)
+
+
+class _PlacedJson:
+    """A JSON text in which values are found with their place, so that errors can name a line."""
+
+    def __init__(self, text: str, name: str, first_line: int = 1) -> None:
+        self.text = text
+        self.name = name
+        self._first_line = first_line
+        self._line_ends = [match.start() for match in re.finditer("\n", text)]
+        self._decoder = json.JSONDecoder()
+
+    def line(self, at: int) -> int:
+        """The line number of the character `at`."""
+        return self._first_line + bisect_left(self._line_ends, at)
+
+    def only_value(self) -> object:
+        """The one value of the text. Raises TranscriptError when there is none or more."""
+        at = self._skip_space(0)
+        value, end = self._decode(at)
+        if self._skip_space(end) < len(self.text):
+            raise self._invalid(end, "there is more after the first value")
+        return value
+
+    def values(self) -> Iterator[tuple[int, object]]:
+        """Every value of the text, one after another, with its place."""
+        at = self._skip_space(0)
+        while at < len(self.text):
+            value, end = self._decode(at)
+            yield at, value
+            at = self._skip_space(end)
+
+    def items(self, at: int) -> Iterator[tuple[int, object]]:
+        """The items of the list that opens at `at` (and is known to be valid)."""
+        at = self._skip_space(at + 1)
+        while self.text[at] != "]":
+            value, end = self._decode(at)
+            yield at, value
+            at = self._next(end)
+
+    def member(self, at: int, key: str) -> int:
+        """The place of the value of `key` in the object that opens at `at`; the last one counts."""
+        place, at = at, self._skip_space(at + 1)
+        while self.text[at] != "}":
+            found, end = self._decode(at)
+            start = self._next(end)
+            if found == key:
+                place = start
+            _, end = self._decode(start)
+            at = self._next(end)
+        return place
+
+    def _next(self, end: int) -> int:
+        """Past the comma or colon after `end`, to the next value; stays at a closing bracket."""
+        at = self._skip_space(end)
+        return self._skip_space(at + 1) if self.text[at] in ",:" else at
+
+    def _skip_space(self, at: int) -> int:
+        space = _JSON_SPACE.match(self.text, at)
+        return space.end() if space else at
+
+    def _decode(self, at: int) -> tuple[Any, int]:
+        try:
+            return self._decoder.raw_decode(self.text, at)
+        except json.JSONDecodeError as error:
+            raise self._invalid(error.pos, error.msg) from None
+        except (ValueError, RecursionError):
+            raise self._invalid(at, "a number is too long or brackets are too deep") from None
+
+    def _invalid(self, at: int, problem: str) -> TranscriptError:
+        return _error(self.name, self.line(at), f"not valid JSON: {problem}")
