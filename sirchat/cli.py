@@ -213,7 +213,7 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Every setting of a profile, as YAML."""
-    typer.echo(show(resolve(name, flags, os.environ)), nl=False)
+    typer.echo(show(_profile({**flags, "profile": name})), nl=False)
 
 
 @profiles_app.command("path")
@@ -242,7 +242,7 @@ def policies_list(context: typer.Context) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 1, 1, 1))
+    table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 2, 1, 0))
     for name in policy_names():
         made = policy_class(name)
         what = (made.__doc__ or "").strip().split("\n\n")[0]

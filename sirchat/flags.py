@@ -1,7 +1,6 @@
 """The settings as command-line flags: one flag for each field of the profile."""
 
 import inspect
-import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
@@ -72,11 +71,10 @@ def _parameters() -> dict[str, inspect.Parameter]:
 def _setting_flag(name: str, field: Any) -> Any:
     flag = f"--{name.replace('_', '-')}"
     complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
-    choices = [str(value) for value in typing.get_args(field.annotation) if isinstance(value, str)]
-    if choices:
-        complete = _completer(choices)
+    metavar = _metavar(field.annotation)
+    if metavar and "|" in metavar:
+        complete = _completer(metavar.split("|"))
     help_text = f"{field.description} [default: {_shown(field.default)}]"
-    metavar = "|".join(choices) if choices else None
     return _flag(flag, help=help_text, autocompletion=complete, metavar=metavar)
 
 
@@ -85,10 +83,16 @@ def _flag(*names: str, **options: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """The type that typer parses; limits and choices are the profile's to check."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-    return annotation if annotation in (bool, int, float) else str
+    """Flags are read as text and parsed by the profile, so that every error is worded alike."""
+    return bool if annotation is bool else str
+
+
+def _metavar(annotation: Any) -> str | None:
+    """What a flag takes, for the help."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    if all(isinstance(kind, str) for kind in kinds):
+        return "|".join(kinds)
+    return None if bool in kinds else {int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
 
 
 def _shown(default: Any) -> str:

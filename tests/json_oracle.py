@@ -16,9 +16,7 @@ def check_stream(events: list[Row]) -> int:
     """Assert that every eviction follows the policy's definition; returns how many there were."""
     profile = events[0]["profile"]
     rounds = _round_of_turn(events)
-    rows = {
-        row["position"]: row for event in events for row in event.get("tokens", [])
-    }
+    rows = {row["position"]: row for event in events for row in event.get("tokens", [])}
     gone: set[int] = set()
     evictions = 0
     for event in events:

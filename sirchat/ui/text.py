@@ -65,8 +65,8 @@ class DisplayFilter:
         elif char in _C1_STRING_OPENERS:
             self._state = _State.STRING
         else:
-            return (
-                char == "\t" or (char >= " " and not "\x7f" <= char <= "\x9f" and char not in _BIDI)
+            return char == "\t" or (
+                char >= " " and not "\x7f" <= char <= "\x9f" and char not in _BIDI
             )
         return False
 

@@ -1,0 +1,39 @@
+"""Run the command line inside the test's process: what it prints, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from sirchat.cli import main
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished command left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: str, text: str = "", **variables: str) -> Done:
+    """Run `sirchat ARGUMENTS` with `text` as standard input and these environment variables."""
+    out, err = io.StringIO(), io.StringIO()
+    stdin = io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")), "utf-8")
+    with (
+        patch.object(sys, "argv", ["sirchat", *arguments]),
+        patch.object(sys, "stdin", stdin),
+        patch.object(sys, "stdout", out),
+        patch.object(sys, "stderr", err),
+        patch.dict(os.environ, {"COLUMNS": "200", **variables}),
+    ):
+        try:
+            main()
+            code = 0
+        except SystemExit as leave:
+            code = leave.code if isinstance(leave.code, int) else 1
+    return Done(code, out.getvalue(), err.getvalue())

@@ -1,0 +1,132 @@
+"""The command line: fast help, clear errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.command import run
+
+_LIGHT = (
+    ["--help"],
+    ["replay", "--help"],
+    ["profiles", "list"],
+    ["--version"],
+    ["--show-completion"],
+)
+
+
+@pytest.mark.parametrize("arguments", _LIGHT, ids=" ".join)
+def test_help_and_lists_import_no_torch(arguments: list[str]) -> None:
+    probe = (
+        "import sys; from sirchat.cli import app\n"
+        f"try: app({arguments!r}, standalone_mode=False)\n"
+        "except BaseException: pass\n"
+        "assert not {'torch', 'transformers', 'prompt_toolkit'} & set(sys.modules), 'heavy'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_there_in_a_blink() -> None:
+    best = 10.0
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "sirchat", "--help"], check=True, stdout=subprocess.DEVNULL
+        )
+        best = min(best, time.perf_counter() - start)
+    assert best < 1.0  # half a second on an idle machine; this one may be busy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "entropie"], ["--policy", "entropie", "entropy"]),
+        (["--decay", "1.5"], ["--decay", "1.5", "at most 1"]),
+        (["--budget", "10"], ["--budget", "10", "20"]),
+        (["--budget", "lots"], ["--budget", "lots"]),
+        (["--budget", "999999"], ["999999", "2048"]),
+        (["--profile", "sirllm-grocry"], ["sirllm-grocery"]),
+        (["--option", "samples=3", "--policy", "reservoir"], ["samples", "sample"]),
+        (["--polcy", "entropy"], ["--polcy"]),
+        (["--model", "/no/such/model.gguf"], ["/no/such/model.gguf"]),
+        (["replay", "/no/such/file"], ["/no/such/file"]),
+        (["profiles", "show", "nothing"], ["nothing"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_wrong_word_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode in (1, 2)
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_flag_over_environment_over_profile() -> None:
+    def budget(*flags: str, **variables: str) -> int:
+        done = run("--json", *flags, **variables)
+        return int(json.loads(done.stdout.splitlines()[0])["profile"]["budget"])
+
+    profile = ("--profile", "sirllm-dailydialog")
+    assert budget(*profile) == 512
+    assert budget(*profile, SIRCHAT_BUDGET="600") == 600
+    assert budget(*profile, "--budget", "700", SIRCHAT_BUDGET="600") == 700
+
+
+def test_every_shipped_profile_opens_a_chat() -> None:
+    listed = run("profiles", "list").stdout
+    names = [line.split()[0] for line in listed.splitlines()[1:]]
+    assert {"default", "sirllm-grocery", "sirllm-rps", "streaming-llm", "anchor"} <= set(names)
+    for name in names:
+        assert run("--json", "--profile", name).returncode == 0
+
+
+def test_policies_are_listed_with_options_and_source() -> None:
+    listed = run("policies").stdout
+    for name in ("full", "window", "sink", "entropy", "random", "interval", "reservoir", "anchor"):
+        assert f"\n{name} " in listed
+    assert "sample = None" in listed
+    assert "SirLLM" in listed
+
+
+def test_an_outside_policy_is_checked_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from sirchat.memory.policies.base import ScorePolicy\n"
+        "class Oldest(ScorePolicy):\n"
+        "    'Keeps the oldest.'\n"
+        "    def score(self, rows): return -rows.position\n"
+        "class Broken(ScorePolicy):\n"
+        "    'Keeps too much.'\n"
+        "    def score(self, rows): return rows.position\n"
+        "    def keep(self, rows, num_keep): return rows.position\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("policies", "check", "mine:Oldest").returncode == 0
+    assert run("policies", "check", "mine:Broken").returncode == 1
+    assert run("--json", "--policy", "mine:Oldest").returncode == 0
+    assert run("--json", "--policy", "mine:Absent").returncode == 2
+    assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
+
+
+@pytest.mark.parametrize("name", ["entropy", "random", "reservoir"])
+def test_our_policies_keep_their_contract(name: str) -> None:
+    assert "keeps the contract" in run("policies", "check", name).stdout
+
+
+def test_bench_prints_ratios_as_json() -> None:
+    done = run("bench", "--json", "--cache", "64", "--rounds", "2", "--seen", "100,300")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
