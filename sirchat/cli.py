@@ -17,7 +17,8 @@ from sirchat import __version__
 from sirchat.errors import SirchatError, TranscriptError, UsageError
 from sirchat.flags import with_settings
 from sirchat.memory.policies import policy_class, policy_names
-from sirchat.profile import Profile, init_profile, list_profiles, resolve, show
+from sirchat.profile import Profile
+from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def profiles_path(
 ) -> None:
     """Where a profile is, or where your own go."""
     from sirchat.paths import user_profiles_dir
-    from sirchat.profile import profile_path
+    from sirchat.profile_files import profile_path
 
     typer.echo(profile_path(name) if name else user_profiles_dir())
 

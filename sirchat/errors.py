@@ -13,6 +13,8 @@ The message is one line that names the bad value and what is allowed; `hint` say
 from __future__ import annotations
 
 import difflib
+import json
+import reprlib
 from collections.abc import Iterable
 
 
@@ -56,3 +58,11 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """A hint `did you mean X?` for a misspelt `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: as in YAML, on one line, cut when long."""
+    scalar = isinstance(value, str | int | float | None)
+    text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sirchat.memory.policies import ALIASES, policy_names
-from sirchat.profile import Profile, list_profiles
+from sirchat.profile import Profile
+from sirchat.profile_files import list_profiles
 
 _NOT_FLAGS = ("description", "policy_options")
 

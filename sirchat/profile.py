@@ -1,22 +1,13 @@
-"""Every setting: its type, limits and default, and where its value comes from.
-
-A value is taken from the first of: flag, environment `SIRCHAT_<KEY>`, the profile, the user's
-`default.yaml`, the defaults below. Profiles are YAML files that hold only the keys they set.
-"""
+"""Every setting: its type, limits and default; values are checked once, and refused in words."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import reprlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -27,12 +18,15 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from sirchat import paths
-from sirchat.errors import SettingError, nearest
+from sirchat.errors import SettingError, nearest, shown
 from sirchat.memory import policies
+from sirchat.yaml12 import parse_scalar
 
 _SPARE = 16  # the least number of cache slots beside the sinks
+
+
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
 
 Origin = Callable[[str], str]  # key -> what set it, as errors call it
 
@@ -154,38 +148,11 @@ class Profile(BaseModel):
 
 
 @dataclass(frozen=True)
-class ProfileInfo:
-    """A profile that can be named: its file, what it says it is for, and whose it is."""
-
-    name: str
-    path: Path
-    description: str
-    shipped: bool
-
-
-@dataclass(frozen=True)
-class _Layer:
+class Layer:
     """Values from one place; a later layer goes over an earlier one."""
 
     values: Mapping[str, object]
     origin: Origin
-
-
-def resolve(
-    profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
-) -> Profile:
-    """The settings in force; `profile` is a name or file, else `SIRCHAT_PROFILE` names it.
-
-    In `flags` None means not given, and text is parsed as by `parse_value`. Empty variables count
-    as not set. A layer that names another policy drops the `policy_options` of those below it.
-    Raises SettingError for the first problem.
-    """
-    chosen = profile or environ.get("SIRCHAT_PROFILE")
-    default = paths.user_profiles_dir() / "default.yaml"
-    layers = [_file_layer(default)] if default.is_file() else []
-    if chosen:
-        layers.append(_file_layer(profile_path(chosen)))
-    return _merged([*layers, _environment_layer(environ), _flag_layer(flags)])
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
@@ -193,9 +160,9 @@ def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
 
     Another policy drops the old one's `policy_options`. Raises SettingError for the first problem.
     """
-    new = _Layer(updates, lambda key: source)
-    _check(new)
-    return _merged([_Layer(profile.model_dump(), lambda key: source), new])
+    new = Layer(updates, lambda key: source)
+    check(new)
+    return merged([Layer(profile.model_dump(), lambda key: source), new])
 
 
 def setting_names() -> list[str]:
@@ -215,7 +182,7 @@ def parse_value(key: str, text: str) -> object:
     `policy_options` is `{a: 1}` or `a=1,b=2`. Text that doesn't fit comes back as it is, and is
     refused where it is used. Raises SettingError for an unknown key.
     """
-    _refuse_unknown(key, "")
+    refuse_unknown(key, "")
     kinds, word = _kinds(key), text.strip()
     if NoneType in kinds and word.lower() in ("none", "null"):
         return None
@@ -225,103 +192,11 @@ def parse_value(key: str, text: str) -> object:
         return _WORDS.get(word.lower(), text)
     if get_origin(kinds[0]) is dict:
         return _options(word)
-    return _number(word) if get_origin(kinds[0]) is not Literal else word
+    return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
 
 
-def profile_path(name_or_file: str) -> Path:
-    """The file of a profile. A `.yaml` ending or a slash makes it a file, which may be missing.
-
-    A name is looked for in the user's folder, then among the shipped profiles. Raises SettingError
-    when no profile has it.
-    """
-    if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
-        return Path(os.path.expanduser(name_or_file))
-    profiles = _named_profiles()
-    if name_or_file not in profiles:
-        hint = nearest(name_or_file, profiles) or f"there are {', '.join(sorted(profiles))}"
-        raise SettingError(f"there is no profile {_shown(name_or_file)}", hint=hint)
-    return profiles[name_or_file]
-
-
-def load_profile(name_or_file: str) -> dict[str, object]:
-    """The keys that a profile sets, each checked; it is found as by `profile_path`.
-
-    Raises SettingError when there is no such profile, it isn't well-formed, or a key or value is
-    not allowed.
-    """
-    return _read(profile_path(name_or_file))
-
-
-def list_profiles() -> list[ProfileInfo]:
-    """Every profile that has a name, sorted; the user's own hides a shipped one of that name."""
-    shipped = paths.shipped_profiles_dir()
-    return [
-        ProfileInfo(name, path, _described(path), path.parent == shipped)
-        for name, path in sorted(_named_profiles().items())
-    ]
-
-
-def show(profile: Profile) -> str:
-    """Every setting as YAML, its description as a comment; `load_profile` reads it back."""
-    values = profile.model_dump()
-    return "\n".join(
-        f"# {field.description}\n{_yaml_line(key, values[key])}"
-        for key, field in Profile.model_fields.items()
-    )
-
-
-def init_profile(name: str) -> Path:
-    """Write a profile with every setting commented out into the user's folder; only they read it.
-
-    Raises SettingError when the name is unfit, taken, or the file can't be written.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise SettingError(f"a profile can't be named {_shown(name)}; use letters, digits, - and _")
-    path = paths.user_profiles_dir() / f"{name}.yaml"
-    try:
-        paths.private_dir(path.parent)
-        with paths.open_private(path, "x") as file:
-            file.write(_commented_out())
-    except FileExistsError:
-        raise SettingError(f"{path} exists", hint="edit it or choose another name") from None
-    except OSError as error:
-        raise SettingError(f"{path} can't be written: {error.strerror}") from None
-    return path
-
-
-def _file_layer(path: Path) -> _Layer:
-    return _Layer(_read(path), lambda key: str(path))
-
-
-def _environment_layer(environ: Mapping[str, str]) -> _Layer:
-    given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
-    layer = _Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
-    _check(layer)
-    return layer
-
-
-def _variable(key: str) -> str:
-    return f"SIRCHAT_{key.upper()}"
-
-
-def _flag_layer(flags: Mapping[str, object]) -> _Layer:
-    given = {key: value for key, value in flags.items() if value is not None}
-    for key in given:
-        _refuse_unknown(key, _flag(key))
-    values = {
-        key: parse_value(key, value) if isinstance(value, str) else value
-        for key, value in given.items()
-    }
-    layer = _Layer(values, _flag)
-    _check(layer)
-    return layer
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
-
-
-def _merged(layers: Iterable[_Layer]) -> Profile:
+def merged(layers: Iterable[Layer]) -> Profile:
+    """The profile that layers make, later over earlier; raises SettingError for a misfit."""
     values: dict[str, object] = {}
     setters: dict[str, tuple[int, Origin]] = {}
     for rank, layer in enumerate(layers):
@@ -348,13 +223,13 @@ def _misfit(
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: setters[key][0] if key in setters else -1)
     origin = setters[key][1]
-    return SettingError(f"{origin(key)}: {key} can't be {_shown(values[key])}; {context['rule']}")
+    return SettingError(f"{origin(key)}: {key} can't be {shown(values[key])}; {context['rule']}")
 
 
-def _check(layer: _Layer) -> None:
+def check(layer: Layer) -> None:
     """Check each value by itself; whether they fit together is seen when all are known."""
     for key in layer.values:
-        _refuse_unknown(key, layer.origin(key))
+        refuse_unknown(key, layer.origin(key))
     try:
         Profile.model_validate(layer.values)
     except ValidationError as error:
@@ -363,11 +238,12 @@ def _check(layer: _Layer) -> None:
                 raise _refusal(detail, layer.origin) from None
 
 
-def _refuse_unknown(key: object, source: str) -> None:
+def refuse_unknown(key: object, source: str) -> None:
+    """Raise SettingError, naming the nearest, unless `key` is a setting."""
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
         hint = nearest(str(key), Profile.model_fields)
-        raise SettingError(f"{start}there is no setting {_shown(key)}", hint=hint)
+        raise SettingError(f"{start}there is no setting {shown(key)}", hint=hint)
 
 
 def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
@@ -378,7 +254,7 @@ def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
     if "[key]" in inner:
         name, allowed = f"{key}: a name", "text"
     hint = nearest(value, _choices(key)) if isinstance(value, str) and not inner else ""
-    message = f"{origin(key)}: {name} can't be {_shown(value)}; it must be {allowed}"
+    message = f"{origin(key)}: {name} can't be {shown(value)}; it must be {allowed}"
     return SettingError(message, hint=hint)
 
 
@@ -423,126 +299,10 @@ def _kinds(key: str) -> tuple[Any, ...]:
     return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
-def _shown(value: object) -> str:
-    """A value as an error shows it: as in YAML, on one line, cut when long."""
-    scalar = isinstance(value, str | int | float | None)
-    text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _options(text: str) -> object:
     if text.startswith("{"):
-        return _number(text)
+        return parse_scalar(text)
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         return text
-    return {name.strip(): _number(value.strip()) for name, _, value in pairs}
-
-
-def _number(text: str) -> object:
-    """`text` as YAML reads it, or as it is where YAML reads nothing."""
-    try:
-        value: object = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    return text if value is None and text not in ("null", "~") else value
-
-
-def _named_profiles() -> dict[str, Path]:
-    folders = (paths.shipped_profiles_dir(), paths.user_profiles_dir())
-    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
-
-
-def _described(path: Path) -> str:
-    try:
-        return " ".join(str(_read(path).get("description", "")).split())
-    except SettingError as error:
-        return f"not usable: {error}"
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-        values = _parsed(data.decode("utf-8"), path)
-    except OSError as error:
-        raise SettingError(f"{path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SettingError(f"{path}, line {line}: not UTF-8") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
-    _check(_Layer(values, lambda key: str(path)))
-    return values
-
-
-def _parsed(text: str, path: Path) -> object:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line, problem = mark.line + 1 if mark else 1, error.problem
-    except yaml.reader.ReaderError as error:
-        line, problem = text.count("\n", 0, error.position) + 1, error.reason
-    except (ValueError, RecursionError):
-        line, problem = 1, "a number is too long or brackets are too deep"
-    raise SettingError(f"{path}, line {line}: not valid YAML: {problem}")
-
-
-def _yaml_line(key: str, value: object) -> str:
-    document = {key: value}
-    text: str = yaml.dump(document, Dumper=_Dumper, allow_unicode=True, width=2**31)
-    return text
-
-
-def _commented_out() -> str:
-    start = "# Take the # away from what you want to set; the values shown are the defaults.\n"
-    return "\n".join(
-        [
-            start,
-            *(
-                f"# {field.description}\n#{_yaml_line(key, field.get_default())}"
-                for key, field in Profile.model_fields.items()
-            ),
-        ]
-    )
-
-
-# YAML 1.2's plain scalars. YAML 1.1, PyYAML's own, reads `panel: off` as false, `1e-3` as text.
-_SCALARS = [
-    (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
-    for tag, pattern in {
-        "null": r"~|null|Null|NULL|",
-        "bool": r"true|True|TRUE|false|False|FALSE",
-        "int": r"[-+]?(?:0|[1-9][0-9]*)",
-        "float": r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-    }.items()
-]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars, and no key twice."""
-
-    yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{_shown(key.value)} is set twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes whatever either version of YAML would read as something other than text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        **yaml.SafeDumper.yaml_implicit_resolvers,
-        None: _SCALARS,
-    }
+    return {name.strip(): parse_scalar(value.strip()) for name, _, value in pairs}

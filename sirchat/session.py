@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from sirchat import __version__
 from sirchat.detokenize import SentenceEnds, TextStream
-from sirchat.engine import Engine, Evicted, Generated, Memory, Place, Read, Stopped
-from sirchat.errors import ContextFullError, SettingError, nearest
+from sirchat.engine import Engine, Evicted, Generated, Place, Read, Stopped
+from sirchat.errors import ContextFullError
 from sirchat.events import (
     Delta,
     Ended,
@@ -28,11 +30,10 @@ from sirchat.events import (
     TurnDone,
 )
 from sirchat.memory.ledger import Flag, Role
-from sirchat.memory.policies import policy_class
-from sirchat.memory.policies.base import Policy
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
-from sirchat.sampling import Sampler, Sampling
+from sirchat.sampling import Sampler
+from sirchat.settings import build_memory, build_sampling, check_budget
 from sirchat.template import Template, TurnIds
 
 Interrupted = Callable[[], bool]
@@ -86,7 +87,7 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self._stop_ids = self._template.stop_ids(declared)
         self._token_text: dict[int, str] = {}
-        _check_budget(profile, model, "budget")
+        check_budget(profile, model, "budget")
         self.reset()
 
     def reset(self) -> None:
@@ -178,7 +179,7 @@ class Session:
         if "policy" in updates and "policy_options" not in updates:
             updates["policy_options"] = {}
         profile = changed(self.profile, source, **updates)
-        _check_budget(profile, self.model, source)
+        check_budget(profile, self.model, source)
         memory = build_memory(profile)
         before = self.profile
         for record in self._engine.switch(memory):
@@ -373,61 +374,7 @@ class Session:
         return self._token_text[token_id]
 
 
-def build_policy(profile: Profile) -> Policy:
-    """The policy of a profile, with its options; raises SettingError for a wrong one."""
-    made = policy_class(profile.policy)
-    known = {field.name: field for field in fields(made)}
-    options: dict[str, Any] = dict(profile.policy_options)
-    for name in options:
-        if name not in known:
-            allowed = ", ".join(known) or "none"
-            raise SettingError(
-                f"policy {profile.policy} has no option {name!r}; it has: {allowed}",
-                hint=nearest(name, known),
-            )
-    if "recent" in known and "recent" not in options:
-        options["recent"] = profile.recent
-    for name, value in options.items():
-        optional = known[name].default is None
-        if not (optional and value is None) and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
-            raise SettingError(
-                f"option {name} of policy {profile.policy} can't be {value!r}; "
-                "it must be a whole number from 0"
-            )
-    return made(**options)
-
-
-def build_memory(profile: Profile) -> Memory:
-    """The engine's settings of a profile."""
-    return Memory(
-        policy=build_policy(profile),
-        budget=profile.budget,
-        sinks=profile.sinks,
-        decay=profile.decay,
-        protect=profile.protect,
-        evict=profile.evict,
-    )
-
-
-def build_sampling(profile: Profile) -> Sampling:
-    """How tokens are drawn under a profile."""
-    return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
-
-
-def _check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
-    if policy_class(profile.policy).bounded and profile.budget > model.context_length:
-        raise SettingError(
-            f"{source}: budget {profile.budget} is above the context of {model.name}; "
-            f"allowed: {profile.sinks + 16} to {model.context_length}",
-            hint=f"try {model.context_length}",
-        )
-
-
 def _exp(values: Any) -> list[float]:
-    import numpy as np
-
     out: list[float] = np.exp(values).tolist()
     return out
 

@@ -17,20 +17,24 @@ def check_stream(events: list[Row]) -> int:
     profile = events[0]["profile"]
     rounds = _round_of_turn(events)
     rows = {row["position"]: row for event in events for row in event.get("tokens", [])}
-    gone: set[int] = set()
-    evictions = 0
+    held: list[int] = []
+    read = evictions = 0
     for event in events:
         if "resident" in event:
             assert event["resident"] <= profile["budget"]
+        if event["event"] not in ("evict", "turn"):
+            continue
+        held += range(read, event["seen"])
+        read = event["seen"]
         if event["event"] == "evict":
-            before = [p for p in range(event["seen"]) if p not in gone]
-            gone |= set(event["positions"])
-            after = [p for p in before if p not in gone]
+            gone = set(event["positions"])
+            assert gone <= set(held)
+            after = [p for p in held if p not in gone]
             assert len(after) == event["resident"]
-            _check_choice([rows[p] for p in before], after, event, profile, rounds)
+            _check_choice([rows[p] for p in held], after, event, profile, rounds)
+            held = after
             evictions += 1
-        elif event["event"] == "turn":
-            held = [p for p in range(event["seen"]) if p not in gone]
+        else:
             assert [row["position"] for row in event["tokens"]] == held
             _check_scores(event, profile["decay"], rounds)
     return evictions

@@ -16,17 +16,13 @@ from pydantic import ValidationError
 from sirchat import paths
 from sirchat.errors import SettingError
 from sirchat.memory import policies
-from sirchat.profile import (
-    Profile,
-    changed,
+from sirchat.profile import Profile, changed, parse_value, policy_names, setting_names
+from sirchat.profile_files import (
     init_profile,
     list_profiles,
     load_profile,
-    parse_value,
-    policy_names,
     profile_path,
     resolve,
-    setting_names,
     show,
 )
 
@@ -341,6 +337,6 @@ def test_a_new_profile_needs_a_fit_name(name: str, home: Path) -> None:
 
 
 def test_settings_need_neither_torch_nor_transformers() -> None:
-    code = "import sys, sirchat.profile as p; p.resolve('default', {}, {}); p.policy_names()"
+    code = "import sys, sirchat.profile_files as p; p.resolve('default', {}, {}); p.list_profiles()"
     check = "; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, cwd=Path(__file__).parents[1])

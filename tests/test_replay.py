@@ -1,4 +1,4 @@
-"""Transcripts through the command line: answers, events, and every policy held to its definition."""
+"""Transcripts through the command line: answers, events, every policy held to its definition."""
 
 from __future__ import annotations
 

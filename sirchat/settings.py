@@ -1,0 +1,67 @@
+"""What a profile means to the engine: the policy with its options, memory, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from sirchat.engine import Memory
+from sirchat.errors import SettingError, nearest
+from sirchat.memory.policies import policy_class
+from sirchat.memory.policies.base import Policy
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.sampling import Sampling
+
+
+def build_policy(profile: Profile) -> Policy:
+    """The policy of a profile, with its options; raises SettingError for a wrong one."""
+    made = policy_class(profile.policy)
+    known = {field.name: field for field in fields(made)}
+    options: dict[str, Any] = dict(profile.policy_options)
+    for name in options:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            raise SettingError(
+                f"policy {profile.policy} has no option {name!r}; it has: {allowed}",
+                hint=nearest(name, known),
+            )
+    if "recent" in known and "recent" not in options:
+        options["recent"] = profile.recent
+    for name, value in options.items():
+        optional = known[name].default is None
+        if not (optional and value is None) and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
+            raise SettingError(
+                f"option {name} of policy {profile.policy} can't be {value!r}; "
+                "it must be a whole number from 0"
+            )
+    return made(**options)
+
+
+def build_memory(profile: Profile) -> Memory:
+    """The engine's settings of a profile."""
+    return Memory(
+        policy=build_policy(profile),
+        budget=profile.budget,
+        sinks=profile.sinks,
+        decay=profile.decay,
+        protect=profile.protect,
+        evict=profile.evict,
+    )
+
+
+def build_sampling(profile: Profile) -> Sampling:
+    """How tokens are drawn under a profile."""
+    return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
+
+
+def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, for a budget above the model's context."""
+    if policy_class(profile.policy).bounded and profile.budget > model.context_length:
+        raise SettingError(
+            f"{source}: budget {profile.budget} is above the context of {model.name}; "
+            f"allowed: {profile.sinks + 16} to {model.context_length}",
+            hint=f"try {model.context_length}",
+        )

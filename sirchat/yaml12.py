@@ -1,0 +1,82 @@
+"""YAML as profiles use it: 1.2's plain scalars, and no key twice.
+
+YAML 1.1, PyYAML's own, reads `panel: off` as false and `1e-3` as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sirchat.errors import SettingError, shown
+
+# YAML 1.2's plain scalars. YAML 1.1, PyYAML's own, reads `panel: off` as false, `1e-3` as text.
+_SCALARS = [
+    (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
+    for tag, pattern in {
+        "null": r"~|null|Null|NULL|",
+        "bool": r"true|True|TRUE|false|False|FALSE",
+        "int": r"[-+]?(?:0|[1-9][0-9]*)",
+        "float": r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    }.items()
+]
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars, and no key twice."""
+
+    yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{shown(key.value)} is set twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes whatever either version of YAML would read as something other than text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        **yaml.SafeDumper.yaml_implicit_resolvers,
+        None: _SCALARS,
+    }
+
+
+def parse_yaml(text: str, path: Path) -> object:
+    """The document in `text`; raises SettingError with the path, the line and what is wrong."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, problem = mark.line + 1 if mark else 1, error.problem
+    except yaml.reader.ReaderError as error:
+        line, problem = text.count("\n", 0, error.position) + 1, error.reason
+    except (ValueError, RecursionError):
+        line, problem = 1, "a number is too long or brackets are too deep"
+    raise SettingError(f"{path}, line {line}: not valid YAML: {problem}")
+
+
+def parse_scalar(text: str) -> object:
+    """`text` as YAML reads it, or as it is where YAML reads nothing."""
+    try:
+        value: object = yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return text if value is None and text not in ("null", "~") else value
+
+
+def yaml_line(key: str, value: object) -> str:
+    """`key: value` as YAML, with its line end."""
+    document = {key: value}
+    text: str = yaml.dump(document, Dumper=Dumper, allow_unicode=True, width=2**31)
+    return text
