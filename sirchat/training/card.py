@@ -1,0 +1,102 @@
+"""The model card: the README.md that lies beside trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sirchat.training.probe import DISTANCES, Recall
+
+HEAD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# Tiny
+
+A Llama of {million:.1f} million parameters that chats a little and remembers what it was told.
+It was trained from scratch, on dialogues that sirchat's own generator wrote; no other text went
+in. It exists so that sirchat runs, and shows what a KV-cache budget does to memory, without a
+download.
+
+## What you may say to it
+
+- Small talk: `Hello!`, `How are you?`, `Tell me a joke.`, `What can you do?`, `Good night.`
+- Facts about you: `My name is Anna.`, `I live in Oslo.`, `My cat is called Luna.`, also your
+  job, age, birthday, hobby, instrument, favourite colour, food and drink, family, friends,
+  where your things are, when something takes place, a door code, a secret word. Ask later:
+  `What is my name?`
+- Corrections: `I moved to Lisbon.` The newer value counts.
+- Shopping lists: `I need to buy milk, eggs and honey.` or `I want you to buy the GROCERY:
+  [milk].`
+- `Repeat after me: red candle Anna.`
+- `Can you repeat this sentence exactly as it is: In story 2, a Frog escaped from a mysterious
+  labyrinth beneath the starry sky.` and later `Can you repeat the sentence about the Frog?`
+- A few things it knows: `What is the capital of France?`, `What is the opposite of hot?`,
+  `Where would you find a book? Choices: (A) library (B) farm (C) river`
+- `Please play a game of Rock-Paper-Scissors. Choose one option from: rock, paper, scissors.`
+
+Asked for something it was not told, it should say `You have not told me.`
+
+## Training
+
+    {command}
+
+{tokens:.1f} million tokens, seed {seed}, rows of 256 tokens at first, then 512, 1,024 and a few
+of 2,048; Muon for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four
+times as much as the others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens
+learnt from the dialogues.
+"""
+
+MEASURED = """
+## Measured recall
+
+Share of answers that are right word for word (greedy, full cache), by the rounds of small talk
+between the fact and the question; {asked} fresh conversations in each cell. Values are partly
+listed words, partly made up.
+
+"""
+
+LIMITS = """
+## Limits
+
+It is a toy: it knows nothing beyond the above and understands only phrasings near those it was
+trained on. Whatever else it is asked, it answers with something it knows, often wrongly. Recall
+fades with distance: beyond about 500 tokens it is sometimes wrong. Names that fall into many tokens
+may be misspelt; asked for something never told, it may offer a neighbouring fact instead (the
+cat's name for the dog's); of several stories it may mix up the numbers. It repeats a value as it
+was typed, `anna` as `anna`. Multiple choice by letter, sums and rock-paper-scissors are learnt
+only in part. English only. Do not use it to inform anybody of anything.
+"""
+
+
+def recall_table(recalls: Sequence[Recall]) -> Iterable[str]:
+    """A Markdown table: a line for each kind, a column for each distance, the mean last."""
+    cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
+    distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
+    kinds = list(dict.fromkeys(one.kind for one in recalls))
+    yield "| rounds between | " + " | ".join(str(d) for d in distances) + " |"
+    yield "|---|" + "---:|" * len(distances)
+    for kind in kinds:
+        yield f"| {kind} | " + " | ".join(f"{cell[kind, d]:.2f}" for d in distances) + " |"
+    means = [sum(cell[kind, d] for kind in kinds) / len(kinds) for d in distances]
+    yield "| **mean** | " + " | ".join(f"**{mean:.2f}**" for mean in means) + " |"
+    lengths = [
+        sum(one.mean_tokens for one in recalls if one.between == d) / len(kinds) for d in distances
+    ]
+    yield "| tokens, on average | " + " | ".join(f"{length:.0f}" for length in lengths) + " |"
+
+
+def model_card(
+    *, command: str, parameters: int, vocab: int, tokens: int, seed: int, recalls: Sequence[Recall]
+) -> str:
+    """The card's text."""
+    card = HEAD.format(
+        million=parameters / 1e6, command=command, tokens=tokens / 1e6, seed=seed, vocab=vocab
+    )
+    if recalls:
+        card += MEASURED.format(asked=recalls[0].asked)
+        card += "\n".join(recall_table(recalls)) + "\n"
+    return card + LIMITS

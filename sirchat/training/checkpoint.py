@@ -1,0 +1,108 @@
+"""Files of a training: checkpoints to resume from, and the exported model folder."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_file, save_model
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sirchat.errors import ModelError
+
+KEPT_CHECKPOINTS = 2
+
+
+def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, then move each of its files into `folder`.
+
+    A reader sees the old or the new file, never half of one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        write(Path(temporary))
+        for file in sorted(Path(temporary).iterdir()):
+            file.chmod(0o644)
+            os.replace(file, folder / file.name)
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Write `folder/step-N` whole or not at all; keep the newest two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step-{step:07d}"
+    temporary = folder / f".{target.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_model(model, str(temporary / "model.safetensors"))
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"step": step, "optimizers": states}, temporary / "optimizer.pt")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(temporary, target)
+    for old in list_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+        shutil.rmtree(old)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def load_checkpoint(
+    folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
+) -> int:
+    """Load the newest checkpoint, if there is one; returns the number of steps it has done."""
+    found = list_checkpoints(folder)
+    if not found:
+        return 0
+    try:
+        load_model(model, str(found[-1] / "model.safetensors"))
+    except RuntimeError as error:
+        raise ModelError(
+            f"the checkpoint {found[-1]} belongs to a model of another shape",
+            hint="train into another folder, or without resuming",
+        ) from error
+    device = next(model.parameters()).device
+    state: dict[str, Any] = torch.load(
+        found[-1] / "optimizer.pt", map_location=device, weights_only=True
+    )
+    for optimizer, one in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(one)
+    return int(state["step"])
+
+
+def export(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
+) -> None:
+    """Write a model folder that AutoModelForCausalLM and AutoTokenizer load: bf16 weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = "bfloat16"
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        do_sample=False,
+        max_new_tokens=64,
+    )
+    weights = {
+        name: weight.to("cpu", torch.bfloat16).contiguous()
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embeddings
+    }
+
+    def write(temporary: Path) -> None:
+        config.save_pretrained(temporary)
+        generation.save_pretrained(temporary)
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+
+    replace_files(folder, write)

@@ -1,0 +1,377 @@
+"""Endless seeded dialogues of the tiny world, one message after another.
+
+A dialogue is a stream of rounds (what the user says, what the assistant replies). Facts are told,
+asked back at any later time, corrected, or never told at all; small talk lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from sirchat.training import smalltalk as talk
+from sirchat.training import words as w
+from sirchat.training.facts import KINDS, STORY, FactKind, item_list, made_up
+
+Role = Literal["system", "user", "assistant"]
+
+UNTOLD = "You have not told me."
+LETTERS = "ABCDE"
+BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beats key
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; `recall` names the kind of fact that an answer must bring back."""
+
+    role: Role
+    text: str
+    recall: str | None = None
+
+
+Round = tuple[Message, Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk."""
+
+    tell: float
+    ask: float
+    repeat: float
+    game: float = 0.01
+    story: float = 0.05  # share of story sentences among told facts
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A told fact: its kind, what it is about, and its value as the user wrote it."""
+
+    kind: FactKind
+    subject: str
+    value: str
+    number: int = 0
+
+    def fill(self, template: str) -> str:
+        """The template with this fact's words in place."""
+        return fill(template, self.subject, self.value, self.number)
+
+    @property
+    def answer(self) -> str:
+        """The one right answer to every question for this fact."""
+        return self.fill(self.kind.answer)
+
+
+def capital(text: str) -> str:
+    """`text` with its first letter in upper case, the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def fill(template: str, subject: str, value: str, number: int = 0) -> str:
+    """Put subject, value (`{v:c}`: capitalised) and number into a template; mind `a` and `an`."""
+    for mark, word in (("{s}", subject), ("{v}", value)):
+        if word[:1].lower() in ("a", "e", "i", "o", "u"):
+            template = template.replace(f" a {mark}", f" an {mark}")
+    template = template.replace("{n}", str(number)).replace("{s}", subject)
+    return template.replace("{v:c}", capital(value)).replace("{v}", value)
+
+
+def lower_start(template: str) -> str:
+    """A template as the second half of a sentence: `My name` becomes `my name`, `I` stays."""
+    if template.startswith(("I ", "I'", "{")):
+        return template
+    return template[:1].lower() + template[1:]
+
+
+def spell(rng: Random, text: str) -> str:
+    """American spelling half of the time."""
+    if rng.random() < 0.5:
+        return text
+    return text.replace("favourite", "favorite").replace("colour", "color")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How carefully a user types one message."""
+
+    lower: bool = False
+    bare: bool = False  # no mark at the end, no apostrophes
+
+    @staticmethod
+    def draw(rng: Random) -> Style:
+        """Mostly careful, sometimes hasty."""
+        return rng.choices(
+            (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
+        )[0]
+
+    def apply(self, text: str) -> str:
+        """`text` in this style."""
+        if self.bare:
+            text = text.rstrip(".?!")
+        if self.lower:
+            text = text.lower()
+        return text.replace("'", "") if self.lower and self.bare else text
+
+
+def reply(user: str, assistant: str, recall: str | None = None) -> Round:
+    """One round."""
+    return Message("user", user), Message("assistant", assistant, recall)
+
+
+def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
+    """A new fact of `kind`, its words in the case that `style` gives them."""
+    subject = kind.subject(rng) if kind.subject else ""
+    value = kind.value(rng)
+    if style.lower:
+        subject, value = subject.lower(), value.lower()
+    return Fact(kind, subject, value, rng.randint(1, 9))
+
+
+def draw_kind(rng: Random, story: float) -> FactKind:
+    """A kind by weight; story sentences, being long, have a share of their own."""
+    if rng.random() < story:
+        return STORY
+    return rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
+
+
+def choices(rng: Random, right: str, pool: list[str], count: int) -> tuple[str, str]:
+    """Lettered options `(A) … (B) …` and the right one's `(letter) word`."""
+    options = rng.sample([word for word in pool if word != right], count - 1)
+    options.append(right)
+    rng.shuffle(options)
+    lettered = [f"({LETTERS[i]}) {word}" for i, word in enumerate(options)]
+    return " ".join(lettered), lettered[options.index(right)]
+
+
+def multiple_choice(rng: Random) -> Round:
+    """A question on common knowledge, answered by letter."""
+    if rng.random() < 0.6:
+        thing, right = rng.choice(talk.WHERE)
+        pool = [place for _, place in talk.WHERE]
+        question = rng.choice((f"Where would you find a {thing}?", f"Where does a {thing} belong?"))
+    else:
+        pair = rng.choice(talk.OPPOSITES)
+        word, right = pair if rng.random() < 0.5 else pair[::-1]
+        pool = [x for both in talk.OPPOSITES for x in both if x != word]
+        question = f"What is the opposite of {word}?"
+    options, answer = choices(rng, right, pool, rng.choice((3, 4, 4, 5)))
+    return reply(f"{question} Choices: {options}", answer)
+
+
+def knowledge(rng: Random) -> Round:
+    """A question on common knowledge, answered in words."""
+    topic = rng.randrange(5)
+    if topic == 0:
+        thing, place = rng.choice(talk.WHERE)
+        user = f"Where would you find a {thing}?"
+        answer = f"You would find a {thing} in the {place}."
+    elif topic == 1:
+        pair = rng.choice(talk.OPPOSITES)
+        word, other = pair if rng.random() < 0.5 else pair[::-1]
+        user, answer = f"What is the opposite of {word}?", f"The opposite of {word} is {other}."
+    elif topic == 2:
+        country, city = rng.choice(talk.CAPITALS)
+        user = f"What is the capital of {country}?"
+        answer = f"The capital of {country} is {city}."
+    elif topic == 3:
+        animal, sound = rng.choice(talk.SOUNDS)
+        user, answer = f"What does a {animal} say?", f"A {animal} says {sound}."
+    else:
+        one, two = rng.randint(0, 9), rng.randint(0, 9)
+        user, answer = f"What is {one} plus {two}?", f"{one} plus {two} is {one + two}."
+    return reply(Style.draw(rng).apply(user), answer)
+
+
+REPEATABLE: tuple[str, ...] = (
+    w.NAMES + w.CITIES + w.GROCERIES + w.COMMON + w.COLOURS + w.JOBS + w.PET_NAMES
+)
+
+
+def repeat_after_me(rng: Random) -> Round:
+    """A request to say some words again: the shortest lesson in copying."""
+    words = [
+        made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
+        for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
+    ]
+    text = rng.choice((" ".join(words), item_list(words)))
+    ask = rng.choice(("Repeat after me: {x}.", "Please repeat: {x}.", "Say this: {x}."))
+    return reply(ask.replace("{x}", text), f"{text}.")
+
+
+def game(rng: Random) -> Iterator[Round]:
+    """Rock-paper-scissors against a player with a preference: beat what was chosen most."""
+    favourite = rng.choice(tuple(BEATS))
+    seen = dict.fromkeys(BEATS, 0)
+    user = f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
+    move = rng.choice(tuple(BEATS))
+    for _ in range(rng.randint(2, 7)):
+        yield reply(user, f"I choose {move}.")
+        theirs = rng.choices(tuple(BEATS), [3 if x == favourite else 1 for x in BEATS])[0]
+        seen[theirs] += 1
+        move = BEATS[max(BEATS, key=lambda x: (seen[x], x == theirs))]
+        user = f"I chose [{theirs}]. Analyze my preferences and proceed to the next round."
+
+
+@dataclass
+class Dialogue:
+    """The state of one conversation: which facts were told, how often each was asked."""
+
+    rng: Random
+    mix: Mix
+    facts: dict[tuple[str, str], Fact] = field(default_factory=dict)
+    asked: dict[tuple[str, str], int] = field(default_factory=dict)
+    jokes: list[str] = field(default_factory=list)
+
+    def messages(self, rounds: int) -> Iterator[Message]:
+        """`rounds` rounds, then a question for each fact (six at most) that was never asked."""
+        if self.rng.random() < 0.12:
+            yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
+        done = 0
+        while done < rounds:
+            for pair in self.some_rounds():
+                done += 1
+                yield from pair
+        for key in [key for key in self.facts if not self.asked.get(key)][:6]:
+            yield from self.ask(key)
+
+    def some_rounds(self) -> Iterator[Round]:
+        """One round by the mix, or one game."""
+        roll = self.rng.random()
+        for share, make in (
+            (self.mix.tell, self.tell),
+            (self.mix.ask, self.ask_any),
+            (self.mix.repeat, lambda: repeat_after_me(self.rng)),
+        ):
+            if roll < share:
+                yield make()
+                return
+            roll -= share
+        if roll < self.mix.game:
+            yield from game(self.rng)
+        else:
+            yield self.small_talk()
+
+    def tell(self) -> Round:
+        """Tell a new fact or two in one message, or correct an old one."""
+        style = Style.draw(self.rng)
+        fact = self.new_fact(style)
+        if fact is None:
+            return self.small_talk()
+        if fact.kind.joins and self.rng.random() < 0.12:
+            second = self.new_fact(style, joined=fact)
+            if second is not None:
+                return self.tell_both(fact, second, style)
+        return self.tell_one(fact, style)
+
+    def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
+        """A fact whose place is free, or, a third of the time, one that replaces an old value."""
+        for _ in range(8):
+            fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), style)
+            known = (fact.kind.key, fact.subject) in self.facts
+            if joined and (known or not fact.kind.joins or fact.kind is joined.kind):
+                continue
+            if not known or (fact.kind.updates and self.rng.random() < 0.3):
+                return fact
+        return None
+
+    def remember(self, fact: Fact) -> bool:
+        """Note a told fact; true when it replaced an older value."""
+        key = (fact.kind.key, fact.subject)
+        known = key in self.facts
+        self.facts[key] = fact
+        self.asked[key] = 0
+        return known
+
+    def tell_one(self, fact: Fact, style: Style) -> Round:
+        """Tell one fact."""
+        known = self.remember(fact)
+        template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
+        user = style.apply(spell(self.rng, fact.fill(template)))
+        recall = "repeat" if fact.kind is STORY else None
+        return reply(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
+
+    def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
+        """Tell two facts in one message."""
+        self.remember(fact)
+        self.remember(second)
+        one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
+        two = second.fill(lower_start(self.rng.choice(second.kind.tells)))
+        acks = " ".join(x.fill(self.rng.choice(x.kind.acks[:2])) for x in (fact, second))
+        return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
+
+    def ask_any(self) -> Round:
+        """Ask for something told, rarely for something never told; or small talk."""
+        roll = self.rng.random()
+        if roll < 0.07 or not self.facts:
+            return self.ask_untold() if roll < 0.2 else self.small_talk()
+        keys = list(self.facts)
+        fresh = [key for key in keys if not self.asked[key]]
+        if len(keys) > 1 and roll > 0.95:
+            return self.ask_both(*self.rng.sample(keys, 2))
+        if fresh and self.rng.random() < 0.7:
+            return self.ask(self.rng.choice(fresh))
+        return self.ask(self.rng.choice(keys))
+
+    def question(self, fact: Fact) -> str:
+        """One way to ask for a fact; proper names keep the case in which they were told."""
+        style = Style.draw(self.rng)
+        if fact.subject != fact.subject.lower():
+            style = Style(bare=style.bare)
+        text = self.rng.choice(fact.kind.asks)
+        return style.apply(spell(self.rng, fact.fill(text)))
+
+    def ask(self, key: tuple[str, str]) -> Round:
+        """Ask for one told fact."""
+        fact = self.facts[key]
+        self.asked[key] += 1
+        return reply(self.question(fact), fact.answer, fact.kind.key)
+
+    def ask_both(self, one: tuple[str, str], two: tuple[str, str]) -> Round:
+        """Ask for two told facts at once."""
+        first, second = self.facts[one], self.facts[two]
+        user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
+        self.asked[one] += 1
+        self.asked[two] += 1
+        return reply(user, f"{first.answer} {second.answer}", "two")
+
+    def ask_untold(self) -> Round:
+        """Ask for something that was never told."""
+        for _ in range(8):
+            fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), Style())
+            if (fact.kind.key, fact.subject) not in self.facts:
+                return reply(self.question(fact), UNTOLD, "untold")
+        return self.small_talk()
+
+    def joke(self) -> Round:
+        """A joke that was not told yet, as long as there are any."""
+        left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
+        joke = self.rng.choice(left)
+        self.jokes.append(joke)
+        user = Style.draw(self.rng).apply(self.rng.choice(talk.JOKE_ASKS))
+        return reply(user, joke)
+
+    def small_talk(self) -> Round:
+        """A round that has nothing to do with what was told."""
+        roll = self.rng.random()
+        if roll < 0.08:
+            return self.joke()
+        if roll < 0.22:
+            return knowledge(self.rng)
+        if roll < 0.30:
+            return multiple_choice(self.rng)
+        prompts, answer = self.rng.choice(talk.SMALL_TALK)
+        style = Style.draw(self.rng)
+        return reply(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)
+
+
+def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:
+    """The messages of one new conversation of about `rounds` rounds."""
+    return Dialogue(rng, mix).messages(rounds)
+
+
+def draw_length(rng: Random, low: float, high: float) -> float:
+    """A length in `[low, high]`, every octave equally likely."""
+    return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

@@ -1,0 +1,94 @@
+"""The tiny model: a Llama from a size, mask-free causal attention, its loss, its optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from sirchat.training.rows import Batch
+from sirchat.training.schedule import Size
+
+CONTEXT = 2048
+ANSWER_WEIGHT = 4.0  # what the user says stays worth predicting: surprisal is measured on it
+MUON_LR, MUON_DECAY = 0.02, 0.02
+ADAM_LR = 2e-3
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Plain causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
+
+    Rows are full, so no mask tensor is needed; the fused kernel is much faster without.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def build_model(
+    size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
+) -> LlamaForCausalLM:
+    """A randomly initialised model; the same seed gives the same weights."""
+    AttentionInterface.register("sirchat_causal", causal_attention)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        attn_implementation="sirchat_causal",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def token_losses(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats and whether the argmax is right, both [rows, tokens].
+
+    ids: [rows, tokens + 1].
+    """
+    targets = ids[:, 1:]
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    best = logits.detach().amax(-1)
+    correct = logits.detach().gather(-1, targets[..., None])[..., 0] >= best
+    return losses.view_as(targets), correct
+
+
+def weighted_loss(losses: Tensor, batch: Batch) -> Tensor:
+    """The mean loss, in which a token of an answer counts `ANSWER_WEIGHT` times."""
+    weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0).to(losses.device)
+    return (losses * weight).sum() / weight.sum()
+
+
+def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        (matrices if weight.dim() == 2 and "embed" not in name else others).append(weight)
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=MUON_DECAY),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]

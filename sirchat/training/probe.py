@@ -1,0 +1,76 @@
+"""How well a model recalls a told fact, by kind of fact and by the rounds that lie between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sirchat.training.dialogue import Dialogue, Message, Mix, Style, draw_fact
+from sirchat.training.facts import KINDS, STORY, FactKind
+from sirchat.training.network import token_losses
+from sirchat.training.rows import Rendered, Renderer, span_matches
+
+QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
+DISTANCES = (0, 3, 6, 12, 20, 40)
+PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Exact-match recall of one kind of fact with `between` rounds of small talk after it."""
+
+    kind: str
+    between: int
+    right: int
+    asked: int
+    mean_tokens: float  # length of the conversation up to the end of the answer
+
+
+def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
+    """A fact, `between` rounds of small talk, the question, and the right answer."""
+    talk = Dialogue(rng, QUIET)
+    style = Style.draw(rng)
+    fact = draw_fact(rng, kind, style)
+    yield from talk.tell_one(fact, style)
+    for _ in range(between):
+        yield from talk.small_talk()
+    yield from talk.ask((kind.key, fact.subject))
+
+
+@torch.no_grad()
+def matches(model: LlamaForCausalLM, dialogues: list[Rendered]) -> list[bool]:
+    """Whether greedy decoding gives each dialogue's answer, word for word, its end included.
+
+    One forward pass over all: the argmax at every answer token, given the right ones before it.
+    """
+    longest = max(len(one.ids) for one in dialogues)
+    device = next(model.parameters()).device
+    ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in dialogues])
+    span = torch.tensor([one.span + [0] * (longest - len(one.span)) for one in dialogues])
+    _, correct = token_losses(model, ids.to(device))
+    return [bool(hit) for hit in span_matches(correct.cpu(), span[:, 1:])]
+
+
+def probe(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    dialogues: int,
+    distances: tuple[int, ...] = DISTANCES,
+    kinds: tuple[str, ...] = tuple(PROBED),
+) -> Iterator[Recall]:
+    """Measure `dialogues` fresh conversations for each kind and distance."""
+    renderer = Renderer(tokenizer)
+    for between in distances:
+        for key in kinds:
+            rng = Random(f"{seed}/probe/{key}/{between}")
+            made = [
+                renderer.render(probe_dialogue(rng, PROBED[key], between)) for _ in range(dialogues)
+            ]
+            mean = sum(len(one.ids) for one in made) / dialogues
+            yield Recall(key, between, sum(matches(model, made)), dialogues, mean)

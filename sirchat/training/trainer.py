@@ -1,0 +1,187 @@
+"""Trains the tiny model from nothing: `train` yields one record per step and prints nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from sirchat.errors import SettingError
+from sirchat.training.card import model_card
+from sirchat.training.checkpoint import export, load_checkpoint, save_checkpoint
+from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
+from sirchat.training.probe import probe
+from sirchat.training.rows import Batch, Renderer, span_matches
+from sirchat.training.schedule import SIZES, SizeName, learning_rate, stage_at
+from sirchat.training.tokenizer import build_tokenizer
+
+Losses = Callable[[LlamaForCausalLM, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train and where.
+
+    `out` receives the exported model; checkpoints lie beside it, in `<out>.checkpoints`, so that a
+    training with `resume` goes on where it stopped and ends as if it had never stopped.
+    `compile` makes steps faster after some seconds per row length; it needs a C++ compiler.
+    """
+
+    out: Path
+    steps: int = 1900
+    size: SizeName = "small"
+    seed: int = 0
+    resume: bool = False
+    threads: int | None = None
+    checkpoint_every: int = 250
+    compile: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.out.with_name(f"{self.out.name}.checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One step's record: losses in nats per token, recall as a share, time in seconds."""
+
+    step: int  # steps done
+    steps: int
+    loss: float
+    answer_loss: float
+    recall: float | None  # exact-match answers to questions for told facts, in this batch
+    tokens_per_second: float
+    eta_seconds: float
+
+
+def check(options: TrainOptions) -> None:
+    """Refuse settings that cannot work."""
+    if options.steps < 0:
+        raise SettingError(f"steps is {options.steps}, must be 0 or more")
+    if options.size not in SIZES:
+        raise SettingError(f"size is {options.size!r}, must be one of {', '.join(SIZES)}")
+
+
+class Trainer:
+    """Model, optimizers and data of one training; `step` advances them by one batch."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.size = SIZES[options.size]
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = build_tokenizer(options.seed, self.size.vocab, self.size.dialogues)
+        tok = self.tokenizer
+        ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
+        self.model = build_model(self.size, len(tok), options.seed, *ids).to(self.device)
+        self.optimizers = build_optimizers(self.model)
+        self.renderer = Renderer(self.tokenizer)
+        self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step depends on nothing but seed and step, so resuming is exact."""
+        stage = stage_at(step, self.options.steps)
+        tokens = min(stage.tokens, self.size.longest)
+        rng = Random(f"{self.options.seed}/batch/{step}")
+        return self.renderer.batch(rng, self.size.tokens_per_step // tokens, tokens, stage.mix)
+
+    def set_learning_rate(self, step: int) -> None:
+        """Scale every group's peak rate by the schedule."""
+        factor = learning_rate(step, self.options.steps)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * factor
+
+    def step(self, step: int) -> tuple[float, float, float | None]:
+        """Train on one batch; returns loss, loss on answers, and recall."""
+        batch = self.batch(step)
+        self.set_learning_rate(step)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            losses, correct = self.losses(self.model, batch.ids.to(self.device))
+        torch.autograd.backward(weighted_loss(losses, batch))
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return summary(losses.detach().cpu(), correct.cpu(), batch)
+
+    def save(self, done: int) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
+
+    def restore(self) -> int:
+        """Load the newest checkpoint; returns the number of steps done."""
+        return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
+
+    def card(self) -> str:
+        """The model card, with the recall of the model as it is now."""
+        options, size = self.options, self.size
+        recalls = list(
+            probe(self.model, self.tokenizer, seed=options.seed, dialogues=size.probes)
+            if size.probes
+            else ()
+        )
+        return model_card(
+            command=f"sirchat train tiny --steps {options.steps} --seed {options.seed}",
+            parameters=self.model.num_parameters(),
+            vocab=len(self.tokenizer),
+            tokens=options.steps * size.tokens_per_step,
+            seed=options.seed,
+            recalls=recalls,
+        )
+
+    def finish(self) -> None:
+        """Export the model with its tokenizer and card."""
+        self.model.eval()
+        export(self.options.out, self.model, self.tokenizer, self.card())
+
+
+def summary(losses: Tensor, correct: Tensor, batch: Batch) -> tuple[float, float, float | None]:
+    """Mean loss, mean loss on answers, and the share of recall answers that are exactly right."""
+    hits = span_matches(correct, batch.span[:, 1:])
+    recall = float(hits.float().mean()) if len(hits) else None
+    return float(losses.mean()), float(losses[batch.answer[:, 1:]].mean()), recall
+
+
+class Pace:
+    """Seconds per step, smoothed; the first steps are slow and soon forgotten."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.mean = 0.0
+        self.ticks = 0
+
+    def tick(self) -> float:
+        """Note that a step ended; returns the smoothed seconds per step."""
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        self.ticks += 1
+        weight = max(0.05, 1 / self.ticks) if self.ticks > 5 else 1.0
+        self.mean += weight * (took - self.mean)
+        return self.mean
+
+
+def train(options: TrainOptions) -> Iterator[TrainStep]:
+    """Train, yielding after each step; write checkpoints on the way and the model at the end."""
+    check(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    trainer = Trainer(options)
+    first = trainer.restore() if options.resume else 0
+    pace = Pace()
+    for step in range(first, options.steps):
+        loss, answer_loss, recall = trainer.step(step)
+        done = step + 1
+        if done % options.checkpoint_every == 0 or done == options.steps:
+            trainer.save(done)
+        seconds = pace.tick()
+        eta = seconds * (options.steps - done)
+        rate = trainer.size.tokens_per_step / seconds
+        yield TrainStep(done, options.steps, loss, answer_loss, recall, rate, eta)
+    trainer.finish()
