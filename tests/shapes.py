@@ -42,9 +42,7 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
         + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n"
-        + _TAIL
-        + "<start_of_turn>model\n{% endif %}",
+        "{{ m.content | trim }}<end_of_turn>\n" + _TAIL + "<start_of_turn>model\n{% endif %}",
         ["<end_of_turn>", "<bos>", "<start_of_turn>"],
     ),
     "mistral": (
@@ -70,9 +68,7 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
     "qwen3": (
         "{% set ns = namespace(last=-1) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-        "{% endif %}{% endfor %}"
-        + _HEAD
-        + "{% if m.role == 'assistant' %}"
+        "{% endif %}{% endfor %}" + _HEAD + "{% if m.role == 'assistant' %}"
         "{% set text = m.content.split('</think>')[-1].lstrip('\n') %}"
         "<|im_start|>assistant\n"
         "{% if loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}{{ text }}<|im_end|>\n"

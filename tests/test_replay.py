@@ -28,7 +28,7 @@ def _replayed(turns: list[Turn], *, feed: bool = True, **settings: Any) -> list[
     """The event stream of a replay on a model with random weights."""
     out = io.StringIO()
     chat = session(babbler(), tokens=True, **settings)
-    replay(chat, turns, Screen(out, io.StringIO()), ReplayOptions(feed, json=True), lambda: False)
+    replay(chat, turns, Screen(out, io.StringIO()), ReplayOptions(feed, json=True))
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
@@ -143,8 +143,12 @@ def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
     out = io.StringIO()
     screen = Screen(out, io.StringIO())
     options = ReplayOptions(feed=True)
-    replay(chat, [*turns, Turn("user", "What is my name?", 3)], screen, options, lambda: False)
-    assert "ASSISTANT: Hello, Anna." in out.getvalue()
+    replay(chat, [*turns, Turn("user", "What is my name?", 3)], screen, options)
+    assert out.getvalue().splitlines()[:3] == [
+        "USER: My name is Anna.",
+        "ASSISTANT: Hello, Anna.",
+        "USER: What is my name?",
+    ]
     assert "Anna" in out.getvalue().splitlines()[-1]
 
 

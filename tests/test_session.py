@@ -69,6 +69,27 @@ def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
     assert chat._engine.ledger.held_count == chat.resident
 
 
+def test_a_turn_that_fails_half_way_is_closed_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
+    forward, calls = type(chat.model).forward, iter(range(100))
+
+    def failing(self: Any, ids: Any, cache: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("out of luck")
+        return forward(self, ids, cache)
+
+    monkeypatch.setattr(type(chat.model), "forward", failing)
+    with pytest.raises(RuntimeError, match="luck"):
+        list(chat.ask("word " * 100))
+    read = chat.seen
+    list(chat.ask("Go on."))
+    it = tiny().tokenizer
+    closed = it.convert_tokens_to_ids(["<|end|>", "<|assistant|>", "<|end|>", "<|user|>"])
+    assert _ids(chat)[read : read + 4] == closed
+
+
 def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:
     chat = session(babbler(), budget=64, recent=8)
     text = "word " * 300
@@ -93,6 +114,13 @@ def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
         list(chat.ask("word " * 5000))
     assert _ids(chat) == before
     list(chat.ask("Still here."))
+
+
+def test_full_reads_no_system_prompt_for_a_turn_that_does_not_fit() -> None:
+    chat = session(babbler(), policy="full", system="Be kind.")
+    with pytest.raises(ContextFullError):
+        list(chat.ask("word " * 5000))
+    assert chat.seen == 0
 
 
 def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
@@ -151,9 +179,7 @@ def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() ->
 
 
 def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> None:
-    chat = session(
-        babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20
-    )
+    chat = session(babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20)
     for _ in range(6):
         events = list(chat.ask("word " * 20))
         kinds = [type(e) for e in events if isinstance(e, (Forgot, TurnDone))]

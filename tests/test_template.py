@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.template import _PLAIN, Template, TurnIds
+from sirchat.template import _ANSWER, _PLAIN, _QUESTION, Template, TurnIds
 from tests.chatting import tiny
 from tests.shapes import TEMPLATES, tokenizer
 
@@ -81,8 +83,10 @@ def test_with_a_system_prompt_too(shape: str) -> None:
 def test_a_template_without_system_role_gets_the_prompt_before_the_text() -> None:
     template = Template(tokenizer("gemma"))
     head, first = template.opening("Hello.", "Be brief.")
-    assert head is None
-    assert "Be brief.\n\nHello." in tokenizer("gemma").decode(first.ids)
+    assert head is not None
+    whole = tokenizer("gemma").decode([*head.ids, *first.ids])
+    assert "Be brief.\n\nHello." in whole
+    assert tokenizer("gemma").decode(first.ids).startswith("Hello.")
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
@@ -124,6 +128,34 @@ def test_a_reply_ends_with_its_closing_ids(shape: str) -> None:
     assert it.eos_token_id in template.closing
     assert it.eos_token_id in template.stop_ids(None)
     assert {7, 9} <= template.stop_ids([7, 9])
+
+
+def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text() -> None:
+    it = copy.deepcopy(tokenizer("qwen3"))
+    it.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    text = "<think>So.</think>\n\nYes<|im_end|><tool>"
+    read = Template(it).assistant(text)
+    assert it.decode(read.ids) == text
+    assert not set(read.ids) & set(it.added_tokens_decoder)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_a_text_like_the_stubs_is_read_whole(shape: str) -> None:
+    template = Template(_tokenizer(shape))
+    for text in (_ANSWER, f"a {_ANSWER} b {_QUESTION}", _QUESTION):
+        turn = template.user(text)
+        assert _tokenizer(shape).decode(turn.ids[slice(*turn.content)]).strip() == text
+        assert turn.content[0] == template.user("Hello.").content[0]
+
+
+def test_a_turn_that_the_template_refuses_is_a_model_error() -> None:
+    it = copy.deepcopy(tokenizer("chatml"))
+    it.chat_template = (
+        "{% if 'x' in messages[-1].content %}{{ raise_exception('no x') }}{% endif %}"
+    )
+    it.chat_template += tokenizer("chatml").chat_template
+    with pytest.raises(ModelError, match="no x"):
+        Template(it).user("x")
 
 
 def test_an_empty_text_is_a_turn_too() -> None:

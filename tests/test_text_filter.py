@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from sirchat.ui.text import DisplayFilter, displayable, displayable_line
 
-_DANGEROUS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
+_DANGEROUS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SEQUENCES = {
     "colour": "\x1b[31m",
     "clear screen": "\x1b[2J",

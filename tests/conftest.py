@@ -1,0 +1,25 @@
+"""What all tests share: one thread, quiet libraries, and no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers.utils import logging as transformers_logging
+
+settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
+settings.load_profile("sirchat")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_quiet_thread() -> None:
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

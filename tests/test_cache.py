@@ -1,0 +1,173 @@
+"""The bounded cache: appended and compacted in place, and keys that never drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.rope import Rotation
+
+HEADS, HEAD_DIM = 2, 8
+WHOLE = Rotation(1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+LAST = Rotation(1e2 ** -(torch.arange(0, 4, 2) / 4), interleaved=True, offset=4)
+LAYERS = [LayerRotation(WHOLE), LayerRotation(None), LayerRotation(None, LAST)]
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("read"), st.integers(1, 20)),
+        st.tuples(st.just("lose"), st.integers(1, 9)),
+        st.tuples(st.just("keep"), st.integers(0, 2**32)),
+        st.tuples(st.just("reserve"), st.integers(1, 80)),
+    ),
+    max_size=12,
+)
+
+
+@dataclass
+class Row:
+    """A held row: for each layer its key and value as written, and the slot it was written at."""
+
+    tensors: list[tuple[Tensor, Tensor]]
+    written_at: int
+
+
+@given(steps)
+@settings(max_examples=60)
+def test_slot_i_holds_row_i_as_first_written_and_turned_once(plan: list[tuple[str, Any]]) -> None:
+    cache, rows = BoundedCache(LAYERS, capacity=40), list[Row]()
+    for step, what in plan:
+        if step == "reserve":
+            cache.reserve(what)
+        elif step == "keep":
+            draw = Random(what)
+            kept = sorted(draw.sample(range(len(rows)), draw.randint(0, len(rows))))
+            cache.keep(torch.tensor(kept, dtype=torch.int64))
+            rows = [rows[i] for i in kept]
+        elif len(rows) + what <= cache.capacity:
+            written = write(cache, what)
+            if step == "read":  # what is not committed is lost
+                cache.commit(what)
+                rows += [Row(part, len(rows) + i) for i, part in enumerate(written)]
+        check(cache, rows)
+
+
+def test_attention_sees_the_new_rows_before_they_are_committed() -> None:
+    cache = BoundedCache(LAYERS, capacity=8)
+    for length in (3, 4):
+        seen = cache.update(*random_rows(length), 0)
+        assert [t.shape[2] for t in seen] == [length, length]
+        assert cache.length == cache.get_seq_length() == 0
+        assert cache.get_mask_sizes(5, 0) == (5, 0)
+
+
+def test_appending_never_copies_what_is_held() -> None:
+    cache = BoundedCache(LAYERS, capacity=16)
+    write(cache, 4)
+    cache.commit(4)
+    before = cache.layer_keys(0).data_ptr(), cache.nbytes
+    write(cache, 12)
+    cache.commit(12)
+    cache.keep(torch.arange(0, 16, 2))
+    assert (cache.layer_keys(0).data_ptr(), cache.nbytes) == before
+
+
+def test_memory_is_the_capacity_and_half_again_where_keys_turn() -> None:
+    cache = BoundedCache([LayerRotation(WHOLE)], capacity=16)
+    assert cache.nbytes == 0
+    write(cache, 1)
+    row = HEADS * HEAD_DIM * 4  # float32
+    assert cache.nbytes == 16 * (2 * row + row)
+    cache.reserve(20)
+    assert cache.nbytes == 20 * (2 * row + row)
+    cache.reserve(10)
+    assert cache.capacity == 20
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_writing_past_the_capacity_is_an_error(extra: int) -> None:
+    cache = BoundedCache(LAYERS, capacity=4)
+    write(cache, 4)
+    cache.commit(4)
+    with pytest.raises((RuntimeError, ValueError)):
+        write(cache, extra)
+    assert cache.length == 4
+
+
+def test_a_cleared_cache_starts_anew() -> None:
+    cache = BoundedCache(LAYERS, capacity=8)
+    write(cache, 8)
+    cache.commit(8)
+    cache.keep(torch.tensor([0, 5, 7]))
+    cache.clear()
+    rows = [Row(part, i) for i, part in enumerate(write(cache, 5))]
+    cache.commit(5)
+    check(cache, rows)
+
+
+def test_a_layer_that_was_never_written_has_nothing_to_show() -> None:
+    with pytest.raises(LookupError):
+        BoundedCache(LAYERS, capacity=1).layer_keys(0)
+
+
+def test_keys_do_not_drift_in_bfloat16() -> None:
+    """2,000 times a row is read and the oldest leaves: the rows between move 2,000 times.
+
+    Turning the moved key again each time, instead, gives a relative error of 0.94 (here: 0.0016).
+    """
+    held, times = 2050, 2000
+    cache = BoundedCache([LayerRotation(WHOLE)], capacity=held)
+    first = random_rows(held - 1)[0].bfloat16()  # [1, H, n, D]
+    cache.update(first, first, 0)
+    cache.commit(held - 1)
+    naive = first
+    cos, sin = WHOLE.turn(torch.tensor([1]), torch.tensor([0]))
+    for _ in range(times):
+        row = random_rows(1)[0].bfloat16()
+        cache.update(row, row, 0)
+        cache.commit(1)
+        cache.keep(torch.arange(1, held))
+        naive = WHOLE.apply(naive, cos, sin).bfloat16()
+    survivors = first[:, :, times:].float()
+    old = torch.arange(times, held - 1)
+    exact = WHOLE.apply(survivors, *WHOLE.turn(old, old - times))
+    now = cache.layer_keys(0)[:, :, : len(old)]
+    assert relative_error(now, exact) < 0.005
+    assert relative_error(naive[:, :, times:], exact) > 0.1
+
+
+def write(cache: BoundedCache, count: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Write random rows to every layer; returns for each row its layers' keys and values."""
+    layers = [random_rows(count) for _ in LAYERS[: len(cache.layers)]]
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys, values, layer)
+    return [[(k[:, :, [i]], v[:, :, [i]]) for k, v in layers] for i in range(count)]
+
+
+def random_rows(count: int) -> tuple[Tensor, Tensor]:
+    shape = (1, HEADS, count, HEAD_DIM)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def check(cache: BoundedCache, rows: list[Row]) -> None:
+    assert cache.length == cache.get_seq_length() == len(rows)
+    for layer, rotations in enumerate(LAYERS):
+        for slot, row in enumerate(rows):
+            for i, rotation in enumerate((rotations.key, rotations.value)):
+                expected = row.tensors[layer][i]
+                if rotation is not None:
+                    turn = rotation.turn(torch.tensor([row.written_at]), torch.tensor([slot]))
+                    expected = rotation.apply(expected, *turn)
+                view = (cache.layer_keys, cache.layer_values)[i](layer)[:, :, [slot]]
+                torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return float((x.float() - exact).norm() / exact.norm())
