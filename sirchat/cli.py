@@ -3,6 +3,7 @@
 Exit codes: 0 fine, 1 failure, 2 usage, 130 interrupt.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from sirchat.flags import with_settings
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.profile import Profile
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
     from sirchat.session import Session
@@ -110,25 +111,32 @@ def start(
     ] = False,
 ) -> None:
     """Chat; or, when input comes from a pipe or a file, replay it as a transcript."""
-    context.obj = flags
+    given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
+    about_transcripts = [name for name, used in given.items() if used]
     if context.invoked_subcommand is not None:
+        misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
+        if misplaced:
+            flag, command = _flag(misplaced[0]), context.invoked_subcommand
+            raise UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
         return
     if not sys.stdin.isatty():
         _replay("standard input", flags, feed, format, json, json_tokens, trust_remote_code)
         return
+    if about_transcripts:
+        flag = _flag(about_transcripts[0])
+        raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
     profile = _profile(flags)
     from sirchat.ui.repl import chat
     from sirchat.ui.screen import Screen
 
-    screen = Screen()
-    with _torn_pipe_is_fine():
-        chat(_session(profile, trust_remote_code), screen)
+    session = _session(profile, trust_remote_code)
+    with _torn_terminal_is_fine():
+        chat(session, Screen(), debug=debug)
 
 
 @app.command()
 @with_settings
 def replay(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
     feed: Feed = False,
@@ -139,7 +147,7 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
-    _replay(str(file), context.obj | flags, feed, format, json, json_tokens, trust_remote_code)
+    _replay(str(file), flags, feed, format, json, json_tokens, trust_remote_code)
 
 
 @app.command()
@@ -164,8 +172,8 @@ def bench(
     early, comma, late = seen.partition(",")
     if not (comma and early.isdigit() and late.isdigit()):
         raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
-    if cache < 64 or rounds < 2:
-        raise UsageError("--cache must be at least 64 and --rounds at least 2")
+    if cache < 64 or rounds < 2 or int(early) < cache:
+        raise UsageError("--cache must be at least 64, EARLY at least that, --rounds at least 2")
     from sirchat.bench.report import print_bench
     from sirchat.bench.shapes import bench_model
     from sirchat.bench.speed import BenchOptions
@@ -214,7 +222,7 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Every setting of a profile, as YAML."""
-    typer.echo(show(_profile({**flags, "profile": name})), nl=False)
+    typer.echo(displayable(show(_profile({**flags, "profile": name}))), nl=False)
 
 
 @profiles_app.command("path")
@@ -225,13 +233,13 @@ def profiles_path(
     from sirchat.paths import user_profiles_dir
     from sirchat.profile_files import profile_path
 
-    typer.echo(profile_path(name) if name else user_profiles_dir())
+    typer.echo(displayable_line(str(profile_path(name) if name else user_profiles_dir())))
 
 
 @profiles_app.command("init")
 def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's name.")]) -> None:
     """Write a commented profile of your own, to edit."""
-    typer.echo(init_profile(name))
+    typer.echo(displayable_line(str(init_profile(name))))
 
 
 @policies_app.callback()
@@ -251,7 +259,7 @@ def policies_list(context: typer.Context) -> None:
         for field in fields(made):
             options.append(f"{field.name} = {field.default}: {field.metadata.get('help', '')}")
         cells = (name, " ".join(what.split()), "\n".join(options), made.source)
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(displayable(cell)) for cell in cells))
     Console().print(table)
 
 
@@ -264,10 +272,14 @@ def policies_check(
 
     broken = broken_promises(policy_class(name)())
     for promise in broken:
-        typer.echo(f"{name}: {promise}")
-    typer.echo(f"{name}: {'breaks' if broken else 'keeps'} the contract")
+        typer.echo(displayable_line(f"{name}: {promise}"))
+    typer.echo(displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract"))
     if broken:
         raise typer.Exit(1)
+
+
+def _flag(name: str) -> str:
+    return "--option" if name == "policy_options" else f"--{name.replace('_', '-')}"
 
 
 def _profile(flags: dict[str, Any]) -> Profile:
@@ -312,20 +324,20 @@ def _replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = read_turns(stream, "standard input" if from_stdin else name, format)
-        from sirchat.ui.interrupt import Interrupt
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen
 
         session = _session(profile, trust, rows_in_events=json_tokens)
         options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        with Interrupt() as interrupted:
-            replay(session, turns, Screen(), options, interrupted)
+        replay(session, turns, Screen(), options)
 
 
 @contextmanager
-def _torn_pipe_is_fine() -> Iterator[None]:
+def _torn_terminal_is_fine() -> Iterator[None]:
     """A terminal that goes away ends the chat without complaint."""
     try:
         yield
     except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE, errno.EBADF):
+            raise
         raise BrokenPipeError from error

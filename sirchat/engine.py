@@ -186,6 +186,7 @@ class Engine:
         `reserve` rows stay free when nothing may be forgotten, so that the turn can be closed; then
         ContextFullError is raised.
         """
+        self._round = place.round
         for _ in range(max_new_tokens):
             if interrupted():
                 yield Stopped("interrupt")
@@ -231,19 +232,19 @@ class Engine:
         before, self._memory = self._memory, memory
         try:
             self.check_pins(0)
-        except SettingError:
+            gone = [self._keep(self.budget)] if self.resident > self.budget else []
+        except Exception:  # whatever the new policy raises
             self._memory = before
             raise
-        if self.resident > self.budget:
-            yield self._keep(self.budget)
+        yield from gone
         if not self._grows:
             self.cache.reserve(self.budget)
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""
-        if self._grows:
+        if self._grows or not self._memory.policy.honours_pins:
             return
-        pins = self._pins() + more
+        pins = self._pins() + more - min(more, max(0, self._sinks() - self.ledger.seen))
         allowed = min(self.budget // 2, self.budget - self._sinks() - _LEAST_ROOM)
         if pins > allowed:
             raise SettingError(
@@ -290,10 +291,13 @@ class Engine:
         return self.ledger.held(sinks=self._sinks(), protected=protected)
 
     def _keep(self, num_keep: int) -> Evicted:
-        rows = self._memory.policy.keep(self._held(), num_keep)
-        if len(rows) != num_keep:
-            name = type(self._memory.policy).__name__
-            raise RuntimeError(f"policy {name} kept {len(rows)} rows, not {num_keep}")
+        held = self._held()
+        rows = self._memory.policy.keep(held, num_keep)
+        if not _is_choice(rows, held, num_keep):
+            raise SettingError(
+                f"policy {type(self._memory.policy).__name__} breaks the contract of policies",
+                hint="`sirchat policies check` says how; /policy chooses another",
+            )
         self.cache.keep(rows)
         gone = self.ledger.keep(rows)
         return Evicted(gone, self.resident, self.ledger.seen)
@@ -302,9 +306,7 @@ class Engine:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
         return ids
 
-    def _read(
-        self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool
-    ) -> None:
+    def _read(self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool) -> None:
         """Forward ids in pieces whose logits fit in memory; pieces never change what is evicted."""
         if self._grows and self.resident + len(ids) > self.cache.capacity:
             wanted = max(2 * self.cache.capacity, self.resident + len(ids))
@@ -351,3 +353,12 @@ class Engine:
         self.ledger.append(
             list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
         )
+
+
+def _is_choice(rows: Tensor, held: Held, num_keep: int) -> bool:
+    """Whether `rows` are `num_keep` ascending rows of the held ones, protected rows included."""
+    if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
+        return False
+    if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):
+        return False
+    return int(held.protected[rows].sum()) == int(held.protected.sum())

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+Finish = Literal["stop", "length", "interrupt", "context", "read"]
+"""Why a turn ended: an end token, the length limit, Ctrl-C, a full context; or it was read."""
+
 
 @dataclass(frozen=True)
 class TokenRow:
@@ -80,7 +83,7 @@ class TurnDone(Event):
     recalled: int
     seconds_prefill: float
     seconds_decode: float
-    finish: Literal["stop", "length", "interrupt", "context", "read"]
+    finish: Finish
     tokens: tuple[TokenRow, ...] | None = None
 
 

@@ -71,6 +71,8 @@ def _parameters() -> dict[str, inspect.Parameter]:
 
 def _setting_flag(name: str, field: Any) -> Any:
     flag = f"--{name.replace('_', '-')}"
+    if field.annotation is bool:
+        flag += flag.replace("--", "/--no-")
     complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
     metavar = _metavar(field.annotation)
     if metavar and "|" in metavar:

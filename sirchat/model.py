@@ -95,7 +95,7 @@ def load_model(
         transformers_logging.enable_progress_bar()
     else:
         transformers_logging.disable_progress_bar()
-    target = _device(device)
+    target = pick_device(device)
     source, gguf = _locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:
@@ -104,7 +104,10 @@ def load_model(
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         module = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_dtype(dtype, target), use_safetensors=None if gguf else True, **options
+            source,
+            dtype=pick_dtype(dtype, target),
+            use_safetensors=None if gguf else True,
+            **options,
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(
@@ -138,7 +141,8 @@ def _locate(name: str) -> tuple[str, dict[str, str]]:
     return (str(path) if path.exists() else name), {}
 
 
-def _device(name: DeviceName) -> torch.device:
+def pick_device(name: DeviceName) -> torch.device:
+    """The device of that name, or the best there is; raises ModelError when it is not here."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -152,7 +156,8 @@ def _device(name: DeviceName) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """The type of that name; by default float32 on a CPU and bfloat16 elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)

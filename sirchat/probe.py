@@ -41,8 +41,10 @@ def sliding_window(config: Any) -> int | None:
     """The width of the model's sliding-window layers in tokens, if it has such layers."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or []
-    if window and getattr(config, "use_sliding_window", True) and (
-        not kinds or "sliding_attention" in kinds
+    if (
+        window
+        and getattr(config, "use_sliding_window", True)
+        and (not kinds or "sliding_attention" in kinds)
     ):
         return int(window)
     return None
@@ -86,7 +88,44 @@ def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
                 hint="models with learned positions, such as GPT-2, cannot move their keys",
             ) from error
         rotations.append(LayerRotation(key=found[0], value=found[1]))
+    _check_a_move(module, config, rotations, samples[0][0], name)
     return rotations
+
+
+@torch.inference_mode()
+def _check_a_move(
+    module: Any,
+    config: Any,
+    rotations: list[LayerRotation],
+    at_start: tuple[Tensor, Tensor],
+    name: str,
+) -> None:
+    """Read one token twice and forget the first: layer 0 must be as if it stood at the start.
+
+    This finds models that count positions by themselves, whatever position they are given.
+    """
+    cache = BoundedCache(rotations, capacity=2)
+    ids = [[_probe_token(config)] * 2]
+    module(
+        input_ids=torch.tensor(ids, device=module.get_input_embeddings().weight.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    cache.commit(2)
+    cache.keep(torch.tensor([1]))
+    moved = (cache.layer_keys(0)[0, :, 0], cache.layer_values(0)[0, :, 0])
+    for ours, theirs in zip(moved, at_start, strict=True):
+        gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
+        if gap > _TOLERANCE[theirs.dtype]:
+            raise ModelError(
+                f"{name} ({config.model_type}) cannot be held under a budget: its keys do not "
+                "follow the positions they are given",
+                hint="models with learned positions cannot move their keys",
+            )
+
+
+def _probe_token(config: Any) -> int:
+    return min(_PROBE_TOKEN, int(config.vocab_size) - 1)
 
 
 def _match(
@@ -105,10 +144,9 @@ def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Te
     layers = config.num_hidden_layers
     cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
     device = module.get_input_embeddings().weight.device
-    token = min(_PROBE_TOKEN, config.vocab_size - 1)
     try:
         module(
-            input_ids=torch.tensor([[token]], device=device),
+            input_ids=torch.tensor([[_probe_token(config)]], device=device),
             position_ids=torch.tensor([[position]], device=device),
             past_key_values=cache,
             use_cache=True,

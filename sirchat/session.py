@@ -7,7 +7,7 @@ reply that was interrupted, or ran out of room, is closed like any other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from sirchat.events import (
     Delta,
     Ended,
     Event,
+    Finish,
     Forgot,
     Notice,
     Reading,
@@ -33,7 +34,7 @@ from sirchat.memory.ledger import Flag, Role
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.sampling import Sampler
-from sirchat.settings import build_memory, build_sampling, check_budget
+from sirchat.settings import build_memory, build_sampling, check_budget, has_effect
 from sirchat.template import Template, TurnIds
 
 Interrupted = Callable[[], bool]
@@ -50,6 +51,7 @@ class _Tally:
     evicted: int = 0
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0
+    finish: Finish = "read"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Session:
         )
         self._turn = 0
         self._round = 0
+        self._owed: list[int] = []  # ids that must follow before the next turn
         self._totals = _Tally(0, "")
 
     @property
@@ -144,6 +147,7 @@ class Session:
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
+        yield from self._settle()
         if self._turn == 0:
             system, ids = self._template.opening(text, self.profile.system)
             self._check_room(ids, system)
@@ -158,26 +162,25 @@ class Session:
         wanted = self.profile.max_new_tokens + len(self._template.closing)
         for record in self._engine.open_turn(len(ids.ids), wanted, place):
             yield self._forgot(record, tally)
-        yield from self._feed(ids, place, tally, interrupted)
-        yield self._done(tally, text, "read")
+        closing = self._template.closing
+        yield from self._feed(ids, place, tally, interrupted, after=closing)
+        yield self._done(tally, text)
 
-    def read_reply(self, text: str) -> Iterator[Event]:
+    def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
         tally = self._tally("assistant")
         ids = self._template.assistant(text)
         place = Place(tally.index, self._round)
         self._engine.require(len(ids.ids) + len(self._template.closing))
-        yield from self._feed(ids, place, tally)
+        yield from self._feed(ids, place, tally, interrupted, after=self._template.closing)
         yield from self._close(place, tally)
-        yield self._done(tally, text, "read")
+        yield self._done(tally, text)
 
     def switch(self, source: str, **updates: Any) -> Iterator[Event]:
         """Change settings at once; what no longer fits is chosen by the new ones.
 
         Raises SettingError, changing nothing; `source` is what it blames, such as "/budget".
         """
-        if "policy" in updates and "policy_options" not in updates:
-            updates["policy_options"] = {}
         profile = changed(self.profile, source, **updates)
         check_budget(profile, self.model, source)
         memory = build_memory(profile)
@@ -189,6 +192,8 @@ class Session:
             old, new = getattr(before, name), getattr(profile, name)
             if old != new:
                 yield Switched(name, old, new, restored=0, resident=self.resident)
+                if not has_effect(profile, name):
+                    yield Notice(f"policy {profile.policy} makes no use of {name}")
 
     def end(self) -> Ended:
         """The closing record."""
@@ -218,7 +223,7 @@ class Session:
         place = Place(tally.index, self._round)
         stream = TextStream(self.model.tokenizer)
         said: list[str] = []
-        finish = "interrupt"  # what it is if the listener goes away
+        tally.finish = "interrupt"  # what it is if the listener goes away
         failure: ContextFullError | None = None
         try:
             for record in self._generate(place, tally, interrupted):
@@ -229,15 +234,15 @@ class Session:
                 elif isinstance(record, Evicted):
                     yield self._forgot(record, tally)
                 else:
-                    finish = record.reason
+                    tally.finish = record.reason
             said.append(stream.flush())
             yield Delta(said[-1])
         except ContextFullError as error:
-            finish, failure = "context", error
+            tally.finish, failure = "context", error
         finally:
             closing = list(self._close(place, tally))
         yield from closing
-        yield self._done(tally, "".join(said), finish)
+        yield self._done(tally, "".join(said))
         if failure is not None:
             yield Notice(str(failure))
 
@@ -270,11 +275,21 @@ class Session:
         yield from (e for e in self._feed(ids, place, tally) if not isinstance(e, Reading))
         self._engine.close_round()
 
+    def _settle(self) -> Iterator[Event]:
+        """Close a turn that a failure left open, so that the conversation is well-formed again."""
+        if self._owed:
+            tally = _Tally(max(0, self._turn - 1), "")
+            place = Place(tally.index, self._round)
+            owed = TurnIds(self._owed, [Role.TEMPLATE] * len(self._owed), (0, 0))
+            yield from self._feed(owed, place, tally)
+            if self._round:
+                self._engine.close_round()
+
     def _read_system(self, ids: TurnIds) -> Iterator[Event]:
         tally = self._tally("system")
         place = Place(tally.index, self._round)
         yield from self._feed(ids, place, tally, pinned=self.profile.pin_system)
-        yield self._done(tally, self.profile.system or "", "read")
+        yield self._done(tally, self.profile.system or "")
 
     def _feed(
         self,
@@ -284,9 +299,14 @@ class Session:
         interrupted: Interrupted = lambda: False,
         *,
         pinned: bool = False,
+        after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """Read a turn; an interrupt skips the rest of its text, never the template's ids."""
+        """Read a turn; an interrupt skips the rest of its text, never the template's ids.
+
+        `after` are the ids that its round still needs, should reading fail.
+        """
         done, end = 0, len(turn.ids)
+        self._owed = [*turn.ids[turn.content[1] :], *after]
         while done < end:
             records = self._engine.feed(turn.ids[done:], turn.roles[done:], place, pinned=pinned)
             begun, skip = done, False
@@ -299,12 +319,13 @@ class Session:
                 if isinstance(record, Read):
                     tally.tokens_in += begun + record.done - done
                     done = begun + record.done
+                    self._owed = [*turn.ids[max(done, turn.content[1]) :], *after]
                     yield Reading(done, end)
                     skip = interrupted() and turn.content[0] <= done < turn.content[1]
                 else:
                     yield self._forgot(record, tally)
             if skip:
-                done = turn.content[1]
+                done, tally.finish = turn.content[1], "interrupt"
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
         """Refuse a turn, before anything is read, when it can't fit."""
@@ -318,9 +339,7 @@ class Session:
         self._turn += 1
         return tally
 
-    def _forgot(self, record: Read | Evicted, tally: _Tally) -> Event:
-        if isinstance(record, Read):
-            return Reading(record.done, record.total)
+    def _forgot(self, record: Evicted, tally: _Tally) -> Event:
         tally.evicted += len(record.positions)
         return Forgot(
             turn=tally.index,
@@ -330,7 +349,7 @@ class Session:
             tokens=self._rows(record.positions) if self._rows_in_events else None,
         )
 
-    def _done(self, tally: _Tally, text: str, finish: Any) -> TurnDone:
+    def _done(self, tally: _Tally, text: str) -> TurnDone:
         totals = self._totals
         totals.tokens_out += tally.tokens_out
         totals.seconds_prefill += tally.seconds_prefill
@@ -340,7 +359,6 @@ class Session:
             resident=self.resident,
             seen=self.seen,
             recalled=0,
-            finish=finish,
             tokens=self.snapshot().rows if self._rows_in_events else None,
             **{field.name: getattr(tally, field.name) for field in fields(tally)},
         )

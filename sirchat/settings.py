@@ -26,7 +26,9 @@ def build_policy(profile: Profile) -> Policy:
                 f"policy {profile.policy} has no option {name!r}; it has: {allowed}",
                 hint=nearest(name, known),
             )
-    if "recent" in known and "recent" not in options:
+    if "recent" in options:
+        raise SettingError("recent is a setting of its own, not an option: --recent, /recent")
+    if "recent" in known:
         options["recent"] = profile.recent
     for name, value in options.items():
         optional = known[name].default is None
@@ -38,6 +40,14 @@ def build_policy(profile: Profile) -> Policy:
                 "it must be a whole number from 0"
             )
     return made(**options)
+
+
+def has_effect(profile: Profile, setting: str) -> bool:
+    """Whether the policy of a profile takes any notice of a setting of the memory."""
+    made = policy_class(profile.policy)
+    if setting not in ("budget", "sinks", "recent", "decay"):
+        return True
+    return setting in made.uses or setting in (field.name for field in fields(made))
 
 
 def build_memory(profile: Profile) -> Memory:

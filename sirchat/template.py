@@ -29,6 +29,8 @@ _PLAIN = (
 )
 """For models without a template: the format that the SirLLM paper uses with Vicuna."""
 
+_BARE = "{{ messages[0].content }}"
+
 # Letters alone: tokenizers do not merge them with the control token, space or newline after them.
 _QUESTION = "qzv"
 _ANSWER = "zqxv"
@@ -69,22 +71,16 @@ class Template:
         Templates that write a default system prompt, or fold it into the user turn, give its ids
         as the system's; a template that knows no system prompt gets it before the user's text.
         """
-        before = [_message("system", system)] if system else []
-        try:
-            whole = self._render([*before, _message("user", content)], prompt=True)
-        except TemplateError:
-            if not system:
-                raise
-            joined = self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
-            return None, self._spans(joined, Role.USER, self._openings([]))
-        turn = self._spans(whole, Role.USER, self._openings(before))
+        whole = self._first(system, content)
+        turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
         if not system:
             return None, turn
-        cut = self._system_length(before, whole, turn.content[0])
-        roles = self._system_roles(before, whole[:cut], system)
         start, end = turn.content
+        cut = self._system_length(system, whole) or start
+        others = [self._first(other, _QUESTION) for other in _OTHERS]
+        head = self._spans(self._first(system, _QUESTION), Role.SYSTEM, others)
         rest = TurnIds(whole[cut:], turn.roles[cut:], (start - cut, end - cut))
-        return TurnIds(whole[:cut], roles, (0, cut)), rest
+        return TurnIds(whole[:cut], head.roles[:cut], (0, cut)), rest
 
     def user(self, content: str) -> TurnIds:
         """A later user turn, up to and with the header of the reply."""
@@ -102,7 +98,7 @@ class Template:
         end = len(whole) - len(tail)
         if whole[: len(header)] == header and whole[end:] == tail and end >= len(header):
             ids = whole[len(header) : end]
-        else:  # the template rewrites past replies, dropping reasoning, say: read the text as is
+        else:  # the header of a reply to come is not that of a past one: read the text as it is
             ids = self._as_text(content)
         return TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids)))
 
@@ -133,28 +129,31 @@ class Template:
                 template = template.replace("{{ " + name + " }}", "")
         return template
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
+    def _render(
+        self, messages: Sequence[Message], *, prompt: bool, template: str | None = None
+    ) -> list[int]:
         try:
             ids = self._tokenizer.apply_chat_template(
                 list(messages),
-                chat_template=self._template,
+                chat_template=template or self._template,
                 add_generation_prompt=prompt,
                 sanitize_control_tokens=True,
                 tokenize=True,
                 return_dict=False,
             )
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template refuses this turn: {error}") from error
         except ValueError as error:
             raise ModelError(f"this text cannot be read as plain text: {error}") from error
         return [int(i) for i in ids]
 
     def _as_text(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return [int(i) for i in ids]
+        return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
         """What follows the stub answer."""
         marker = self._answer_ids
-        for start in range(len(ids) - len(marker), -1, -1):
+        for start in range(len(ids) - len(marker) + 1):  # the stub comes before any text
             if ids[start : start + len(marker)] == marker:
                 return ids[start + len(marker) :]
         raise ModelError("the chat template cannot be cut after a reply")
@@ -183,9 +182,22 @@ class Template:
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
 
-    def _openings(self, before: list[Message]) -> list[list[int]]:
-        """Opening turns with other texts."""
-        return [self._render([*before, _message("user", o)], prompt=True) for o in _OTHERS]
+    def _first(self, system: str | None, content: str) -> list[int]:
+        """The ids of the first user turn, after the system prompt if there is one."""
+        if system and not self._knows_system:
+            return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
+        before = [_message("system", system)] if system else []
+        return self._render([*before, _message("user", content)], prompt=True)
+
+    @cached_property
+    def _knows_system(self) -> bool:
+        """Whether the template takes a system message at all."""
+        try:
+            stub = [_message("system", _QUESTION), _message("user", _QUESTION)]
+            self._render(stub, prompt=True)
+        except ModelError:
+            return False
+        return True
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
@@ -194,28 +206,18 @@ class Template:
         rendered = [self._render([*stub, _message("user", o)], prompt=True) for o in _OTHERS]
         return [self._after_answer(ids)[len(self.closing) :] for ids in rendered]
 
-    def _system_length(self, before: list[Message], whole: list[int], content_start: int) -> int:
-        """Ids that belong to the system prompt: its own block, or all before the user's text."""
+    def _system_length(self, system: str, whole: list[int]) -> int:
+        """Ids of the system prompt's own block; 0 when it is folded into the user's turn."""
         try:
-            block = self._render(before, prompt=False)
-            shows_text = block != self._render([_message("system", _QUESTION)], prompt=False)
-        except TemplateError:
-            return content_start
-        return len(block) if shows_text and whole[: len(block)] == block else content_start
-
-    def _system_roles(self, before: list[Message], ids: list[int], content: str) -> list[Role]:
-        """Template or system text, by comparing with another system prompt."""
-        other = _OTHERS[0] if content != _OTHERS[0] else _OTHERS[1]
-        stub = [_message("system", other), _message("user", _QUESTION)]
-        rendered = self._render(stub, prompt=False)
-        whole = self._render([*before, _message("user", _QUESTION)], prompt=False)
-        start = len(_common(whole, rendered))
-        end = len(whole) - len(_common(whole[::-1], rendered[::-1]))
-        return [Role.SYSTEM if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
+            block = self._render([_message("system", system)], prompt=False)
+            other = self._render([_message("system", _QUESTION)], prompt=False)
+        except ModelError:
+            return 0
+        return len(block) if block != other and whole[: len(block)] == block else 0
 
 
-def _message(role: str, content: str | None) -> Message:
-    return {"role": role, "content": content or ""}
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -1,1 +1,1 @@
-"""Speed and memory against peers, side by side in one run, reported as ratios."""
+"""Speed against peers, side by side in one run, reported as ratios."""

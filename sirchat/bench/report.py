@@ -29,5 +29,6 @@ def print_bench(model: LoadedModel, options: BenchOptions, *, as_json: bool) -> 
         ours, other = f"{r.ours_ms:.3f} ms/token", f"{r.other_ms:.3f} ms/token"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
     console = Console()
-    console.print(f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs")
+    title = f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs"
+    console.print(title, markup=False)
     console.print(table)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sirchat.model import DeviceName, DtypeName, LoadedModel, load_model, wrap_model
+from sirchat.model import (
+    DeviceName,
+    DtypeName,
+    LoadedModel,
+    load_model,
+    pick_device,
+    pick_dtype,
+    wrap_model,
+)
 
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {
@@ -34,12 +42,8 @@ def bench_model(name: str, device: DeviceName = "auto", dtype: DtypeName = "auto
     """A loaded model, or a random one of a named shape."""
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype)
-    where = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
-    if device != "auto":
-        where = torch.device(device)
-    kind = torch.float32 if where.type == "cpu" else torch.bfloat16
-    if dtype != "auto":
-        kind = getattr(torch, dtype)
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
     config = LlamaConfig(**SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=True)
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(config)

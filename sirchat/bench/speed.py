@@ -1,5 +1,8 @@
 """Decode and prefill, with everything on, against a bare transformers loop with DynamicCache.
 
+On our side: surprisal, ledger, evictions, and, where the model has a tokenizer, sentence flags and
+decoding to text. The bare side only picks the next id.
+
 Both sides run in turn, block by block, in one process, so that a change of the machine's mood hits
 both; what counts is the ratio of each pair of blocks, ours over bare (below 1: sirchat is faster).
 """
@@ -15,7 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from sirchat.engine import Engine, Memory, Place
+from sirchat.detokenize import SentenceEnds, TextStream
+from sirchat.engine import Engine, Generated, Memory, Place
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.model import LoadedModel
@@ -110,17 +114,20 @@ def _compare(
 def _ours(model: LoadedModel, options: BenchOptions, seen: int = 0) -> Iterator[float]:
     """Seconds a token for blocks of generation with surprisal, ledger and one eviction each."""
     engine = _engine(model, options)
-    ids = _ids(model, max(seen, 2 * options.cache))
+    ids = _ids(model, seen or 2 * options.cache)
     for _ in engine.feed(ids, [Role.USER] * len(ids), _PLACE):
         pass
     sampler = Sampler(Sampling())
+
+    text = TextStream(model.tokenizer) if model.tokenizer is not None else None
 
     def block() -> None:
         records = engine.generate(
             sampler, _PLACE, stop_ids=frozenset(), max_new_tokens=options.block
         )
-        for _ in records:
-            pass
+        for record in records:
+            if text is not None and isinstance(record, Generated):
+                text.push(record.id)
 
     # Fill up, so that every timed block begins with a full cache and makes room once.
     while engine.resident < options.cache:
@@ -164,21 +171,23 @@ def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds a token for reading the same ids in one pass, all logits included."""
+    """Seconds a token for reading the same ids in one pass; logits of the last alone."""
     prompt = torch.tensor([_ids(model, options.cache)], device=model.device)
     while True:
         cache = DynamicCache(config=model.module.config)
 
         def block(cache: Any = cache) -> None:
             with torch.inference_mode():
-                model.module(input_ids=prompt, past_key_values=cache)
+                model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
 
         yield _time(block, model) / options.cache
 
 
 def _engine(model: LoadedModel, options: BenchOptions) -> Engine:
     memory = Memory(policy=Entropy(), budget=options.cache, decay=0.9)
-    return Engine(model, memory)
+    if model.tokenizer is None:
+        return Engine(model, memory)
+    return Engine(model, memory, ends_sentence=SentenceEnds(model.tokenizer))
 
 
 def _ids(model: LoadedModel, count: int) -> list[int]:

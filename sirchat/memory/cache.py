@@ -139,7 +139,6 @@ class BoundedCache(Cache):  # type: ignore[misc]
         buffers = [t.buffer for layer in self.layers for t in layer.tensors]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    @torch.inference_mode()
     def commit(self, count: int) -> None:
         """Count the `count` rows that a forward pass has written behind the cursor."""
         start, end = self.length, self.length + count

@@ -21,8 +21,11 @@ from sirchat.ui.replay import describe_turn
 from sirchat.ui.screen import Screen
 
 
-def chat(session: Session, screen: Screen) -> None:
-    """Talk until the user leaves. An error of one turn is shown, and the chat goes on."""
+def chat(session: Session, screen: Screen, *, debug: bool = False) -> None:
+    """Talk until the user leaves. An error of one turn is shown, and the chat goes on.
+
+    With `debug` an unexpected error is raised instead.
+    """
     for event in session.start():
         _show(event, session, screen)
     profile = session.profile
@@ -41,6 +44,14 @@ def chat(session: Session, screen: Screen) -> None:
             return
         except SirchatError as error:
             screen.error(str(error))
+        except KeyboardInterrupt:
+            screen.note("stopped")
+        except OSError:
+            raise  # the terminal has gone
+        except Exception as error:  # whatever it was, the conversation is kept
+            if debug:
+                raise
+            screen.error(f"{type(error).__name__}: {error}")
 
 
 def _lines(session: Session, screen: Screen) -> Iterator[str]:

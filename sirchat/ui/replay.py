@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from sirchat.errors import TranscriptError
 from sirchat.events import Delta, Event, Notice, TurnDone
-from sirchat.session import Interrupted, Session
+from sirchat.session import Session
 from sirchat.transcript import Turn
+from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 
 
@@ -26,9 +27,10 @@ def replay(
     turns: Iterable[Turn],
     screen: Screen,
     options: ReplayOptions,
-    interrupted: Interrupted,
 ) -> None:
     """Run the turns through the session and print what happens.
+
+    Ctrl-C during a turn ends it early, well-formed; between turns, or after it, it ends the replay.
 
     Raises TranscriptError for a turn out of place, KeyboardInterrupt when stopped in between; what
     was said until then has been printed.
@@ -37,33 +39,37 @@ def replay(
     for event in session.start():
         show(event)
     try:
-        for event in _events(session, turns, options, interrupted):
+        for event in _events(session, turns, options):
             show(event)
-            if interrupted() and isinstance(event, TurnDone):
-                raise KeyboardInterrupt
     finally:
         show(session.end())
 
 
-def _events(
-    session: Session, turns: Iterable[Turn], options: ReplayOptions, interrupted: Interrupted
-) -> Iterator[Event]:
+def _events(session: Session, turns: Iterable[Turn], options: ReplayOptions) -> Iterator[Event]:
     previous = ""
     for turn, following in _with_next(turns, look_ahead=options.feed):
         if turn.role == "system":
             yield from _system(session, turn, options.name)
         elif turn.role == "user":
-            if options.feed and following is not None and following.role == "assistant":
-                yield from session.read_user(turn.content)
-            else:
-                yield from session.ask(turn.content, interrupted)
+            fed = following is not None and following.role == "assistant"
+            with Interrupt() as interrupted:
+                ask = session.read_user if fed else session.ask
+                yield from ask(turn.content, interrupted)
+            _stop_if(interrupted)
         elif options.feed:
             if previous != "user":
                 raise TranscriptError(
                     f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
                 )
-            yield from session.read_reply(turn.content)
+            with Interrupt() as interrupted:
+                yield from session.read_reply(turn.content, interrupted)
+            _stop_if(interrupted)
         previous = turn.role
+
+
+def _stop_if(interrupted: Interrupt) -> None:
+    if interrupted():
+        raise KeyboardInterrupt
 
 
 def _system(session: Session, turn: Turn, name: str) -> Iterator[Event]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
+import sys
 from typing import TYPE_CHECKING
 
 from sirchat.errors import SettingError, nearest
@@ -44,6 +45,8 @@ def policy_class(name: str) -> type[Policy]:
     check_policy_name(name)
     name = ALIASES.get(name, name)
     if ":" in name:
+        if "" not in sys.path:
+            sys.path.append("")  # a module in the current folder, as for `python -m`
         return _import(*name.split(":", 1))
     for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
         return _import(*entry.value.split(":", 1))
