@@ -30,6 +30,7 @@ class TextStream:
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._shown = 0  # ids before this have been returned
+        self._before = 0  # characters of the ids from start to shown
 
     def push(self, token_id: int) -> str:
         """The text that this id completes; empty while a character is unfinished."""
@@ -37,18 +38,21 @@ class TextStream:
         text = self._new_text()
         if text.endswith(_UNFINISHED) and len(self._ids) - self._shown < 8:
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._advance()
         return text
 
     def flush(self) -> str:
         """What was kept back."""
         text = self._new_text()
-        self._start, self._shown = self._shown, len(self._ids)
+        self._advance()
         return text
 
+    def _advance(self) -> None:
+        self._start, self._shown = self._shown, len(self._ids)
+        self._before = len(self._decode(self._ids[self._start :]))
+
     def _new_text(self) -> str:
-        before = self._decode(self._ids[self._start : self._shown])
-        return self._decode(self._ids[self._start :])[len(before) :]
+        return self._decode(self._ids[self._start :])[self._before :]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(

@@ -22,7 +22,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.policies.base import Policy
 from sirchat.sampling import Sampler
-from sirchat.scoring import surprisal
+from sirchat.scoring import surprisal, surprisal_of
 
 LOGITS_BYTES = 256 * 2**20
 """Logits of one forward pass never take more than this (float32)."""
@@ -336,15 +336,12 @@ class Engine:
         pinned: bool,
     ) -> None:
         """Commit rows that were read; the carried logits score the first of them."""
-        scores: list[float] = []
         with torch.inference_mode():
-            targets = torch.tensor(ids, device=logits.device)
-            if self._logits is None:
-                scores.append(math.nan)
-            else:
-                scores += surprisal(self._logits[None], targets[:1]).tolist()
+            first = math.nan if self._logits is None else surprisal_of(self._logits, ids[0])
+            scores = [first]
             if len(ids) > 1:
-                scores += surprisal(logits[:-1], targets[1:]).tolist()
+                targets = torch.tensor(ids[1:], device=logits.device)
+                scores += surprisal(logits[:-1], targets).tolist()
             # A copy, so that the other rows' logits are freed.
             self._logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
         base = int(Flag.PINNED) if pinned else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class LoadedModel:
         """Width V of the logits."""
         return int(self.module.get_output_embeddings().weight.shape[0])
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where ids go in."""
         device: torch.device = self.module.get_input_embeddings().weight.device

@@ -19,3 +19,9 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     logits = logits.float()
     chosen = logits.gather(-1, ids[:, None])[:, 0]
     return (torch.logsumexp(logits, -1) - chosen).clamp_min(0.0)
+
+
+def surprisal_of(logits: Tensor, token_id: int) -> float:
+    """The same for one row [V] and one id."""
+    # One fused kernel: for a single row, the number of kernels is what takes the time.
+    return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -51,15 +52,17 @@ class _Tensor:
 
     def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
         """Write `rows` [1, H, m, D] behind the cursor; a view of all rows [1, H, n + m, D]."""
-        end = cursor.length + rows.shape[2]
+        count = rows.shape[2]
+        end = cursor.length + count
         if self.buffer is None:
             copies = 1 if self.rotation is None else 2
             shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-            self.buffer = rows.new_empty(shape)
+            self.buffer = self._use(rows.new_empty(shape))
         if end > self.buffer.shape[3]:  # else one row too many would be dropped in silence
             raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
-        self.buffer[:, :, :, cursor.length : end] = rows
-        return self.buffer[0, :, :, :end]
+        # narrow, for this runs for every token and layer, and indexing costs twice the time
+        self.buffer.narrow(3, cursor.length, count).copy_(rows)
+        return self.attended.narrow(2, 0, end)
 
     def compact(self, tail: Tensor, start: int, turn: tuple[Tensor, Tensor] | None) -> None:
         """Move rows `tail` [t] to slots start.. and turn them by `turn` (cos, sin)."""
@@ -78,7 +81,11 @@ class _Tensor:
         copies, batch, heads, _, dims = self.buffer.shape
         grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
         grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
-        self.buffer = grown
+        self.buffer = self._use(grown)
+
+    def _use(self, buffer: Tensor) -> Tensor:
+        self.attended = buffer[0]  # [1, H, capacity, D]
+        return buffer
 
 
 class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -120,7 +127,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
         self._cursor = _Cursor(0, capacity)
-        self._written_at = torch.zeros(capacity, dtype=torch.int64)
+        self._written_at = np.zeros(capacity, np.int64)
         super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
 
     @property
@@ -142,7 +149,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def commit(self, count: int) -> None:
         """Count the `count` rows that a forward pass has written behind the cursor."""
         start, end = self.length, self.length + count
-        self._written_at[start:end] = torch.arange(start, end)
+        self._written_at[start:end] = range(start, end)
         self._cursor.length = end
 
     @torch.inference_mode()
@@ -153,8 +160,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
         start = int(moved[0, 0]) if len(moved) else len(rows)
         tail = rows[start:]
         if len(tail):
-            written_at = self._written_at[tail]
-            self._compact(tail, start, written_at, slots[start:])
+            written_at = self._written_at[tail.numpy()]
+            self._compact(tail, start, torch.from_numpy(written_at), slots[start:])
             self._written_at[start : len(rows)] = written_at
         self._cursor.length = len(rows)
 
@@ -163,7 +170,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         """Make room for `capacity` rows; buffers never shrink."""
         if capacity <= self.capacity:
             return
-        written_at = torch.zeros(capacity, dtype=torch.int64)
+        written_at = np.zeros(capacity, np.int64)
         written_at[: self.length] = self._written_at[: self.length]
         self._written_at = written_at
         self._cursor.capacity = capacity

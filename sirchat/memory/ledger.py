@@ -1,6 +1,6 @@
 """The ledger: one row per token of the whole conversation, held in the cache or not.
 
-A struct of arrays over the stream, growing by doubling (about 36 bytes a token). Held rows, in
+One array of rows over the stream, growing by doubling (40 bytes a token). Held rows, in
 stream order, are the cache rows: row i of the held view is slot i in every layer. Every column is
 recorded whatever policy is active, so that a policy can be switched at any moment.
 """
@@ -43,17 +43,20 @@ class State(IntEnum):
     GONE = 1
 
 
-_COLUMNS: dict[str, type[np.generic]] = {
-    "token_id": np.int32,
-    "turn": np.int32,
-    "round": np.int32,
-    "role": np.int8,
-    "surprisal": np.float32,  # nats; NaN for the first token of the stream
-    "birth_decay": np.float64,  # the ledger's log_decay when the token arrived
-    "arrival_key": np.float64,  # uniform in [0, 1)
-    "flags": np.uint8,
-    "state": np.int8,
-}
+_ROW = np.dtype(
+    [
+        ("token_id", np.int32),
+        ("turn", np.int32),
+        ("round", np.int32),
+        ("surprisal", np.float32),  # nats; NaN for the first token of the stream
+        ("birth_decay", np.float64),  # the ledger's log_decay when the token arrived
+        ("arrival_key", np.float64),  # uniform in [0, 1)
+        ("role", np.int8),
+        ("flags", np.uint8),
+        ("state", np.int8),
+    ],
+    align=True,
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Ledger:
         self.seen = 0
         self.log_decay = 0.0
         self._unknown_surprisal = unknown_surprisal
-        self._columns = {name: np.zeros(1024, dtype) for name, dtype in _COLUMNS.items()}
+        self._rows = np.zeros(1024, _ROW)
+        self._draw_keys(0)
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
 
@@ -115,7 +119,7 @@ class Ledger:
 
     def column(self, name: str) -> NDArray[Any]:
         """One column over the whole stream [seen] (a view)."""
-        return self._columns[name][: self.seen]
+        return self._rows[name][: self.seen]
 
     def append(
         self,
@@ -130,24 +134,23 @@ class Ledger:
         """Add one held row for each id that the model has just read."""
         start, end = self.seen, self.seen + len(ids)
         self._reserve(end, self._held_count + len(ids))
-        columns = self._columns
-        columns["token_id"][start:end] = ids
-        columns["turn"][start:end] = turn
-        columns["round"][start:end] = round
-        columns["role"][start:end] = roles
-        columns["surprisal"][start:end] = surprisal
-        columns["birth_decay"][start:end] = self.log_decay
-        positions = np.arange(start, end)
-        columns["arrival_key"][start:end] = uniform(self.seed, Purpose.ARRIVAL, positions)
-        columns["flags"][start:end] = flags
-        self._held[self._held_count : self._held_count + len(ids)] = positions
+        rows = self._rows
+        if len(ids) == 1:  # one assignment, for every generated token comes this way
+            key, decay = rows["arrival_key"][start], self.log_decay
+            rows[start] = (ids[0], turn, round, surprisal[0], decay, key, roles[0], flags[0], 0)
+        else:
+            new = rows[start:end]
+            new["token_id"], new["turn"], new["round"] = ids, turn, round
+            new["surprisal"], new["birth_decay"] = surprisal, self.log_decay
+            new["role"], new["flags"] = roles, flags
+        self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
         self._held_count += len(ids)
         self.seen = end
 
     def rank_first_token(self, count: int) -> None:
         """Let the first token, which has no surprisal, rank as the maximum of the first `count`."""
         if count > 1:
-            self._unknown_surprisal = float(self._columns["surprisal"][1:count].max())
+            self._unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor) -> NDArray[np.int64]:
         """Hold only these rows [k] of the held view; returns the positions that left."""
@@ -155,7 +158,7 @@ class Ledger:
         stays = np.zeros(len(held), bool)
         stays[rows.numpy()] = True
         gone = held[~stays]
-        self._columns["state"][gone] = State.GONE
+        self._rows["state"][gone] = State.GONE
         kept = held[stays]
         self._held[: len(kept)] = kept
         self._held_count = len(kept)
@@ -167,19 +170,19 @@ class Ledger:
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""
-        surprisal = self._columns["surprisal"][positions].astype(np.float64)
+        surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self._unknown_surprisal, surprisal)
 
     def log_score_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """log(surprisal x decays since birth); log space, because 0.7^300 underflows."""
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
-        return log_surprisal + (self.log_decay - self._columns["birth_decay"][positions])
+        return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> Held:
         """The held rows as policies see them; `protected` [n] marks those that must stay."""
         at = self.held_positions
-        columns = self._columns
+        columns = self._rows
         flags = columns["flags"][at]
 
         def tensor(array: NDArray[np.generic]) -> Tensor:
@@ -201,13 +204,18 @@ class Ledger:
             seed=self.seed,
         )
 
+    def _draw_keys(self, start: int) -> None:
+        """Arrival keys depend on the position alone: drawn ahead, when the rows grow."""
+        positions = np.arange(start, len(self._rows))
+        self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
+
     def _reserve(self, rows: int, held: int) -> None:
         """Grow by doubling, so that appending costs the same after a million tokens."""
-        capacity = len(self._columns["state"])
+        capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)
-            for name, old in self._columns.items():
-                self._columns[name] = np.concatenate([old, np.zeros(size - capacity, old.dtype)])
+            self._rows = np.concatenate([self._rows, np.zeros(size - capacity, _ROW)])
+            self._draw_keys(capacity)
         if held > len(self._held):
             grown = np.zeros(max(held, 2 * len(self._held)), np.int64)
             grown[: self._held_count] = self.held_positions

@@ -50,7 +50,8 @@ class ScorePolicy(Policy):
     def keep(self, rows: Held, num_keep: int) -> Tensor:
         newest_first = self.score(rows).double().flip(0)
         order = torch.argsort(newest_first, descending=True, stable=True)
-        protected = rows.protected.flip(0)[order].byte()
-        order = order[torch.argsort(protected, descending=True, stable=True)]
-        kept: Tensor = (len(rows) - 1 - order[:num_keep]).sort().values
+        order = len(rows) - 1 - order
+        protected = rows.protected[order]
+        order = torch.cat((order[protected], order[~protected]))
+        kept: Tensor = order[:num_keep].sort().values
         return kept
