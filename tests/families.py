@@ -105,6 +105,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", _GPT2, "no known rotation"),
     "gpt-j": ("gptj", {**_GPT2, "rotary_dim": 8}, "no known rotation"),
     "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "no known rotation"),
+    "bart-decoder": (
+        "bart",
+        {"d_model": 64, "decoder_attention_heads": 4, "decoder_layers": 4, "decoder_ffn_dim": 64},
+        "positions",
+    ),
     "mamba": ("mamba", {"state_size": 4}, "linear_attention"),
     "mamba2": (
         "mamba2",

@@ -81,6 +81,21 @@ def test_flag_over_environment_over_profile() -> None:
     assert budget(*profile, "--budget", "700", SIRCHAT_BUDGET="600") == 700
 
 
+def test_booleans_can_be_set_both_ways() -> None:
+    def profile(*flags: str) -> dict[str, bool]:
+        return json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
+
+    assert profile("--no-protect")["protect"] is False
+    assert profile("--profile", "sirllm-rps", "--protect")["protect"] is True
+    assert profile("--no-pin-system")["pin_system"] is False
+
+
+def test_a_flag_before_a_subcommand_is_refused_not_ignored() -> None:
+    done = run("--budget", "64", "profiles", "show", "default")
+    assert done.returncode == 2
+    assert "--budget" in done.stderr
+
+
 def test_every_shipped_profile_opens_a_chat() -> None:
     listed = run("profiles", "list").stdout
     names = [line.split()[0] for line in listed.splitlines()[1:]]
@@ -117,6 +132,24 @@ def test_an_outside_policy_is_checked_and_used(
     assert run("--json", "--policy", "mine:Oldest").returncode == 0
     assert run("--json", "--policy", "mine:Absent").returncode == 2
     assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
+
+
+def test_a_policy_in_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(
+        "from sirchat.memory.policies.sink import Sink\nclass Mine(Sink): 'Like sink.'\n",
+        encoding="utf-8",
+    )
+    root = str(Path(__file__).parent.parent)
+    probe = f"import sys; sys.path[0] = {root!r}; from sirchat.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", probe, "policies", "check", "here:Mine"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["entropy", "random", "reservoir"])

@@ -163,6 +163,24 @@ def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
     list(chat.ask("Go on."))
 
 
+def test_a_setting_without_effect_says_so() -> None:
+    chat = session(babbler(), policy="sink")
+    notices = [e.text for e in chat.switch("/recent", recent=20) if isinstance(e, Notice)]
+    assert notices == ["policy sink makes no use of recent"]
+    assert not [e for e in chat.switch("/sinks", sinks=8) if isinstance(e, Notice)]
+
+
+def test_recent_is_a_setting_and_no_option() -> None:
+    with pytest.raises(SettingError, match="setting of its own"):
+        session(babbler(), policy_options={"recent": 3})
+
+
+def test_window_pins_nothing_and_refuses_no_prompt() -> None:
+    chat = session(babbler(), policy="window", system="word " * 60, budget=64, recent=8)
+    list(chat.ask("Hello."))
+    assert chat.resident <= 64
+
+
 def test_the_system_prompt_stays_whatever_is_said() -> None:
     chat = session(babbler(), system="Remember the sea.", budget=64, recent=8, max_new_tokens=40)
     for _ in range(5):
