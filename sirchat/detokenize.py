@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import deque
 from typing import Any
 
 _UNFINISHED = "\ufffd"
@@ -69,17 +70,19 @@ class SentenceEnds:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-        self._recent: list[int] = []
+        self._known: dict[int, bool | None] = {}  # None: it ends in the middle of a character
+        self._recent: deque[int] = deque(maxlen=4)
 
     def __call__(self, token_id: int) -> bool:
-        text = self._known.get(token_id)
-        if text is None:
-            text = self._known[token_id] = str(self._tokenizer.decode([token_id]))
-        self._recent = [*self._recent[-3:], token_id]
-        if text.endswith(_UNFINISHED):
-            text = str(self._tokenizer.decode(self._recent))
-        return ends_sentence(text)
+        self._recent.append(token_id)
+        if token_id not in self._known:
+            text = str(self._tokenizer.decode([token_id]))
+            half = text.endswith(_UNFINISHED)
+            self._known[token_id] = None if half else ends_sentence(text)
+        known = self._known[token_id]
+        if known is not None:
+            return known
+        return ends_sentence(str(self._tokenizer.decode(list(self._recent))))
 
 
 def ends_sentence(text: str) -> bool:

@@ -128,6 +128,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
         self._cursor = _Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
+        self._slots = np.arange(capacity)
         super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
 
     @property
@@ -148,9 +149,9 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     def commit(self, count: int) -> None:
         """Count the `count` rows that a forward pass has written behind the cursor."""
-        start, end = self.length, self.length + count
-        self._written_at[start:end] = range(start, end)
-        self._cursor.length = end
+        start = self._cursor.length
+        self._written_at[start : start + count] = self._slots[start : start + count]
+        self._cursor.length = start + count
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -173,6 +174,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         written_at = np.zeros(capacity, np.int64)
         written_at[: self.length] = self._written_at[: self.length]
         self._written_at = written_at
+        self._slots = np.arange(capacity)
         self._cursor.capacity = capacity
         for layer in self.layers:
             for tensor in layer.tensors:

@@ -138,12 +138,13 @@ class Ledger:
         if len(ids) == 1:  # one assignment, for every generated token comes this way
             key, decay = rows["arrival_key"][start], self.log_decay
             rows[start] = (ids[0], turn, round, surprisal[0], decay, key, roles[0], flags[0], 0)
+            self._held[self._held_count] = start
         else:
             new = rows[start:end]
             new["token_id"], new["turn"], new["round"] = ids, turn, round
             new["surprisal"], new["birth_decay"] = surprisal, self.log_decay
             new["role"], new["flags"] = roles, flags
-        self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
+            self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
         self._held_count += len(ids)
         self.seen = end
 
