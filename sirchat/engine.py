@@ -266,11 +266,14 @@ class Engine:
 
     def _pins(self) -> int:
         """Pinned rows beyond the sinks, if the policy honours pins."""
-        if not self._memory.policy.honours_pins:
-            return 0
+        return int((self._pinned() & (self.ledger.held_positions >= self._sinks())).sum())
+
+    def _pinned(self) -> NDArray[np.bool_]:
+        """Mask [n] of the held rows that are pinned; none, if the policy honours no pins."""
         held = self.ledger.held_positions
-        pinned = (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
-        return int((pinned & (held >= self._sinks())).sum())
+        if not self._memory.policy.honours_pins:
+            return np.zeros(len(held), bool)
+        return (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
 
     def _room(self) -> int:
         """E: the rows that neither sinks nor pins take."""
@@ -281,10 +284,8 @@ class Engine:
         return min(max(8, self.budget // 16), self._room() // 2)
 
     def _held(self) -> Held:
-        held, policy = self.ledger.held_positions, self._memory.policy
-        protected = held < self._sinks()
-        if policy.honours_pins:
-            protected |= (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
+        held = self.ledger.held_positions
+        protected = (held < self._sinks()) | self._pinned()
         if self._memory.protect:
             current = self.ledger.column("round")[held] == self._round
             protected |= current & (held >= self.ledger.seen - self._room() // 2)

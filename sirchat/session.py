@@ -159,10 +159,10 @@ class Session:
         self._round += 1
         tally = self._tally("user")
         place = Place(tally.index, self._round)
-        wanted = self.profile.max_new_tokens + len(self._template.closing)
+        closing = self._template.closing
+        wanted = self.profile.max_new_tokens + len(closing)
         for record in self._engine.open_turn(len(ids.ids), wanted, place):
             yield self._forgot(record, tally)
-        closing = self._template.closing
         yield from self._feed(ids, place, tally, interrupted, after=closing)
         yield self._done(tally, text)
 

@@ -30,19 +30,14 @@ def policy_names() -> list[str]:
     return sorted(ours) + sorted(theirs - set(ours))
 
 
-def check_policy_name(name: str) -> None:
-    """Raise SettingError unless `name` can name a policy."""
+def policy_class(name: str) -> type[Policy]:
+    """The policy called `name`; raises SettingError when there is none."""
     known = [*policy_names(), *ALIASES]
     if name not in known and ":" not in name:
         hint = nearest(name, known) or "or package.module:Class"
         raise SettingError(
             f"policy {name!r} is unknown; there are {', '.join(policy_names())}", hint=hint
         )
-
-
-def policy_class(name: str) -> type[Policy]:
-    """The policy called `name`; raises SettingError when there is none."""
-    check_policy_name(name)
     name = ALIASES.get(name, name)
     if ":" in name:
         if "" not in sys.path:
