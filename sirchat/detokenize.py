@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"
+
+_LONGEST = 8
+"""Tokens that may spell one character, or a few that share tokens."""
 
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
@@ -37,7 +41,7 @@ class TextStream:
         """The text that this id completes; empty while a character is unfinished."""
         self._ids.append(token_id)
         text = self._new_text()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._shown < 8:
+        if text.endswith(_UNFINISHED) and len(self._ids) - self._shown < _LONGEST:
             return ""
         self._advance()
         return text
@@ -60,6 +64,53 @@ class TextStream:
             ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class TokenTexts:
+    """The text of single tokens as it stands in a text, the space before a word included.
+
+    Pieces of a character that follow one another are joined: the first gets the whole character,
+    the others nothing. A piece whose neighbours are missing is shown as U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        # Decoded alone, a word loses its space with some tokenizers; behind another it keeps it.
+        self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+
+    def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
+        """One text for each id; `positions` [n] tell which of them follow one another."""
+        texts = [self._text(token_id) for token_id in ids]
+        at = 0
+        while at < len(ids):
+            at += self._join(ids, positions, texts, at) if _UNFINISHED in texts[at] else 1
+        return texts
+
+    def _join(
+        self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
+    ) -> int:
+        """Join the character that begins at `start`, if all of it is there; returns its tokens."""
+        for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+            if positions[end - 1] != positions[start] + end - 1 - start:
+                break
+            whole = self._decode(ids[start:end])
+            if _UNFINISHED not in whole:
+                texts[start:end] = [whole, *[""] * (end - 1 - start)]
+                return end - start
+        return 1
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._known:
+            self._known[token_id] = self._decode([token_id])
+        return self._known[token_id]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        def decode(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+        lead, text = decode(self._lead), decode([*self._lead, *ids])
+        return text[len(lead) :] if lead and text.startswith(lead) else decode(ids)
 
 
 class SentenceEnds:

@@ -224,14 +224,31 @@ class Engine:
         """Apply the decay of the round that ends; its own rows decay too."""
         self.ledger.close_round(self._memory.decay)
 
-    def switch(self, memory: Memory) -> Iterator[Evicted]:
+    def next_to_go(self, *, in_round: bool) -> NDArray[np.int64]:
+        """Positions [k], ascending, that would leave if a block of room were needed now.
+
+        `in_round` protects the round under way; else it is what the next one would push out. Empty
+        where nothing may leave.
+        """
+        held = self._held(protect_round=in_round)
+        count = min(self._block(), int((~held.protected).sum()))
+        if self._grows or not count:
+            return np.zeros(0, np.int64)
+        rows = self._memory.policy.keep(held, len(held) - count)
+        leaves = np.ones(len(held), bool)
+        leaves[rows.numpy()] = False
+        return self.ledger.held_positions[leaves]
+
+    def switch(self, memory: Memory, pins: int = 0) -> Iterator[Evicted]:
         """Change the settings; what no longer fits leaves at once, chosen by the new policy.
+
+        `pins` more rows are about to be pinned, and must fit too.
 
         Raises SettingError, changing nothing, when sinks and pins leave no room.
         """
         before, self._memory = self._memory, memory
         try:
-            self.check_pins(0)
+            self.check_pins(pins)
             gone = [self._keep(self.budget)] if self.resident > self.budget else []
         except Exception:  # whatever the new policy raises
             self._memory = before
@@ -283,10 +300,10 @@ class Engine:
         """Rows freed at once while generating; never so many that protected rows would go."""
         return min(max(8, self.budget // 16), self._room() // 2)
 
-    def _held(self) -> Held:
+    def _held(self, *, protect_round: bool = True) -> Held:
         held = self.ledger.held_positions
         protected = (held < self._sinks()) | self._pinned()
-        if self._memory.protect:
+        if self._memory.protect and protect_round:
             current = self.ledger.column("round")[held] == self._round
             protected |= current & (held >= self.ledger.seen - self._room() // 2)
         return self.ledger.held(sinks=self._sinks(), protected=protected)

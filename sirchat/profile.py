@@ -113,8 +113,12 @@ class Profile(BaseModel):
         default="room",
         description="When to forget: whenever room is needed, or only when you speak (SirLLM).",
     )
-    panel: Literal["off", "turn"] = Field(
-        default="turn", description="Show what is remembered after each turn, or never."
+    panel: Literal["off", "turn", "live"] = Field(
+        default="live",
+        description="Show what is remembered while the model speaks, after each turn, or never.",
+    )
+    theme: Literal["auto", "dark", "light", "none"] = Field(
+        default="auto", description="Colours for a dark or a light terminal, or none."
     )
 
     @field_validator("description", "model", "policy", "system")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sirchat import __version__
-from sirchat.detokenize import SentenceEnds, TextStream
+from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
 from sirchat.engine import Engine, Evicted, Generated, Place, Read, Stopped
 from sirchat.errors import ContextFullError
 from sirchat.events import (
@@ -30,11 +30,18 @@ from sirchat.events import (
     TokenRow,
     TurnDone,
 )
-from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.sampling import Sampler
-from sirchat.settings import build_memory, build_sampling, check_budget, has_effect
+from sirchat.settings import (
+    build_memory,
+    build_sampling,
+    check_budget,
+    has_effect,
+    refuse_fixed,
+)
+from sirchat.snapshot import Positions, Snapshot, take_snapshot, token_rows
 from sirchat.template import Template, TurnIds
 
 Interrupted = Callable[[], bool]
@@ -52,19 +59,6 @@ class _Tally:
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0
     finish: Finish = "read"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a panel needs to draw the memory; rows are the held tokens in stream order."""
-
-    model: str
-    policy: str
-    decay: float
-    budget: int
-    resident: int
-    seen: int
-    rows: tuple[TokenRow, ...]
 
 
 class Session:
@@ -88,7 +82,7 @@ class Session:
         self._template = Template(model.tokenizer)
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self._stop_ids = self._template.stop_ids(declared)
-        self._token_text: dict[int, str] = {}
+        self._texts = TokenTexts(model.tokenizer)
         check_budget(profile, model, "budget")
         self.reset()
 
@@ -100,8 +94,11 @@ class Session:
             seed=self.profile.seed,
             ends_sentence=SentenceEnds(self.model.tokenizer),
         )
-        self._turn = 0
+        self._turn_roles: list[str] = []
         self._round = 0
+        self._in_round = False
+        self._system = range(0)  # positions of the system prompt in force
+        self._reply = _Tally(0, "")  # the one under way, or the last
         self._owed: list[int] = []  # ids that must follow before the next turn
         self._totals = _Tally(0, "")
 
@@ -119,6 +116,15 @@ class Session:
     def budget(self) -> int:
         """Tokens that may be held."""
         return self._engine.budget
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of the reply under way, else of the last one; 0 before the first."""
+        return self._reply.tokens_out / max(self._reply.seconds_decode, 1e-9)
+
+    @property
+    def _turns(self) -> int:
+        return len(self._turn_roles)
 
     def start(self) -> Iterator[Event]:
         """The opening record, and what the user should know of this model."""
@@ -143,12 +149,12 @@ class Session:
         not fit.
         """
         yield from self.read_user(text, interrupted)
-        yield from self._reply(interrupted)
+        yield from self._answer(interrupted)
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
         yield from self._settle()
-        if self._turn == 0:
+        if self._turns == 0:
             system, ids = self._template.opening(text, self.profile.system)
             self._check_room(ids, system)
             if system is not None:
@@ -157,6 +163,7 @@ class Session:
             ids = self._template.user(text)
             self._check_room(ids)
         self._round += 1
+        self._in_round = True
         tally = self._tally("user")
         place = Place(tally.index, self._round)
         closing = self._template.closing
@@ -179,26 +186,48 @@ class Session:
     def switch(self, source: str, **updates: Any) -> Iterator[Event]:
         """Change settings at once; what no longer fits is chosen by the new ones.
 
-        Raises SettingError, changing nothing; `source` is what it blames, such as "/budget".
+        Another system prompt is read and pinned at once, and the old one is let go. Raises
+        SettingError, changing nothing; `source` is what it blames, such as "/budget".
         """
-        profile = changed(self.profile, source, **updates)
+        before, profile = self.profile, changed(self.profile, source, **updates)
+        refuse_fixed(before, profile, source)
         check_budget(profile, self.model, source)
         memory = build_memory(profile)
-        before = self.profile
-        for record in self._engine.switch(memory):
-            yield self._forgot(record, _Tally(max(0, self._turn - 1), ""))
+        replaced = self.seen > 0 and profile.system != before.system
+        prompt = self._template.system(profile.system) if replaced and profile.system else None
+        ledger = self._engine.ledger
+        ledger.pin(self._system, profile.pin_system and not replaced)
+        try:
+            pins = len(prompt.ids) if prompt is not None and profile.pin_system else 0
+            gone = list(self._engine.switch(memory, pins))
+            self._engine.require(len(prompt.ids) if prompt is not None else 0)
+        except Exception:  # whatever the new policy raises
+            ledger.pin(self._system, before.pin_system)
+            list(self._engine.switch(build_memory(before)))
+            raise
+        for record in gone:
+            yield self._forgot(record, _Tally(max(0, self._turns - 1), ""))
         self.profile = profile
-        for name in type(profile).model_fields:
-            old, new = getattr(before, name), getattr(profile, name)
+        if replaced:
+            self._system = range(0)
+        yield from self._changes(before)
+        if prompt is not None:
+            yield from self._settle()
+            yield from self._read_system(prompt)
+
+    def _changes(self, before: Profile) -> Iterator[Event]:
+        """What is other than it was."""
+        for name in type(before).model_fields:
+            old, new = getattr(before, name), getattr(self.profile, name)
             if old != new:
                 yield Switched(name, old, new, restored=0, resident=self.resident)
-                if not has_effect(profile, name):
-                    yield Notice(f"policy {profile.policy} makes no use of {name}")
+                if not has_effect(self.profile, name):
+                    yield Notice(f"policy {self.profile.policy} makes no use of {name}")
 
     def end(self) -> Ended:
         """The closing record."""
         return Ended(
-            turns=self._turn,
+            turns=self._turns,
             seen=self.seen,
             resident=self.resident,
             tokens_out=self._totals.tokens_out,
@@ -206,20 +235,25 @@ class Session:
             seconds_decode=self._totals.seconds_decode,
         )
 
-    def snapshot(self) -> Snapshot:
-        """The memory as it is now."""
-        return Snapshot(
+    def snapshot(self, strongest: int | None = None) -> Snapshot:
+        """The memory as it is now; with `strongest`, a glance at so many rows of highest score."""
+        return take_snapshot(
+            self._engine,
+            self.profile,
+            self._texts,
+            self._turn_roles,
             model=self.model.name,
-            policy=self.profile.policy,
-            decay=self.profile.decay,
-            budget=self.budget,
-            resident=self.resident,
-            seen=self.seen,
-            rows=self._rows(self._engine.ledger.held_positions),
+            speed=self.speed,
+            in_round=self._in_round,
+            strongest=strongest,
         )
 
-    def _reply(self, interrupted: Interrupted) -> Iterator[Event]:
-        tally = self._tally("assistant")
+    def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
+        """The tokens at these stream positions, ascending, held or not."""
+        return self._rows(np.asarray(positions, np.int64))
+
+    def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
+        tally = self._reply = self._tally("assistant")
         place = Place(tally.index, self._round)
         stream = TextStream(self.model.tokenizer)
         said: list[str] = []
@@ -273,22 +307,28 @@ class Session:
         closing = self._template.closing
         ids = TurnIds(closing, [Role.TEMPLATE] * len(closing), (0, 0))
         yield from (e for e in self._feed(ids, place, tally) if not isinstance(e, Reading))
+        self._close_round()
+
+    def _close_round(self) -> None:
         self._engine.close_round()
+        self._in_round = False
 
     def _settle(self) -> Iterator[Event]:
         """Close a turn that a failure left open, so that the conversation is well-formed again."""
         if self._owed:
-            tally = _Tally(max(0, self._turn - 1), "")
+            tally = _Tally(max(0, self._turns - 1), "")
             place = Place(tally.index, self._round)
             owed = TurnIds(self._owed, [Role.TEMPLATE] * len(self._owed), (0, 0))
             yield from self._feed(owed, place, tally)
-            if self._round:
-                self._engine.close_round()
+            if self._in_round:
+                self._close_round()
 
     def _read_system(self, ids: TurnIds) -> Iterator[Event]:
         tally = self._tally("system")
         place = Place(tally.index, self._round)
+        start = self.seen
         yield from self._feed(ids, place, tally, pinned=self.profile.pin_system)
+        self._system = range(start, self.seen)
         yield self._done(tally, self.profile.system or "")
 
     def _feed(
@@ -335,8 +375,8 @@ class Session:
         self._engine.require(before + len(ids.ids) + len(self._template.closing))
 
     def _tally(self, role: str) -> _Tally:
-        tally = _Tally(self._turn, role)
-        self._turn += 1
+        tally = _Tally(self._turns, role)
+        self._turn_roles.append(role)
         return tally
 
     def _forgot(self, record: Evicted, tally: _Tally) -> Event:
@@ -359,45 +399,9 @@ class Session:
             resident=self.resident,
             seen=self.seen,
             recalled=0,
-            tokens=self.snapshot().rows if self._rows_in_events else None,
+            tokens=self._rows(self._engine.ledger.held_positions) if self._rows_in_events else None,
             **{field.name: getattr(tally, field.name) for field in fields(tally)},
         )
 
-    def _rows(self, positions: Any) -> tuple[TokenRow, ...]:
-        """Ledger rows at these positions, as records."""
-        ledger, sinks = self._engine.ledger, self.profile.sinks
-        names = ("token_id", "turn", "role", "surprisal", "arrival_key", "flags")
-        columns = [ledger.column(name)[positions].tolist() for name in names]
-        with_scores = zip(
-            positions.tolist(), *columns, _exp(ledger.log_score_of(positions)), strict=True
-        )
-        return tuple(
-            TokenRow(
-                position=position,
-                id=token_id,
-                text=self._text_of(token_id),
-                turn=turn,
-                role=Role(role).name.lower(),
-                surprisal=None if surprisal != surprisal else surprisal,
-                score=score,
-                arrival_key=key,
-                flags=_flag_names(flags, position < sinks),
-            )
-            for position, token_id, turn, role, surprisal, key, flags, score in with_scores
-        )
-
-    def _text_of(self, token_id: int) -> str:
-        if token_id not in self._token_text:
-            self._token_text[token_id] = str(self.model.tokenizer.decode([token_id]))
-        return self._token_text[token_id]
-
-
-def _exp(values: Any) -> list[float]:
-    out: list[float] = np.exp(values).tolist()
-    return out
-
-
-def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
-    names = ["sink"] if sink else []
-    names += [flag.name.lower() for flag in Flag if flags & flag and flag.name]
-    return tuple(names)
+    def _rows(self, positions: Positions) -> tuple[TokenRow, ...]:
+        return token_rows(self._engine.ledger, positions, self._texts, self.profile.sinks)

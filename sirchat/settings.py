@@ -13,6 +13,9 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.sampling import Sampling
 
+FIXED = ("description", "model", "device", "dtype", "seed")
+"""Settings that hold for a whole conversation; the others change live."""
+
 
 def build_policy(profile: Profile) -> Policy:
     """The policy of a profile, with its options; raises SettingError for a wrong one."""
@@ -40,6 +43,15 @@ def build_policy(profile: Profile) -> Policy:
                 "it must be a whole number from 0"
             )
     return made(**options)
+
+
+def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
+    """Raise SettingError, blaming `source`, for a change that a running chat can't take."""
+    for name in FIXED:
+        if getattr(before, name) != getattr(after, name):
+            raise SettingError(
+                f"{source}: {name} can't change in a running chat", hint=f"start with --{name}"
+            )
 
 
 def has_effect(profile: Profile, setting: str) -> bool:

@@ -88,6 +88,18 @@ class Template:
         after = self._after_answer(ids)[len(self.closing) :]
         return self._spans(after, Role.USER, self._later_turns)
 
+    def system(self, content: str) -> TurnIds:
+        """A system prompt in the middle; as bare text where the template has no place for one."""
+        try:
+            whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
+        except ModelError:
+            whole, others = [], [[]]
+        turn = self._spans(whole, Role.SYSTEM, others)
+        if turn.content[0] < turn.content[1]:
+            return turn
+        ids = self._as_text(content)
+        return TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids)))
+
     def assistant(self, content: str) -> TurnIds:
         """A reply that is read, not generated: its text alone, between header and closing ids."""
         question = [_message("user", _QUESTION)]
@@ -205,6 +217,12 @@ class Template:
         stub = self._history
         rendered = [self._render([*stub, _message("user", o)], prompt=True) for o in _OTHERS]
         return [self._after_answer(ids)[len(self.closing) :] for ids in rendered]
+
+    def _later_system(self, content: str) -> list[int]:
+        """What a system message after a reply adds; nothing where it is put elsewhere."""
+        ids = self._render([*self._history, _message("system", content)], prompt=False)
+        after, closing = self._after_answer(ids), self.closing
+        return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
         """Ids of the system prompt's own block; 0 when it is folded into the user's turn."""

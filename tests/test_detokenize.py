@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.detokenize import SentenceEnds, TextStream, ends_sentence
+from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts, ends_sentence
 from tests.shapes import tokenizer
 
 _IT = tokenizer("chatml")
@@ -28,6 +28,22 @@ def test_what_is_never_finished_comes_out_in_the_end() -> None:
     stream = TextStream(_IT)
     assert stream.push(first_byte[0]) == ""
     assert stream.flush() == "\ufffd"
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40))
+def test_the_texts_of_tokens_make_the_whole_text(text: str) -> None:
+    ids = _IT.encode(text, add_special_tokens=False, split_special_tokens=True)
+    texts = TokenTexts(_IT)(ids, range(len(ids)))
+    assert len(texts) == len(ids)
+    assert "".join(texts) == _IT.decode(ids)
+
+
+def test_half_a_character_is_not_joined_over_a_gap() -> None:
+    ids = _IT.encode("海", add_special_tokens=False)
+    assert len(ids) == 3
+    assert TokenTexts(_IT)(ids, [5, 6, 7]) == ["海", "", ""]
+    assert TokenTexts(_IT)(ids, [5, 6, 8]) == ["\ufffd"] * 3
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_commands_answer_and_wrong_ones_name_the_nearest(chat: Any) -> None:
         ("/policy", "policy is entropy"),
         ("/tokens 3", "position"),
         ("/stats", "turns"),
-        ("/panel off", "panel: turn -> off"),
+        ("/panel off", "panel: live -> off"),
         ("/reset", "anew"),
     ):
         _say(chat, line)

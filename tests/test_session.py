@@ -222,3 +222,50 @@ def test_events_carry_the_held_tokens_only_when_asked() -> None:
     assert len(rows) == whole[-1]["resident"]
     assert rows[0]["surprisal"] is None
     assert rows[0]["flags"] == ("sink",)
+
+
+def _pinned_text(chat: Session) -> str:
+    rows = chat.snapshot().rows
+    return "".join(r.text for r in rows if "pinned" in r.flags and r.role == "system")
+
+
+def test_another_system_prompt_is_read_and_pinned_and_the_old_one_let_go() -> None:
+    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=40)
+    list(chat.ask("Hello."))
+    seen = chat.seen
+    events = list(chat.switch("/system", system="Speak of mountains."))
+    assert [t.role for t in _turns(events)] == ["system"]
+    ids = tiny().tokenizer.encode("<|system|>Speak of mountains.<|end|>", add_special_tokens=False)
+    assert _ids(chat)[seen:] == ids
+    for _ in range(5):
+        list(chat.ask("word " * 40))
+    assert _pinned_text(chat) == "Speak of mountains."
+    list(chat.switch("/system", system=None))
+    assert _pinned_text(chat) == ""
+
+
+def test_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
+    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    before = (chat.profile, chat.seen)
+    with pytest.raises(SettingError, match="are to be pinned"):
+        list(chat.switch("/system", system="word " * 60, budget=80))
+    assert (chat.profile, chat.seen) == before
+    assert chat.budget == 64
+    assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_pin_system_switches_live() -> None:
+    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
+    list(chat.ask("Hello."))
+    list(chat.switch("/set", pin_system=False))
+    assert _pinned_text(chat) == ""
+    list(chat.switch("/set", pin_system=True))
+    assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
+    chat = session(babbler())
+    for update in ({"model": "other"}, {"seed": 3}, {"dtype": "float16"}):
+        with pytest.raises(SettingError, match="can't change in a running chat"):
+            list(chat.switch("/set", **update))

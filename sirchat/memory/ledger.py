@@ -165,6 +165,11 @@ class Ledger:
         self._held_count = len(kept)
         return gone
 
+    def pin(self, positions: range, pinned: bool) -> None:
+        """Pin these rows, or let them go."""
+        flags = self._rows["flags"][positions.start : positions.stop]
+        flags[:] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
+
     def close_round(self, decay: float) -> None:
         """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space."""
         self.log_decay += math.log(decay)

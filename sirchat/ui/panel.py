@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.events import TokenRow
-from sirchat.session import Snapshot
+from sirchat.snapshot import Snapshot
 from sirchat.ui.text import displayable
 
 _BUCKETS: tuple[tuple[float, str], ...] = (

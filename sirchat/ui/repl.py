@@ -75,7 +75,7 @@ def _turn(session: Session, screen: Screen, text: str) -> None:
     with Interrupt() as interrupted:
         for event in session.ask(text, interrupted):
             _show(event, session, screen)
-    if session.profile.panel == "turn" and not screen.is_plain:
+    if session.profile.panel != "off" and not screen.is_plain:
         screen.show(draw_panel(session.snapshot()))
 
 

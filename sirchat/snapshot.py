@@ -1,0 +1,198 @@
+"""The memory at one moment, for whoever draws or prints it: plain values, no engine behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.engine import Engine
+from sirchat.events import TokenRow
+from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.profile import Profile
+from sirchat.settings import has_effect
+
+Positions = NDArray[np.int64]
+Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
+"""Ids and their stream positions to the text of each; see `detokenize.TokenTexts`."""
+
+EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
+"""Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
+
+
+@dataclass(frozen=True)
+class TurnShare:
+    """One turn: `held` of its `tokens` are still held.
+
+    `surprisal` is the mean over all its tokens, held or not, in nats; null where none has any.
+    """
+
+    index: int
+    role: str
+    tokens: int
+    held: int
+    surprisal: float | None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Tokens by surprisal, one count for each bin between `EDGES`; those without are left out."""
+
+    held: tuple[int, ...]
+    forgotten: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a panel needs to draw the memory.
+
+    Attributes:
+        model, policy, decay, budget: the settings in force; the budget in tokens.
+        resident, seen: tokens held now, and ever read.
+        recalled: held tokens that were brought back.
+        speed: tokens a second of the reply under way, else of the last one; 0 before the first.
+        threshold: nats of decayed surprisal below which a token would leave if room were needed
+            now; null where nothing was ever forgotten, or the policy does not look at surprisal.
+        next_to_go: positions of the tokens that would leave then, in stream order.
+        rows: the held tokens in stream order, or the strongest of them.
+        slots: where each of `rows` stands among all held tokens.
+        turns: every turn so far.
+        histogram: surprisal of held and of forgotten tokens; null in a glance.
+    """
+
+    model: str
+    policy: str
+    decay: float
+    budget: int
+    resident: int
+    seen: int
+    recalled: int
+    speed: float
+    threshold: float | None
+    next_to_go: tuple[int, ...]
+    rows: tuple[TokenRow, ...]
+    slots: tuple[int, ...]
+    turns: tuple[TurnShare, ...]
+    histogram: Histogram | None
+
+    @property
+    def forgotten(self) -> int:
+        """Tokens that were read and are no longer held."""
+        return self.seen - self.resident
+
+
+def take_snapshot(
+    engine: Engine,
+    profile: Profile,
+    texts: Texts,
+    roles: Sequence[str],
+    *,
+    model: str,
+    speed: float,
+    in_round: bool,
+    strongest: int | None = None,
+) -> Snapshot:
+    """The memory as it is now; `roles` has one entry for each turn.
+
+    With `strongest`, a glance: only so many rows, those of highest score, and what takes time in
+    proportion to the whole stream is left out.
+    """
+    ledger = engine.ledger
+    held = ledger.held_positions
+    slots = _strongest(ledger, held, strongest)
+    leaving = engine.next_to_go(in_round=in_round)
+    return Snapshot(
+        model=model,
+        policy=profile.policy,
+        decay=profile.decay,
+        budget=engine.budget,
+        resident=len(held),
+        seen=ledger.seen,
+        recalled=0,
+        speed=speed,
+        threshold=_threshold(ledger, leaving, profile),
+        next_to_go=tuple(leaving.tolist()),
+        rows=token_rows(ledger, held[slots], texts, profile.sinks),
+        slots=tuple(slots.tolist()),
+        turns=_turns(ledger, held, roles, whole=strongest is None),
+        histogram=_histogram(ledger, held) if strongest is None else None,
+    )
+
+
+def token_rows(
+    ledger: Ledger, positions: Positions, texts: Texts, sinks: int
+) -> tuple[TokenRow, ...]:
+    """The tokens at these positions, ascending, as records."""
+    names = ("token_id", "turn", "role", "surprisal", "arrival_key", "flags")
+    ids, *columns = (ledger.column(name)[positions].tolist() for name in names)
+    at = positions.tolist()
+    scores = np.exp(ledger.log_score_of(positions)).tolist()
+    return tuple(
+        TokenRow(
+            position=position,
+            id=token_id,
+            text=text,
+            turn=turn,
+            role=Role(role).name.lower(),
+            surprisal=None if surprisal != surprisal else surprisal,
+            score=score,
+            arrival_key=key,
+            flags=_flag_names(flags, position < sinks),
+        )
+        for position, token_id, text, turn, role, surprisal, key, flags, score in zip(
+            at, ids, texts(ids, at), *columns, scores, strict=True
+        )
+    )
+
+
+def _strongest(ledger: Ledger, held: Positions, count: int | None) -> Positions:
+    """Slots of the `count` held rows of highest score, ascending; all of them without a count."""
+    if count is None or count >= len(held):
+        return np.arange(len(held))
+    return np.sort(np.argpartition(-ledger.log_score_of(held), count)[:count])
+
+
+def _threshold(ledger: Ledger, leaving: Positions, profile: Profile) -> float | None:
+    if not len(leaving) or ledger.seen == ledger.held_count or not has_effect(profile, "decay"):
+        return None
+    return float(np.exp(ledger.log_score_of(leaving).max()))
+
+
+def _turns(
+    ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
+) -> tuple[TurnShare, ...]:
+    """Turns are contiguous in the stream, so their bounds are found by bisection."""
+    turn = ledger.column("turn")
+    bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
+    counts = np.bincount(turn[held], minlength=len(roles)).tolist()
+    means = _means(ledger, bounds) if whole else [None] * len(roles)
+    tokens = np.diff(bounds).tolist()
+    return tuple(
+        TurnShare(*turn)
+        for turn in zip(range(len(roles)), roles, tokens, counts, means, strict=True)
+    )
+
+
+def _means(ledger: Ledger, bounds: Positions) -> list[float | None]:
+    surprisal = ledger.column("surprisal").astype(np.float64)
+    known = ~np.isnan(surprisal)
+    total = np.concatenate(([0.0], np.cumsum(np.where(known, surprisal, 0.0))))
+    count = np.concatenate(([0], np.cumsum(known)))
+    sums, counts = np.diff(total[bounds]).tolist(), np.diff(count[bounds]).tolist()
+    return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
+
+
+def _histogram(ledger: Ledger, held: Positions) -> Histogram:
+    surprisal = ledger.column("surprisal")
+    everything = np.histogram(surprisal[~np.isnan(surprisal)], EDGES)[0]
+    present = surprisal[held]
+    stays = np.histogram(present[~np.isnan(present)], EDGES)[0]
+    return Histogram(tuple(stays.tolist()), tuple((everything - stays).tolist()))
+
+
+def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
+    names = ["sink"] if sink else []
+    names += [flag.name.lower() for flag in Flag if flags & flag and flag.name]
+    return tuple(names)
