@@ -17,6 +17,7 @@ from sirchat import paths
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
+from sirchat.progress import Progress, reporting
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -84,18 +85,14 @@ def load_model(
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     trust_remote_code: bool = False,
-    progress: bool = False,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load `name`: a bundled model, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. `progress` shows transformers' loading bar on
-    stderr. Raises ModelError, in one line, when the model can't be had or can't be held.
+    Weights are read from safetensors or GGUF only. Raises ModelError, in one line, when the model
+    can't be had or can't be held.
     """
     transformers_logging.set_verbosity_error()
-    if progress:
-        transformers_logging.enable_progress_bar()
-    else:
-        transformers_logging.disable_progress_bar()
     target = pick_device(device)
     source, gguf = _locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
@@ -104,12 +101,14 @@ def load_model(
             config = AutoConfig.from_pretrained(source, **options)
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        module = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=pick_dtype(dtype, target),
-            use_safetensors=None if gguf else True,
-            **options,
-        )
+        with reporting(progress) as reports:
+            module = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=pick_dtype(dtype, target),
+                use_safetensors=None if gguf else True,
+                **options,
+                **reports,
+            )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(
             f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name)
