@@ -5,44 +5,19 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from sirchat.events import Event, Forgot, TurnDone
+from sirchat.events import Forgot
 from sirchat.session import Session
 from sirchat.snapshot import EDGES
 from tests.chatting import babbler, session
+from tests.counting import Count
 
 _POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
 
 
-class _Count:
-    """Counts held tokens, turns and surprisal from events alone."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, Any] = {}  # position -> row, of every token that was reported
-        self.gone: set[int] = set()
-        self.ends: list[int] = []
-        self.roles: list[str] = []
-
-    def see(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Forgot | TurnDone):
-                assert event.tokens is not None
-                self.tokens |= {row.position: row for row in event.tokens}
-            if isinstance(event, Forgot):
-                self.gone |= set(event.positions)
-            if isinstance(event, TurnDone):
-                self.ends.append(event.seen)
-                self.roles.append(event.role)
-
-    @property
-    def held(self) -> list[int]:
-        return [position for position in range(self.ends[-1]) if position not in self.gone]
-
-
-def _talk(policy: str, seed: int) -> tuple[Session, _Count]:
+def _talk(policy: str, seed: int) -> tuple[Session, Count]:
     draw = random.Random(seed)
     chat = session(
         babbler(),
@@ -54,7 +29,7 @@ def _talk(policy: str, seed: int) -> tuple[Session, _Count]:
         max_new_tokens=draw.choice([5, 60]),
         system=draw.choice([None, "Speak of the sea."]),
     )
-    count = _Count()
+    count = Count()
     for _ in range(6):
         count.see(list(chat.ask("word " * draw.randrange(1, 60))))
         if draw.random() < 0.4:

@@ -1,80 +1,177 @@
-"""The panel: a snapshot of the memory, drawn. Pure: it never touches the engine.
-
-High surprisal is shown by colour and by weight or underline, so that it reads without colour too.
-"""
+"""The large panel: the whole memory, drawn. Pure: a snapshot in, something to print out."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from math import inf
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from sirchat.events import TokenRow
 from sirchat.snapshot import Snapshot
-from sirchat.ui.text import displayable
+from sirchat.ui.cells import Piece, cut, lay_out, line_of, shown
+from sirchat.ui.glance import gap, gauge, headline
+from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading
+from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
-_BUCKETS: tuple[tuple[float, str], ...] = (
-    (0.5, "dim"),
-    (2.0, ""),
-    (4.0, "cyan"),
-    (7.0, "bold yellow"),
-    (float("inf"), "bold underline red"),
-)
-"""Surprisal in nats up to which a style is used."""
+_BESIDE = 110
+"""Columns from which on sections stand side by side."""
 
-_MAX_TEXT = 1200
-"""Characters of held text that the panel shows; the middle is left out of longer memories."""
+_RANKED = 10
+"""Tokens in each of the two rankings."""
 
+_MARGIN = 13
+"""Cells of the column that says whose turn it is."""
 
-def draw_panel(snapshot: Snapshot) -> RenderableType:
-    """Gauge, counts, and the held text in stream order, coloured by surprisal."""
-    forgotten = snapshot.seen - snapshot.resident
-    head = Table.grid(expand=True, padding=(0, 1))
-    head.add_column(ratio=1)
-    head.add_column(justify="right", no_wrap=True)
-    counts = f"{snapshot.resident:,}/{snapshot.budget:,} held  {snapshot.seen:,} seen  "
-    counts += f"{forgotten:,} forgotten"
-    total = max(1, snapshot.budget)
-    head.add_row(ProgressBar(total=total, completed=snapshot.resident), Text(counts))
-    title = f"memory: {snapshot.policy}, decay {snapshot.decay:g}, {snapshot.model}"
-    body = Group(head, held_text(snapshot.rows), _legend())
-    return Panel(body, title=Text(displayable(title)), title_align="left", border_style="dim")
+_SINK, _PIN = ("⟨", "⟩"), ("⟦", "⟧")
 
 
-def held_text(rows: tuple[TokenRow, ...]) -> Text:
-    """The held tokens; a gap of n forgotten tokens shows as ⋯n."""
-    text = Text()
-    previous = -1
-    for row in rows:
-        if row.position > previous + 1:
-            text.append(f"⋯{row.position - previous - 1}", style="dim italic")
-        shown = displayable(row.text).replace("\n", "⏎").replace("\t", " ")
-        text.append(shown, style=_style(row))
-        previous = row.position
-    if len(text) <= _MAX_TEXT:
-        return text
-    half = _MAX_TEXT // 2
-    left_out = f" … {len(text) - 2 * half:,} characters of held text … "
-    return Text.assemble(text[:half], (left_out, "dim italic"), text[-half:])
+def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
+    """Gauge, the whole held text, rankings, histogram and turns, in a box `width` cells wide."""
+    inner = width - 4
+    sections = [
+        gauge(snapshot, theme, inner),
+        *_legend(theme, inner),
+        Text(),
+        *_held_text(snapshot, theme, inner),
+        Text(),
+        _rankings(snapshot, theme, inner),
+        Text(),
+        _statistics(snapshot, theme, inner),
+    ]
+    return Panel(
+        Group(*sections),
+        title=line_of([Piece(headline(snapshot), theme.heading)]),
+        title_align="left",
+        border_style=theme.border,
+        width=width,
+    )
 
 
-def _style(row: TokenRow) -> str:
-    if row.role == "template":
-        return "dim italic"
-    return next(style for limit, style in _BUCKETS if (row.surprisal or 0.0) < limit)
+def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+    """One block for each turn that still holds anything."""
+    lines: list[Text] = []
+    roles = {turn.index: turn.role for turn in snapshot.turns}
+    gaps = _gaps(snapshot)
+    rows = list(zip(snapshot.rows, gaps[:-1], strict=True))
+    blocks = [(turn, list(block)) for turn, block in groupby(rows, key=lambda row: row[0].turn)]
+    for number, (turn, block) in enumerate(blocks):
+        pieces = list(_block(block, theme))
+        if number == len(blocks) - 1:
+            pieces += gap(gaps[-1], 0, "", theme)
+        label = _label(turn, roles.get(turn, ""), theme)
+        lines += _beside(label, lay_out(pieces, width - _MARGIN))
+    if not blocks:
+        pieces = [Piece("nothing held", theme.quiet), *gap(gaps[-1], 0, "", theme)]
+        return [line_of(pieces)]
+    return lines
 
 
-def _legend() -> Text:
-    legend = Text("surprisal in nats: ", style="dim")
-    limits = [0.0, *(limit for limit, _ in _BUCKETS)]
-    for (low, high), (_, style) in zip(pairwise(limits), _BUCKETS, strict=True):
-        name = f"{low:g}+" if high == float("inf") else f"{low:g}-{high:g}"
-        legend.append(name, style=style)
-        legend.append("  ")
-    legend.append("template", style="dim italic")
-    legend.append("  ⋯n forgotten", style="dim italic")
-    return legend
+def _gaps(snapshot: Snapshot) -> list[int]:
+    """Forgotten tokens before each row, and after the last one."""
+    places = [(-1, -1)]
+    places += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
+    places.append((snapshot.seen, snapshot.resident))
+    return [(b - a) - (to - of) for (a, of), (b, to) in pairwise(places)]
+
+
+def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Piece]:
+    """A turn's tokens with the gaps before them; runs of sinks and of pins in brackets."""
+    open_run: tuple[str, str] | None = None
+    for row, forgotten in rows:
+        run = _brackets(row)
+        if open_run and (run != open_run or forgotten):
+            yield Piece(open_run[1], theme.mark)
+            open_run = None
+        text = shown(row.text)
+        yield from gap(forgotten, 0, text, theme)
+        if run and not open_run:
+            yield Piece(run[0], theme.mark)
+        open_run = run
+        yield Piece(text, theme.token(row))
+    if open_run:
+        yield Piece(open_run[1], theme.mark)
+
+
+def _brackets(row: TokenRow) -> tuple[str, str] | None:
+    if "sink" in row.flags:
+        return _SINK
+    return _PIN if "pinned" in row.flags else None
+
+
+def _label(turn: int, role: str, theme: Theme) -> Text:
+    number, name = f"{turn:>4} ", cut(shown(ROLE_NAMES.get(role, role)), _MARGIN - 6)
+    label = line_of([Piece(cut(number, 6), theme.quiet), Piece(name, theme.role(role))])
+    label.pad_right(_MARGIN - label.cell_len)
+    return label
+
+
+def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
+    """The lines, with the label before the first and its width before the others."""
+    blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
+    return [
+        (blank if number else label).copy().append_text(line) for number, line in enumerate(lines)
+    ]
+
+
+def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
+    """The strongest held tokens, and those that go next."""
+    leaving = set(snapshot.next_to_go)
+    strongest = sorted(snapshot.rows, key=lambda row: -row.score)[:_RANKED]
+    weakest = sorted(
+        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.score
+    )[:_RANKED]
+    half = _half(width)
+    return _pair(
+        Group(heading("strongest", theme, half), draw_ranking(strongest, theme, half)),
+        Group(heading("next to go", theme, half), draw_ranking(weakest, theme, half)),
+        width,
+    )
+
+
+def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
+    """Surprisal of what is held and forgotten, and all turns."""
+    half = _half(width)
+    turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
+    if snapshot.histogram is None:
+        return turns
+    bars = draw_histogram(snapshot.histogram, snapshot.threshold, theme, half)
+    return _pair(Group(heading("surprisal", theme, half), *bars), turns, width)
+
+
+def _half(width: int) -> int:
+    return (width - 4) // 2 if width >= _BESIDE - 4 else width
+
+
+def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
+    """Side by side where there is room, else one under the other."""
+    half = _half(width)
+    if half == width:
+        return Group(left, Text(), right)
+    grid = Table.grid(padding=0)
+    for size in (half, width - 2 * half, half):
+        grid.add_column(width=size)
+    grid.add_row(left, "", right)
+    return grid
+
+
+def _legend(theme: Theme, width: int) -> list[Text]:
+    """What colours and marks mean."""
+    space = Piece("  ", theme.quiet)
+    pieces = [Piece("nats ", theme.quiet)]
+    for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
+        name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
+        pieces += [Piece(name, shades[0], whole=True), space]
+    pieces.append(Piece("left after decay ", theme.quiet))
+    for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
+        pieces += [Piece(name, style, whole=True), space]
+    pieces += [Piece("⋯7", theme.gap, whole=True), Piece(" forgotten  ", theme.quiet)]
+    for (opening, closing), name in ((_SINK, "sink"), (_PIN, "pinned")):
+        pieces += [Piece(opening, theme.mark), Piece(name, theme.quiet)]
+        pieces += [Piece(closing, theme.mark), space]
+    pieces.append(Piece("template", theme.template, whole=True))
+    return lay_out(pieces, width)

@@ -1,0 +1,147 @@
+"""Tables and bars of the large panel, and the table of tokens. Pure, as the panel is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.events import TokenRow
+from sirchat.snapshot import EDGES, Histogram, TurnShare
+from sirchat.ui.cells import Piece, cut, line_of, quoted
+from sirchat.ui.glance import share_glyph
+from sirchat.ui.theme import ROLE_NAMES, Theme
+
+_RANKING_WIDTH = 60
+"""Cells from a token to its numbers are few, so that the eye finds across."""
+
+
+def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
+    """Every column of the rows but the arrival key."""
+    table = _table(theme)
+    _columns(table, "position", "turn")
+    table.add_column("role", no_wrap=True)
+    table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
+    _columns(table, "id", "surprisal", "score")
+    table.add_column("flags", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(
+            str(row.position),
+            str(row.turn),
+            Text(ROLE_NAMES.get(row.role, row.role), theme.role(row.role)),
+            Text(quoted(row.text), theme.token(row)),
+            str(row.id),
+            nats(row.surprisal),
+            significant(row.score),
+            " ".join(row.flags),
+        )
+    return table
+
+
+def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> RenderableType:
+    """A few tokens in the given order: where they stand, and what holds them."""
+    table = _table(theme)
+    table.width = min(width, _RANKING_WIDTH)
+    _columns(table, "position", "turn")
+    table.add_column("token", no_wrap=True, overflow="ellipsis", ratio=1)
+    _columns(table, "nats", "score")
+    for row in rows:
+        text = Text(quoted(row.text), theme.token(row))
+        values = (
+            str(row.position),
+            str(row.turn),
+            text,
+            nats(row.surprisal),
+            significant(row.score),
+        )
+        table.add_row(*values)
+    return table
+
+
+def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
+    """All turns: how much of each is held, and how surprising it was on average."""
+    table = _table(theme)
+    _columns(table, "turn")
+    table.add_column("role", no_wrap=True)
+    _columns(table, "tokens", "held", "share", "mean nats")
+    for turn in turns:
+        share = f"{turn.held / turn.tokens:.0%}" if turn.tokens else "-"
+        table.add_row(
+            str(turn.index),
+            Text(ROLE_NAMES.get(turn.role, turn.role), theme.role(turn.role)),
+            f"{turn.tokens:,}",
+            f"{turn.held:,}",
+            Text.assemble(f"{share} ", (share_glyph(turn), theme.role(turn.role))),
+            nats(turn.surprisal),
+            style=None if turn.held else theme.quiet,
+        )
+    return table
+
+
+def draw_histogram(
+    histogram: Histogram, threshold: float | None, theme: Theme, width: int
+) -> list[Text]:
+    """A row for each bin of surprisal: the held part of the bar heavy, the forgotten part light."""
+    lines = [line_of([Piece(_bin("nats", "held", "forgotten"), theme.quiet)])]
+    marks = [_stays(threshold, low, high) for low, high in pairwise(EDGES)]
+    counts = list(zip(histogram.held, histogram.forgotten, strict=True))
+    room = width - cell_len(lines[0].plain) - 2  # two for parts that are rounded up
+    scale = min(
+        (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
+    )
+    for (low, high), (held, forgotten), mark in zip(pairwise(EDGES), counts, marks, strict=True):
+        name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
+        pieces = [
+            Piece(_bin(name, f"{held:,}", f"{forgotten:,}"), Style.null()),
+            Piece("━" * _length(held * scale), theme.gauge),
+            Piece("─" * _length(forgotten * scale), theme.rest),
+            Piece(mark, theme.mark),
+        ]
+        lines.append(line_of(pieces))
+    return lines
+
+
+def _bin(name: str, held: str, forgotten: str) -> str:
+    return f"{name:>5}  {held:>6}  {forgotten:>9}  "
+
+
+def nats(surprisal: float | None) -> str:
+    """Surprisal with two decimals; `-` where there is none."""
+    return "-" if surprisal is None else f"{surprisal:.2f}"
+
+
+def significant(score: float) -> str:
+    """A score with three significant digits."""
+    return f"{score:#.3g}".removesuffix(".")
+
+
+def _stays(threshold: float | None, low: float, high: float) -> str:
+    if threshold is None or not low <= threshold < high:
+        return ""
+    return f" ◂ {threshold:.2f} to stay"
+
+
+def _length(cells: float) -> int:
+    """Cells of a bar; something that is there at all shows."""
+    return max(1, round(cells)) if cells > 0 else 0
+
+
+def _table(theme: Theme) -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet)
+
+
+def _columns(table: Table, *names: str) -> None:
+    """Columns of numbers."""
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def heading(text: str, theme: Theme, width: int) -> Text:
+    """A section's title."""
+    return line_of([Piece(cut(text, width), theme.heading)])
