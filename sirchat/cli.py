@@ -24,6 +24,7 @@ from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
     from sirchat.session import Session
+    from sirchat.ui.loading import Report
 
 app = typer.Typer(
     name="sirchat",
@@ -129,9 +130,11 @@ def start(
     from sirchat.ui.repl import chat
     from sirchat.ui.screen import Screen
 
-    session = _session(profile, trust_remote_code)
+    def open_session(report: "Report | None") -> "Session":
+        return _session(profile, trust_remote_code, report)
+
     with _torn_terminal_is_fine():
-        chat(session, Screen(), debug=debug)
+        chat(open_session, profile.model, Screen(theme=profile.theme), debug=debug)
 
 
 @app.command()
@@ -164,6 +167,9 @@ def bench(
         str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")] = "auto",
+    panel: Annotated[
+        bool, typer.Option("--panel", help="Measure the live panel instead, on against off.")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -179,7 +185,8 @@ def bench(
     from sirchat.bench.speed import BenchOptions
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=(int(early), int(late)))
-    print_bench(bench_model(model, profile.device, profile.dtype), options, as_json=json)
+    loaded = bench_model(model, profile.device, profile.dtype)
+    print_bench(loaded, options, panel=panel, as_json=json)
 
 
 @train_app.command("tiny")
@@ -288,7 +295,9 @@ def _profile(flags: dict[str, Any]) -> Profile:
     return resolve(named, settings, os.environ)
 
 
-def _session(profile: Profile, trust: bool, *, rows_in_events: bool = False) -> "Session":
+def _session(
+    profile: Profile, trust: bool, report: "Report | None", *, rows_in_events: bool = False
+) -> "Session":
     """Load the model and open a session; the settings are checked before anything heavy."""
     policy_class(profile.policy)
     from sirchat.model import load_model
@@ -299,7 +308,7 @@ def _session(profile: Profile, trust: bool, *, rows_in_events: bool = False) -> 
         device=profile.device,
         dtype=profile.dtype,
         trust_remote_code=trust,
-        progress=sys.stderr.isatty(),
+        progress=report,
     )
     return Session(model, profile, rows_in_events=rows_in_events)
 
@@ -324,12 +333,15 @@ def _replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = read_turns(stream, "standard input" if from_stdin else name, format)
+        from sirchat.ui.loading import loading_bar
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen
 
-        session = _session(profile, trust, rows_in_events=json_tokens)
+        screen = Screen(theme=profile.theme)
+        with loading_bar(screen, profile.model) as report:
+            session = _session(profile, trust, report, rows_in_events=json_tokens)
         options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        replay(session, turns, Screen(), options)
+        replay(session, turns, screen, options)
 
 
 @contextmanager

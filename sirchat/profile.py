@@ -199,6 +199,16 @@ def parse_value(key: str, text: str) -> object:
     return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
 
 
+def choices(key: str) -> list[str]:
+    """The values that a setting may have, where they can be listed; on and off for a switch."""
+    if key == "policy":
+        return policy_names()
+    (kind, *_) = _kinds(key)
+    if kind is bool:
+        return ["on", "off"]
+    return list(get_args(kind)) if get_origin(kind) is Literal else []
+
+
 def merged(layers: Iterable[Layer]) -> Profile:
     """The profile that layers make, later over earlier; raises SettingError for a misfit."""
     values: dict[str, object] = {}
@@ -252,30 +262,23 @@ def refuse_unknown(key: object, source: str) -> None:
 
 def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
-    name, allowed, value = key, _allowed(key), detail["input"]
+    name, may_be, value = key, allowed(key), detail["input"]
     if inner:
-        name, allowed = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
+        name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
     if "[key]" in inner:
-        name, allowed = f"{key}: a name", "text"
-    hint = nearest(value, _choices(key)) if isinstance(value, str) and not inner else ""
-    message = f"{origin(key)}: {name} can't be {shown(value)}; it must be {allowed}"
+        name, may_be = f"{key}: a name", "text"
+    hint = nearest(value, choices(key)) if isinstance(value, str) and not inner else ""
+    message = f"{origin(key)}: {name} can't be {shown(value)}; it must be {may_be}"
     return SettingError(message, hint=hint)
 
 
-def _choices(key: str) -> list[str]:
-    if key == "policy":
-        return policy_names()
-    (kind, *_) = _kinds(key)
-    return list(get_args(kind)) if get_origin(kind) is Literal else []
-
-
-def _allowed(key: str) -> str:
+def allowed(key: str) -> str:
     """What a setting may be, in words: `a number, above 0 and at most 1, or null`."""
     if key == "policy":
         return f"one of {', '.join(policy_names())}, or package.module:Class"
-    if choices := _choices(key):
-        return f"one of {', '.join(choices)}"
     kind, *others = _kinds(key)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(choices(key))}"
     limits = _limits(key)
     words = {
         bool: "true or false",

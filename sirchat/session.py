@@ -81,7 +81,7 @@ class Session:
         self._rows_in_events = rows_in_events
         self._template = Template(model.tokenizer)
         declared = getattr(model.module.generation_config, "eos_token_id", None)
-        self._stop_ids = self._template.stop_ids(declared)
+        self.stop_ids = self._template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         check_budget(profile, model, "budget")
         self.reset()
@@ -287,7 +287,7 @@ class Session:
         records = self._engine.generate(
             Sampler(build_sampling(self.profile)),
             place,
-            stop_ids=self._stop_ids,
+            stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
             reserve=len(self._template.closing),
             interrupted=interrupted,

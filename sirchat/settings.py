@@ -62,6 +62,12 @@ def has_effect(profile: Profile, setting: str) -> bool:
     return setting in made.uses or setting in (field.name for field in fields(made))
 
 
+def option_names(profile: Profile) -> list[str]:
+    """The options of a profile's policy, but those that are settings of their own."""
+    made = policy_class(profile.policy)
+    return [field.name for field in fields(made) if field.name not in Profile.model_fields]
+
+
 def build_memory(profile: Profile) -> Memory:
     """The engine's settings of a profile."""
     return Memory(

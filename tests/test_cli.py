@@ -163,3 +163,15 @@ def test_bench_prints_ratios_as_json() -> None:
     results = json.loads(done.stdout)["results"]
     assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode"]
     assert all(r["low"] <= r["median"] <= r["high"] for r in results)
+
+
+def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sirchat.bench.panel.BLOCK_SECONDS", 0.2)
+    done = run("bench", "--panel", "--json", "--cache", "64", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["median"] > 0
+    assert "kB/s to the terminal" in result["note"]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("bench", "--panel", "--rounds", "2").returncode == 2

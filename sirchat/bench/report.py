@@ -7,16 +7,21 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from sirchat.bench.panel import bench_panel
 from sirchat.bench.speed import BenchOptions, bench_record, run_bench
 from sirchat.model import LoadedModel
 
 
-def print_bench(model: LoadedModel, options: BenchOptions, *, as_json: bool) -> None:
-    """Run the benchmark, with progress on stderr, and print it to stdout."""
+def print_bench(model: LoadedModel, options: BenchOptions, *, panel: bool, as_json: bool) -> None:
+    """Run the benchmark, or that of the live panel, and print it to stdout; progress on stderr.
+
+    Raises UsageError where the terminal wants no drawing.
+    """
     notes = Console(stderr=True, highlight=False)
     results = []
+    measured = bench_panel(model, options) if panel else run_bench(model, options)
     with notes.status("measuring", spinner="line"):
-        for result in run_bench(model, options):
+        for result in measured:
             results.append(result)
             notes.print(f"{result.name}: {result.median:.3f}", style="dim")
     if as_json:
@@ -32,3 +37,5 @@ def print_bench(model: LoadedModel, options: BenchOptions, *, as_json: bool) -> 
     title = f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs"
     console.print(title, markup=False)
     console.print(table)
+    for note in (r.note for r in results if r.note):
+        console.print(note)

@@ -32,7 +32,7 @@ _PLACE = Place(turn=0, round=0)
 class Ratio:
     """Ours over the other side, over several pairs of blocks; times in milliseconds a token.
 
-    `median` of the pairs' ratios, `low` and `high` their quartiles.
+    `median` of the pairs' ratios, `low` and `high` their quartiles; `note` is what else was seen.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Ratio:
     low: float
     high: float
     pairs: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class BenchOptions:
 
 def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
     """Measure decode, prefill and, where `seen` grows, decode late against early."""
-    yield _compare("decode", lambda: _ours(model, options), lambda: _bare(model, options), options)
-    yield _compare(
+    yield compare("decode", lambda: _ours(model, options), lambda: _bare(model, options), options)
+    yield compare(
         "prefill",
         lambda: _our_prefill(model, options),
         lambda: _bare_prefill(model, options),
@@ -70,7 +71,7 @@ def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
     early, late = options.seen
     if late > early:
         name = f"decode after {late:,} tokens against after {early:,}"
-        yield _compare(
+        yield compare(
             name, lambda: _ours(model, options, late), lambda: _ours(model, options, early), options
         )
 
@@ -88,13 +89,13 @@ def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions
     }
 
 
-def _compare(
+def compare(
     name: str,
     make_ours: Callable[[], Iterator[float]],
     make_other: Callable[[], Iterator[float]],
     options: BenchOptions,
 ) -> Ratio:
-    """Alternate blocks of both sides; the first pair only warms up."""
+    """Seconds a token of both sides, block by block in turn; the first pair only warms up."""
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
     for number in range(options.rounds + 1):

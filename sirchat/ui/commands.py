@@ -7,21 +7,25 @@ one is an error that names the nearest, and is never sent to the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rich.table import Table
 from rich.text import Text
 
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.events import Event, Forgot, Notice, Switched
-from sirchat.memory.policies import policy_names
-from sirchat.profile import parse_value
+from sirchat.events import TokenRow
+from sirchat.profile import policy_names
 from sirchat.session import Session
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable
+from sirchat.ui.settings_table import draw_settings
+from sirchat.ui.switching import Switching
+from sirchat.ui.tables import draw_tokens
+from sirchat.ui.text import displayable_line
 
 _PREFIX = "do_"
+
+_ALIASES = {"?": "help", "quit": "exit", "bye": "exit"}
 
 
 class Leave(Exception):
@@ -34,86 +38,122 @@ class Commands:
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
         self._screen = screen
+        self._switching = Switching(session, screen)
 
     @classmethod
     def names(cls) -> list[str]:
         """All commands, without the slash."""
-        return [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
+        own = [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
+        return [*own, *_ALIASES]
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
         """A command's arguments and what it does."""
+        if name in _ALIASES:
+            return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
         arguments, _, what = text.partition(":")
         return arguments.strip().strip("-"), " ".join(what.split())
 
-    @staticmethod
-    def values(name: str) -> list[str]:
-        """What can follow a command, for completion."""
-        return {"policy": policy_names(), "panel": ["on", "off"]}.get(name, [])
-
     def run(self, line: str) -> None:
         """Run one command line, slash included; raises UsageError for a wrong one."""
         word, _, rest = line[1:].strip().partition(" ")
+        name, rest = self._known(word), rest.strip()
+        if rest and not self.help_of(name)[0]:
+            raise UsageError(f"/{word} takes no argument", hint=f"/{word} alone")
+        command: Callable[[str], None] = getattr(self, _PREFIX + name)
+        command(rest)
+
+    def _known(self, word: str) -> str:
+        word = word.removeprefix("/")
         if word not in self.names():
-            known = [f"/{name}" for name in self.names()]
+            close = nearest(f"/{word}", [f"/{name}" for name in self.names()]) if word else ""
             raise UsageError(
-                f"there is no command /{word}",
-                hint=nearest(f"/{word}", known) or "/help lists them; // sends a text with a slash",
+                f"there is no command /{displayable_line(word)}",
+                hint=close or "/help lists them; // sends a text with a slash",
             )
-        command: Callable[[str], None] = getattr(self, _PREFIX + word)
-        command(rest.strip())
+        return _ALIASES.get(word, word)
 
     def do_help(self, rest: str) -> None:
-        """-: list the commands."""
+        """[COMMAND]: list the commands, or tell about one."""
+        names = [self._known(rest)] if rest else [n for n in self.names() if n not in _ALIASES]
         table = Table.grid(padding=(0, 2))
-        for name in self.names():
+        for name in names:
             arguments, what = self.help_of(name)
-            table.add_row(Text(f"/{name} {arguments}", style="bold"), Text(what))
-        self._screen.show(table)
+            others = "".join(f", /{alias}" for alias, is_for in _ALIASES.items() if is_for == name)
+            table.add_row(Text(f"/{name}{others} {arguments}", style="bold"), Text(what))
+        self._screen.page(table)
+        if not rest:
+            self._screen.note(
+                "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
+                '""" opens and closes a block; // sends a text that begins with a slash. '
+                "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
+            )
 
     def do_policy(self, rest: str) -> None:
-        """[NAME]: what the model remembers by; without a name, the present one and the others."""
-        self._set("policy", rest, f"others: {', '.join(policy_names())}")
+        """[NAME [OPTION=VALUE ...]]: what the model remembers by; alone, the present one."""
+        if rest:
+            name, *options = rest.split()
+            self._switching.policy(name, options)
+        else:
+            present, others = self._session.profile.policy, ", ".join(policy_names())
+            self._screen.note(f"policy is {present}; others: {others}")
 
     def do_budget(self, rest: str) -> None:
         """[TOKENS]: how many tokens are held at most."""
-        self._set("budget", rest)
+        self._switching.setting("/budget", "budget", rest)
 
     def do_decay(self, rest: str) -> None:
         """[FACTOR]: what every score is multiplied by after a round, above 0 and up to 1."""
-        self._set("decay", rest)
+        self._switching.setting("/decay", "decay", rest)
 
     def do_sinks(self, rest: str) -> None:
         """[TOKENS]: how many first tokens of the conversation always stay."""
-        self._set("sinks", rest)
+        self._switching.setting("/sinks", "sinks", rest)
 
     def do_recent(self, rest: str) -> None:
         """[TOKENS]: how many newest tokens always stay, for policies that have such a window."""
-        self._set("recent", rest)
+        self._switching.setting("/recent", "recent", rest)
+
+    def do_set(self, rest: str) -> None:
+        """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
+        name, _, value = rest.partition(" ")
+        if name and value.strip():
+            self._switching.setting("/set", name, value.strip())
+        else:
+            self.do_show(name)
+
+    def do_show(self, rest: str) -> None:
+        """[NAME]: every setting, or one with what it may be."""
+        if rest:
+            self._screen.note(self._switching.describe(rest))
+        else:
+            self._screen.page(draw_settings(self._session.profile, self._screen.theme))
+
+    def do_system(self, rest: str) -> None:
+        """[TEXT|none]: the system prompt; another one is read, pinned, and replaces the old."""
+        self._switching.setting("/system", "system", rest)
+
+    def do_profile(self, rest: str) -> None:
+        """[NAME]: apply a whole profile; alone, the profiles there are."""
+        self._switching.profile(rest)
 
     def do_panel(self, rest: str) -> None:
-        """[on|off]: show the memory now, or after every turn, or not."""
-        if rest in ("on", "off"):
-            self._report(self._session.switch("/panel", panel="turn" if rest == "on" else "off"))
-        elif rest:
-            raise SettingError(f"/panel: {rest!r} is not allowed; allowed: on, off, or nothing")
+        """[full|live|turn|on|off]: show all that is held, now; or when to show a glance of it."""
+        if rest in ("", "full"):
+            view, screen = self._session.snapshot(), self._screen
+            screen.page(draw_panel(view, screen.theme, screen.width))
         else:
-            self._screen.show(draw_panel(self._session.snapshot()))
+            _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
+            self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_tokens(self, rest: str) -> None:
-        """[COUNT]: the held tokens of highest score, with their numbers."""
-        count = parse_value("budget", rest) if rest else 20
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise SettingError(f"/tokens: {rest!r} is not allowed; allowed: a number from 1")
-        rows = sorted(self._session.snapshot().rows, key=lambda row: -row.score)[:count]
-        table = Table("position", "turn", "role", "token", "surprisal", "score", "flags", box=None)
-        for row in rows:
-            surprisal = "-" if row.surprisal is None else f"{row.surprisal:.2f}"
-            cells = [str(row.position), str(row.turn), row.role, repr(displayable(row.text))]
-            cells += [surprisal, f"{row.score:.3g}", " ".join(row.flags)]
-            table.add_row(*(Text(cell) for cell in cells))
-        self._screen.show(table)
+        """[turn N|top [N]|next]: what is held, in numbers: all, a turn, the top, the next to go."""
+        rows = self._chosen(*(rest.split() or ["all"]))
+        if rows:
+            self._screen.page(draw_tokens(rows, self._screen.theme))
+        else:
+            self._screen.note("no such token is held")
 
     def do_stats(self, rest: str) -> None:
         """-: counts and speed of this conversation."""
@@ -130,31 +170,40 @@ class Commands:
         self._session.reset()
         self._screen.note("the conversation starts anew")
 
+    def do_clear(self, rest: str) -> None:
+        """-: clear the screen; nothing is forgotten (that is /reset)."""
+        self._screen.clear()
+
     def do_exit(self, rest: str) -> None:
-        """-: leave (Ctrl-D does, too)."""
+        """-: leave; Ctrl-D does, too."""
         raise Leave
 
-    def _set(self, key: str, text: str, more: str = "") -> None:
-        present = getattr(self._session.profile, key)
-        if not text:
-            self._screen.note(f"{key} is {present}" + (f"; {more}" if more else ""))
-            return
-        value = text if key == "policy" else parse_value(key, text)
-        if not self._report(self._session.switch(f"/{key}", **{key: value})):
-            self._screen.note(f"{key} is {present} already")
+    def _chosen(self, kind: str, *numbers: str) -> list[TokenRow]:
+        """The rows that `/tokens` was asked for."""
+        view = self._session.snapshot()
+        _one_of("/tokens", kind, ("turn", "top", "next", "all"))
+        if kind == "turn":
+            turn = _number("/tokens turn", *numbers, least=0)
+            return [row for row in view.rows if row.turn == turn]
+        if kind == "top":
+            count = _number("/tokens top", *(numbers or ("20",)), least=1)
+            return sorted(view.rows, key=lambda row: -row.score)[:count]
+        if kind == "next":
+            leaving = set(view.next_to_go)
+            return [row for row in view.rows if row.position in leaving]
+        return list(view.rows)
 
-    def _report(self, events: Iterable[Event]) -> int:
-        """Say what changed and what was forgotten; returns the number of changes."""
-        changes, gone = 0, 0
-        for event in events:
-            if isinstance(event, Switched):
-                changes += 1
-                self._screen.note(f"{event.what}: {event.old} -> {event.new}")
-            elif isinstance(event, Forgot):
-                gone += len(event.positions)
-            elif isinstance(event, Notice):
-                self._screen.note(event.text)
-        if changes:
-            held = f"holds {self._session.resident:,}/{self._session.budget:,}"
-            self._screen.note(f"forgot {gone:,}, {held}" if gone else f"nothing forgotten, {held}")
-        return changes
+
+def _one_of(what: str, word: str, allowed: tuple[str, ...]) -> None:
+    if word not in allowed:
+        raise SettingError(
+            f"{what}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
+            hint=nearest(word, allowed),
+        )
+
+
+def _number(what: str, *words: str, least: int) -> int:
+    if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < least:
+        given = displayable_line(" ".join(words))
+        raise SettingError(f"{what}: {given!r} is not allowed; allowed: a number from {least}")
+    return int(words[0])

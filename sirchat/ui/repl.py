@@ -1,120 +1,131 @@
-"""The chat at the prompt: prompt-toolkit while typing, plain streaming while the model speaks."""
+"""The chat: prompt-toolkit owns the terminal while the user types, a live view while they read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
-from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input, create_input
+from prompt_toolkit.output import Output, create_output
+from prompt_toolkit.output.plain_text import PlainTextOutput
 
-from sirchat import paths
 from sirchat.errors import SirchatError
-from sirchat.events import Delta, Event, Notice, TurnDone
 from sirchat.session import Session
 from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.panel import draw_panel
-from sirchat.ui.replay import describe_turn
+from sirchat.ui.keyboard import Keyboard
+from sirchat.ui.live import LiveTurn
+from sirchat.ui.loading import Report, loading_bar
+from sirchat.ui.prompt import Line, Prompt, input_history
 from sirchat.ui.screen import Screen
+from sirchat.ui.toolbar import toolbar
+
+Open = Callable[[Report | None], Session]
+"""Loads the model and opens a session, reporting progress."""
 
 
-def chat(session: Session, screen: Screen, *, debug: bool = False) -> None:
-    """Talk until the user leaves. An error of one turn is shown, and the chat goes on.
+def chat(open_session: Open, name: str, screen: Screen, *, debug: bool = False) -> None:
+    """Load the model called `name` and talk until the user leaves.
 
-    With `debug` an unexpected error is raised instead.
+    An error of one turn is shown, and the chat goes on; with `debug` an unexpected one is raised.
     """
-    for event in session.start():
-        _show(event, session, screen)
-    profile = session.profile
-    screen.note(
-        f"{session.model.name}, policy {profile.policy}, budget {session.budget:,}. "
-        "/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves."
-    )
-    commands = Commands(session, screen)
-    for line in _lines(session, screen):
+    keys = create_input()
+    with Keyboard(keys, screen.terminal) as keyboard:
+        with loading_bar(screen, name) as report:
+            session = open_session(report)
+        _Chat(session, screen, keys, keyboard, debug).run()
+
+
+class _Chat:
+    """One session at the prompt."""
+
+    def __init__(
+        self, session: Session, screen: Screen, keys: Input, keyboard: Keyboard, debug: bool
+    ) -> None:
+        self._session = session
+        self._screen = screen
+        self._keyboard = keyboard
+        self._debug = debug
+        self._commands = Commands(session, screen)
+        self._prompt = Prompt(
+            keys,
+            _output(screen),
+            completer=SlashCompleter(session),
+            toolbar=lambda: toolbar(session),
+            history=input_history(screen.note),
+            colours=screen.has_colours,
+        )
+
+    def run(self) -> None:
+        """Read lines and act on them until the end."""
+        self._greet()
+        while True:
+            self._keyboard.keep_typed()
+            try:
+                line = self._prompt.read()
+            except KeyboardInterrupt:
+                self._screen.note("Ctrl-D or /exit leaves")
+                continue
+            if line is None or not self._goes_on_after(line):
+                return
+
+    def _greet(self) -> None:
+        with LiveTurn(self._session, self._screen) as view:
+            for event in self._session.start():
+                view.show(event)
+        profile = self._session.profile
+        self._screen.note(
+            f"{self._session.model.name}, policy {profile.policy}, "
+            f"budget {self._session.budget:,}: /help, Esc stops a reply, Ctrl-D leaves"
+        )
+
+    def _goes_on_after(self, line: Line) -> bool:
+        """Act on a line; whatever goes wrong, the conversation is kept."""
         try:
-            if line.startswith("/") and not line.startswith("//"):
-                commands.run(line)
+            if line.is_command:
+                self._commands.run(line.text)
             else:
-                _turn(session, screen, line[1:] if line.startswith("//") else line)
+                self._turn(line.text)
         except Leave:
-            return
+            return False
         except SirchatError as error:
-            screen.error(str(error))
+            self._screen.error(str(error))
         except KeyboardInterrupt:
-            screen.note("stopped")
+            self._screen.note("stopped")
         except OSError:
             raise  # the terminal has gone
-        except Exception as error:  # whatever it was, the conversation is kept
-            if debug:
+        except Exception as error:
+            if self._debug:
                 raise
-            screen.error(f"{type(error).__name__}: {error}")
+            self._screen.error(f"{type(error).__name__}: {error}")
+        return True
 
-
-def _lines(session: Session, screen: Screen) -> Iterator[str]:
-    """What the user types, blank lines left out, until Ctrl-D."""
-    prompt: PromptSession[str] = PromptSession(
-        history=_history(screen), completer=_Slash(), complete_while_typing=False
-    )
-    while True:
+    def _turn(self, text: str) -> None:
+        self._keyboard.mark_pastes(True)
         try:
-            line = prompt.prompt(FormattedText([("bold", "> ")]))
-        except KeyboardInterrupt:
-            screen.note("Ctrl-D or /exit leaves")
-            continue
-        except EOFError:
-            return
-        if line.strip():
-            yield line
+            with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
+                stops = _stops(interrupt, self._keyboard)
+                for event in self._session.ask(text, stops):
+                    view.show(event)
+        finally:
+            self._keyboard.mark_pastes(False)
 
 
-def _turn(session: Session, screen: Screen, text: str) -> None:
-    with Interrupt() as interrupted:
-        for event in session.ask(text, interrupted):
-            _show(event, session, screen)
-    if session.profile.panel != "off" and not screen.is_plain:
-        screen.show(draw_panel(session.snapshot()))
+def _output(screen: Screen) -> Output:
+    """Where the prompt is drawn; a dumb terminal gets no escape sequences."""
+    if screen.is_dumb:
+        return PlainTextOutput(sys.stdout)
+    return create_output(always_prefer_tty=True)
 
 
-def _show(event: Event, session: Session, screen: Screen) -> None:
-    if isinstance(event, Delta):
-        screen.stream(event.text)
-    elif isinstance(event, Notice):
-        screen.note(event.text)
-    elif isinstance(event, TurnDone) and event.role == "assistant":
-        screen.line()
-        screen.note(describe_turn(event, session.budget))
+def _stops(interrupt: Interrupt, keyboard: Keyboard) -> Callable[[], bool]:
+    """Whether the user wants the reply to end; once they do, they still do."""
+    wanted = False
 
+    def stops() -> bool:
+        nonlocal wanted
+        wanted = wanted or keyboard.escape_pressed() or interrupt()
+        return wanted
 
-def _history(screen: Screen) -> History:
-    """A private file; a folder that can't be written costs the history, not the chat."""
-    path = paths.history_file()
-    try:
-        paths.private_dir(path.parent)
-        paths.open_private(path, "a").close()
-    except OSError as error:
-        screen.note(f"the input history is not kept: {error}")
-        return InMemoryHistory()
-    return FileHistory(str(path))
-
-
-class _Slash(Completer):
-    """Completes commands and what can follow them."""
-
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
-        text = document.text_before_cursor
-        if not text.startswith("/"):
-            return
-        word, space, rest = text[1:].partition(" ")
-        if not space:
-            for name in Commands.names():
-                if name.startswith(word):
-                    what = Commands.help_of(name)[1]
-                    yield Completion(name, -len(word), display_meta=what)
-            return
-        for value in Commands.values(word):
-            if value.startswith(rest):
-                yield Completion(value, -len(rest))
+    return stops

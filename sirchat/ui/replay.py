@@ -11,6 +11,7 @@ from sirchat.session import Session
 from sirchat.transcript import Turn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
+from sirchat.ui.summary import describe_turn
 
 
 @dataclass(frozen=True)
@@ -119,23 +120,3 @@ class _Dialogue:
         else:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         self._screen.note(describe_turn(turn, self._session.budget))
-
-
-def describe_turn(turn: TurnDone, budget: int) -> str:
-    """One quiet line: tokens in and out, speed, what was forgotten and what is held."""
-    parts = [f"turn {turn.index}: {turn.tokens_in:,} read"]
-    if turn.tokens_out:
-        speed = turn.tokens_out / max(turn.seconds_decode, 1e-9)
-        parts.append(f"{turn.tokens_out:,} said, {speed:,.0f} tok/s")
-    if turn.evicted:
-        parts.append(f"forgot {turn.evicted:,}")
-    parts.append(f"holds {turn.resident:,}/{budget:,}")
-    if turn.finish in ("length", "interrupt", "context"):
-        parts.append(
-            {
-                "length": "cut at the length limit",
-                "interrupt": "interrupted",
-                "context": "context full",
-            }[turn.finish]
-        )
-    return ", ".join(parts)

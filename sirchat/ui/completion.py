@@ -1,0 +1,111 @@
+"""Completion at the prompt: the commands, and what can follow each, with their help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+
+from sirchat.errors import SirchatError
+from sirchat.memory.policies import policy_class
+from sirchat.profile import Profile, choices, policy_names
+from sirchat.profile_files import list_profiles
+from sirchat.session import Session
+from sirchat.settings import FIXED
+from sirchat.ui.commands import Commands
+from sirchat.ui.text import displayable_line
+
+Choice = tuple[str, str]
+"""A value and what it means."""
+
+_PANEL = (
+    ("full", "everything that is held, now"),
+    ("live", "while the model speaks"),
+    ("turn", "after each turn"),
+    ("on", "the same as live"),
+    ("off", "not at all"),
+)
+_TOKENS = (
+    ("turn", "those of one turn: turn N"),
+    ("top", "those of highest score: top N"),
+    ("next", "those that would leave next"),
+)
+
+
+class SlashCompleter(Completer):
+    """Completes a line that begins with a slash."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._profiles: list[Choice] = []  # as read when their place in the line was reached
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or text.startswith("//") or "\n" in text:
+            return
+        *before, word = text[1:].split(" ")
+        if before == ["profile"] and not (word and self._profiles):
+            infos = list_profiles()
+            self._profiles = [(info.name, displayable_line(info.description)) for info in infos]
+        for value, meaning in self._choices(before):
+            if value.startswith(word):
+                yield Completion(
+                    value, -len(word), display=displayable_line(value), display_meta=meaning
+                )
+
+    def _choices(self, before: list[str]) -> Iterator[Choice]:
+        """What can come after these words; the first is the command."""
+        before = [word for word in before if word]
+        match before:
+            case []:
+                yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
+            case ["help" | "?"]:
+                yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
+            case ["policy"]:
+                yield from ((name, _policy_help(name)) for name in policy_names())
+            case ["policy", name, *_]:
+                yield from ((f"{option}=", help) for option, help in _options(name))
+            case ["profile"]:
+                yield from self._profiles
+            case ["panel"]:
+                yield from _PANEL
+            case ["tokens"]:
+                yield from _TOKENS
+            case ["show" | "set"]:
+                yield from self._settings()
+            case ["set", name]:
+                yield from _values(name)
+
+    def _settings(self) -> Iterator[Choice]:
+        for name, field in Profile.model_fields.items():
+            if name not in FIXED:
+                yield name, field.description or ""
+        yield from _options(self._session.profile.policy)
+
+
+def _values(setting: str) -> Iterator[Choice]:
+    if setting == "policy":
+        yield from ((name, _policy_help(name)) for name in policy_names())
+    elif setting in Profile.model_fields:
+        yield from ((value, "") for value in choices(setting))
+
+
+def _policy_help(name: str) -> str:
+    try:
+        text = policy_class(name).__doc__ or ""
+    except SirchatError as error:
+        text = str(error)
+    return displayable_line(text.strip().split("\n\n")[0])
+
+
+def _options(policy: str) -> Iterator[Choice]:
+    """The options of a policy, but those that are settings of their own."""
+    try:
+        made = policy_class(policy)
+    except SirchatError:
+        return
+    for field in fields(made):
+        if field.name not in Profile.model_fields:
+            yield field.name, displayable_line(str(field.metadata.get("help", "")))

@@ -1,0 +1,122 @@
+"""The keys while no prompt reads them: not echoed, kept for the next prompt; Esc is a wish to stop.
+
+The terminal's own mode is put back on leaving, on being suspended, and on being told to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.key_binding import KeyPress
+from prompt_toolkit.keys import Keys
+
+if sys.platform != "win32":
+    import termios
+
+_ESCAPE_SECONDS = 0.05
+"""An Esc that nothing follows for so long was pressed alone, and is no arrow key."""
+
+_DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
+
+_PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+
+
+class Keyboard:
+    """As a context, keeps the terminal quiet; Ctrl-C stays a signal.
+
+    Args:
+        keys: where keys are read, shared with the prompt.
+        out: the terminal, for asking it to mark pastes; None asks nothing.
+    """
+
+    def __init__(self, keys: Input, out: Any = None) -> None:
+        self._keys = keys
+        self._out = out
+        self._typed: list[KeyPress] = []
+        self._last = 0.0  # when a key came last, in seconds
+        self._before: list[Any] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Keyboard:
+        if sys.platform != "win32":
+            self._before = termios.tcgetattr(self._keys.fileno())
+            self._handlers = {
+                signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._suspend),
+                signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
+                signal.SIGHUP: signal.signal(signal.SIGHUP, self._end),
+            }
+            self._quiet()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._restore()
+
+    def mark_pastes(self, on: bool) -> None:
+        """Let the terminal mark what is pasted, so that it stays one message."""
+        if self._out is not None:
+            self._out.write(_PASTE_ON if on else _PASTE_OFF)
+            self._out.flush()
+
+    def escape_pressed(self) -> bool:
+        """Take the keys that were typed; whether Esc alone was among them."""
+        if sys.platform == "win32":
+            return False
+        return self._took_escape(self._keys.read_keys())
+
+    def keep_typed(self) -> None:
+        """Hand what was typed to the next prompt."""
+        if sys.platform != "win32":
+            self._took_escape(self._keys.read_keys())
+            self._typed += self._keys.flush_keys()
+        typed = [press for press in self._typed if press.key not in _DROPPED]
+        self._typed = []
+        store_typeahead(self._keys, typed)
+
+    def _took_escape(self, presses: list[KeyPress]) -> bool:
+        now = time.monotonic()
+        if presses:
+            self._last = now
+        elif now - self._last > _ESCAPE_SECONDS:
+            presses = self._keys.flush_keys()
+        self._typed += presses
+        return any(press.key == Keys.Escape for press in presses)
+
+    def _quiet(self) -> None:
+        """No echo, keys at once, Enter as the prompt reads it; Ctrl-C and Ctrl-Z are signals."""
+        if sys.platform != "win32" and self._before is not None:
+            mode = list(self._before)
+            mode[0] &= ~termios.ICRNL
+            mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, mode)
+
+    def _restore(self) -> None:
+        if sys.platform != "win32" and self._before is not None:
+            with suppress(termios.error):  # the terminal may have gone
+                termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: give the terminal back as it was, stop, and go on quiet."""
+        self._restore()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._suspend)
+        self._quiet()
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """Leave through the stack, so that everything is put back."""
+        sys.exit(128 + number)

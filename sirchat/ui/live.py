@@ -1,0 +1,193 @@
+"""One turn on the terminal: the answer as it comes and, beneath it, the memory as it changes.
+
+Full rows of the answer are printed for good above the live region, which holds the row under way
+and the drawing. On a plain terminal, or with the panel off, the answer is streamed as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from sirchat.events import Delta, Event, Forgot, Notice, Reading, TokenRow, TurnDone
+from sirchat.session import Session
+from sirchat.ui.bar import draw_bar
+from sirchat.ui.glance import draw_glance
+from sirchat.ui.pace import Pace
+from sirchat.ui.rows import take_rows
+from sirchat.ui.screen import Screen
+from sirchat.ui.summary import describe_round
+from sirchat.ui.text import DisplayFilter
+
+GLANCE_ROWS = 200
+"""Held tokens that the small panel chooses from: the strongest."""
+
+FLASH_SECONDS = 0.4
+"""How long a token that was forgotten is shown struck out."""
+
+
+class LiveTurn:
+    """As a context, shows the events of one turn; in it, nobody else writes to the terminal."""
+
+    def __init__(self, session: Session, screen: Screen) -> None:
+        self._session = session
+        self._screen = screen
+        self._filter = DisplayFilter()
+        self._line = ""  # the answer's text since the last row that was printed
+        self._streams = False  # the answer goes straight to the terminal; its line is unfinished
+        self._reading: Reading | None = None
+        self._user: TurnDone | None = None
+        self._notes: list[str] = []
+        self._flash: tuple[TokenRow, ...] = ()
+        self._flash_ends = 0.0
+        self._pace = Pace()
+        self._region = _Region()
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveTurn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end_answer()
+
+    def show(self, event: Event) -> None:
+        """Show what has happened."""
+        if isinstance(event, Delta):
+            self._delta(event.text)
+        elif isinstance(event, Reading):
+            self._reading = event if event.done < event.total else None
+            if self._reading or self._draws_memory:
+                self._draw_when_due()
+        elif isinstance(event, Forgot):
+            self._forgot(event)
+        elif isinstance(event, Notice):
+            self._note(event.text)
+        elif isinstance(event, TurnDone):
+            self._done(event)
+
+    @property
+    def _draws_memory(self) -> bool:
+        return self._session.profile.panel == "live" and not self._screen.is_plain
+
+    def _delta(self, text: str) -> None:
+        self._line += self._filter.push(text)
+        if self._draws_memory and not self._streams:
+            self._draw_when_due()
+        else:  # once begun it goes on to the end, so that no row is broken
+            self._stream()
+
+    def _forgot(self, event: Forgot) -> None:
+        if self._draws_memory:
+            self._flash = self._session.tokens(event.positions)
+            self._flash_ends = time.monotonic() + FLASH_SECONDS
+            self._draw_when_due()
+
+    def _done(self, turn: TurnDone) -> None:
+        self._reading = None
+        if turn.role == "user":
+            self._user = turn
+        if turn.role != "assistant":
+            return
+        self._end_answer()
+        self._note(describe_round(self._user, turn, self._session.budget))
+        if self._session.profile.panel == "turn" and not self._screen.is_plain:
+            view = self._session.snapshot(strongest=GLANCE_ROWS)
+            self._screen.show(draw_glance(view, self._screen.theme, self._screen.width))
+
+    def _note(self, text: str) -> None:
+        if self._live is None:
+            self._screen.note(text)
+        else:
+            self._notes.append(text)
+
+    def _draw_when_due(self) -> None:
+        if self._screen.is_plain or not self._pace.is_due():
+            return
+        start, written = time.perf_counter(), self._screen.written
+        self._draw()
+        self._pace.drew(time.perf_counter() - start, self._screen.written - written)
+
+    def _draw(self) -> None:
+        """Print the rows that are full, and draw the region anew, in one go."""
+        console = self._screen.console
+        rows = self._take_rows()
+        self._region.content = Group(*self._parts())
+        if self._live is None:
+            self._live = _live_on(console, self._region)
+        if rows:
+            console.print(Text(rows[:-1]), soft_wrap=False)
+        else:
+            self._live.refresh()
+
+    def _take_rows(self) -> str:
+        """The rows of the answer that are full, each ended; one cell is spared for the cursor.
+
+        Tabs become spaces, or nobody would know how wide a row is.
+        """
+        rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
+        return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
+
+    def _parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = []
+        theme, width = self._screen.theme, self._screen.width
+        if self._line:
+            parts.append(Text(self._line, no_wrap=True, overflow="crop"))
+        if self._reading is not None:
+            parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
+        if self._draws_memory:
+            view = self._session.snapshot(strongest=GLANCE_ROWS)
+            flash = self._flash if time.monotonic() < self._flash_ends else ()
+            parts.append(draw_glance(view, theme, width, flash=flash))
+        return parts
+
+    def _stream(self) -> None:
+        """Take the region away, and write what it still held of the answer."""
+        if self._live is not None:
+            self._region.content = Text("")
+            self._live.stop()
+            self._live = None
+            self._screen.stream(self._take_rows())
+        if self._line:
+            self._screen.stream(self._line)
+            self._streams, self._line = True, ""
+
+    def _end_answer(self) -> None:
+        self._stream()
+        if self._streams:
+            self._screen.line()
+            self._streams = False
+        for note in self._notes:
+            self._screen.note(note)
+        self._notes = []
+
+
+class _Region:
+    """What the live region shows; it can change without being drawn twice."""
+
+    content: RenderableType = ""
+
+    def __rich__(self) -> RenderableType:
+        return self.content
+
+
+def _live_on(console: Console, region: _Region) -> Live:
+    live = Live(
+        region,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        vertical_overflow="crop",
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    live.start()
+    return live

@@ -1,0 +1,198 @@
+"""Where the user types: one line or several, with history, completion, an editor and a toolbar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import Completer
+from prompt_toolkit.filters import Condition, has_focus, is_searching
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
+from prompt_toolkit.output import Output
+from prompt_toolkit.styles import Style
+
+from sirchat import paths
+from sirchat.ui.text import displayable
+
+_FENCE = '"""'
+
+_STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
+_PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"})
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was typed; a command, slash included, or a message."""
+
+    text: str
+    is_command: bool
+
+
+class Prompt:
+    """Reads what the user types.
+
+    Args:
+        keys: the keyboard, which others may read between prompts.
+        output: the terminal.
+        completer: completes commands.
+        toolbar: the text beneath the prompt, asked for whenever it is drawn.
+        history: what was typed before.
+        colours: whether anything may be coloured.
+    """
+
+    def __init__(
+        self,
+        keys: Input,
+        output: Output,
+        *,
+        completer: Completer,
+        toolbar: Callable[[], str],
+        history: History,
+        colours: bool = True,
+    ) -> None:
+        self._pasted: str | None = None
+        self._history = history
+        self._toolbar = toolbar
+        self._prompt: PromptSession[str] = PromptSession(
+            FormattedText([("class:prompt", "> ")]),
+            input=keys,
+            output=output,
+            multiline=True,
+            prompt_continuation="  ",
+            completer=completer,
+            complete_while_typing=Condition(self._is_command),
+            bottom_toolbar=self._toolbar_text,
+            history=history,
+            key_bindings=self._bindings(),
+            input_processors=[_Filtered()],
+            tempfile_suffix=".txt",
+            enable_suspend=True,
+            style=_STYLE if colours else _PLAIN_STYLE,
+        )
+
+    def read(self) -> Line | None:
+        """The next line that is not blank; None at the end of the input.
+
+        Raises KeyboardInterrupt for Ctrl-C at an empty prompt.
+        """
+        while True:
+            self._pasted = None
+            try:
+                text = self._prompt.prompt()
+            except EOFError:
+                return None
+            if text.strip():
+                return self._meaning(text)
+
+    def _meaning(self, text: str) -> Line:
+        if self._is_literal(text):
+            return Line(text, is_command=False)
+        stripped = text.strip()
+        if stripped.startswith(_FENCE):
+            inner = stripped.removeprefix(_FENCE).removesuffix(_FENCE)
+            return Line(inner.strip("\n"), is_command=False)
+        if stripped.startswith("//"):
+            return Line(stripped[1:], is_command=False)
+        return Line(stripped, is_command=stripped.startswith("/"))
+
+    def _is_literal(self, text: str) -> bool:
+        """Whether the text began as a paste: then it is a message, whatever it looks like."""
+        return self._pasted is not None and text.startswith(self._pasted)
+
+    def _is_command(self) -> bool:
+        text = self._prompt.default_buffer.text
+        return text.startswith("/") and "\n" not in text and not self._is_literal(text)
+
+    def _toolbar_text(self) -> str:
+        if self._is_literal(self._prompt.default_buffer.text):
+            return " pasted: sent as it is, never a command"
+        return f" {self._toolbar()}"
+
+    def _bindings(self) -> KeyBindings:
+        keys = KeyBindings()
+        typing = has_focus("DEFAULT_BUFFER") & ~is_searching
+
+        @keys.add("enter", filter=typing)
+        def _enter(event: KeyPressEvent) -> None:
+            self._enter(event.current_buffer)
+
+        @keys.add("escape", "enter", filter=typing)
+        @keys.add("c-j", filter=typing)
+        def _new_line(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("c-c", filter=typing)
+        def _cancel(event: KeyPressEvent) -> None:
+            self._cancel(event)
+
+        @keys.add("c-x", "c-e", filter=typing)
+        def _edit(event: KeyPressEvent) -> None:
+            event.current_buffer.open_in_editor()  # what was written comes back to the prompt
+
+        @keys.add(Keys.BracketedPaste, filter=typing)
+        def _paste(event: KeyPressEvent) -> None:
+            self._paste(event.current_buffer, event.data)
+
+        return keys
+
+    def _enter(self, buffer: Buffer) -> None:
+        """Submit; or go on in a new line, after a backslash and inside a fence."""
+        text = buffer.text
+        if not self._is_literal(text):
+            fence = text.lstrip().startswith(_FENCE)
+            if fence and (text.count(_FENCE) < 2 or not text.rstrip().endswith(_FENCE)):
+                buffer.insert_text("\n")
+                return
+            if not fence and buffer.document.text_before_cursor.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+                return
+        buffer.validate_and_handle()
+
+    def _cancel(self, event: KeyPressEvent) -> None:
+        """Empty the line, which stays in the history; at an empty one, say so to the caller."""
+        buffer = event.current_buffer
+        if not buffer.text:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+            return
+        buffer.append_to_history()
+        buffer.reset()
+        self._pasted = None
+
+    def _paste(self, buffer: Buffer, data: str) -> None:
+        data = data.replace("\r\n", "\n").replace("\r", "\n")
+        if not buffer.text.strip():
+            buffer.reset()
+            self._pasted = data
+        buffer.insert_text(data)
+
+
+def input_history(complain: Callable[[str], None]) -> History:
+    """A private file; a folder that can't be written costs the history, not the chat."""
+    path = paths.history_file()
+    try:
+        paths.private_dir(path.parent)
+        paths.open_private(path, "a").close()
+    except OSError as error:
+        complain(f"the input history is not kept: {error}")
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+class _Filtered(Processor):
+    """Shows a dot for what must not reach the terminal; the text itself stays as it was typed."""
+
+    def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
+        shown: list[tuple[str, str]] = []
+        for style, text, *_ in transformation_input.fragments:
+            if displayable(text) != text:
+                text = "".join(char if displayable(char) else "·" for char in text)
+            shown.append((style, text))
+        return Transformation(shown)  # type: ignore[arg-type]

@@ -1,0 +1,28 @@
+"""The settings in force, as a table."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.profile import Profile
+from sirchat.settings import FIXED
+from sirchat.ui.text import displayable_line
+from sirchat.ui.theme import Theme
+from sirchat.yaml12 import yaml_line
+
+
+def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
+    """Name, value and meaning; a star marks what is not as built in, a dot what can't change."""
+    table = Table.grid(padding=(0, 2))
+    for name, field in Profile.model_fields.items():
+        value = getattr(profile, name)
+        mark = "·" if name in FIXED else " "
+        mark = "*" if value != field.default else mark
+        shown = yaml_line(name, value).partition(":")[2].strip()
+        cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
+        table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
+    legend = "* is not as built in; · holds for the whole conversation; /set NAME VALUE changes"
+    table.add_row("", "", "", Text(legend, theme.quiet))
+    return table

@@ -1,0 +1,129 @@
+"""Change settings in the middle of a conversation, and say what changed, what left, what came."""
+
+from __future__ import annotations
+
+from sirchat.errors import SettingError, nearest, shown
+from sirchat.events import Event, Forgot, Notice, Switched, TurnDone
+from sirchat.profile import Profile, allowed, parse_value
+from sirchat.profile_files import list_profiles, load_profile, resolve
+from sirchat.session import Session
+from sirchat.settings import FIXED, option_names
+from sirchat.ui.screen import Screen
+from sirchat.yaml12 import parse_scalar
+
+_OF_THE_SCREEN = ("panel", "theme")
+"""Settings that another profile leaves alone unless it names them."""
+
+_OF_THE_MEMORY = (
+    *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
+    *("system", "pin_system", "protect", "evict"),
+)
+"""Settings after whose change it is said what is held."""
+
+
+class Switching:
+    """Applies what a command asked for and reports it."""
+
+    def __init__(self, session: Session, screen: Screen) -> None:
+        self._session = session
+        self._screen = screen
+
+    def setting(self, source: str, name: str, text: str) -> None:
+        """Give a setting, or an option of the policy, the value that `text` means.
+
+        Without text, tell the present value. Raises SettingError, blaming `source`.
+        """
+        profile = self._session.profile
+        self._refuse_unknown(name)
+        if not text:
+            self._screen.note(f"{name} is {_shown(getattr(profile, name))}")
+        elif name not in Profile.model_fields:
+            value = None if text.lower() == "none" else parse_scalar(text)
+            options = {**profile.policy_options, name: value}
+            self._apply(source, f"{name} is {text} already", policy_options=options)
+        else:
+            value = parse_value(name, text)
+            self._apply(source, f"{name} is {_shown(value)} already", **{name: value})
+
+    def policy(self, name: str, options: list[str]) -> None:
+        """Remember by another policy, or by the same one with other options."""
+        updates: dict[str, object] = {"policy": name}
+        if options:
+            updates["policy_options"] = parse_value("policy_options", ",".join(options))
+        self._apply("/policy", f"policy is {name} already", **updates)
+
+    def profile(self, name: str) -> None:
+        """Apply a whole profile: what it does not set goes back to the user's default.
+
+        What holds for the whole conversation stays, and is said; so do panel and theme, silently.
+        """
+        if not name:
+            names = ", ".join(profile.name for profile in list_profiles())
+            self._screen.note(f"profiles: {names}")
+            return
+        named = load_profile(name)
+        profile, present = resolve(name, {}, {}), self._session.profile
+        kept = {*FIXED, *(key for key in _OF_THE_SCREEN if key not in named)}
+        values = {k: v for k, v in profile.model_dump().items() if k not in kept}
+        self._apply("/profile", f"the settings are those of {name} already", **values)
+        for key in FIXED:
+            old, new = getattr(present, key), getattr(profile, key)
+            if key in named and key != "description" and old != new:
+                self._screen.note(f"{key} stays {old}; start with --{key} {new} for the other")
+
+    def describe(self, name: str) -> str:
+        """A setting, or an option of the policy: its value, and what it may be."""
+        profile = self._session.profile
+        self._refuse_unknown(name)
+        if name in Profile.model_fields:
+            field = Profile.model_fields[name]
+            value = _shown(getattr(profile, name))
+            return f"{name} is {value}: {field.description} It is {allowed(name)}."
+        option = profile.policy_options.get(name, "at its default")
+        return f"{name} is {_shown(option)}: an option of policy {profile.policy}"
+
+    def _refuse_unknown(self, name: str) -> None:
+        """Raise SettingError unless `name` is a setting or an option of the policy."""
+        known = [*Profile.model_fields, *option_names(self._session.profile)]
+        if name not in known:
+            hint = nearest(name, known) or "/show lists them"
+            raise SettingError(f"there is no setting {shown(name)}", hint=hint)
+
+    def _apply(self, source: str, otherwise: str, **updates: object) -> None:
+        """Switch, and say what changed and what was forgotten; `otherwise` if nothing did."""
+        changed: list[str] = []
+        gone = back = 0
+        for event in self._session.switch(source, **updates):
+            self._say(event)
+            if isinstance(event, Switched):
+                changed.append(event.what)
+                back += event.restored
+            elif isinstance(event, Forgot):
+                gone += len(event.positions)
+        self._screen.use_theme(self._session.profile.theme)
+        if not changed:
+            self._screen.note(otherwise)
+        elif set(changed) & set(_OF_THE_MEMORY):
+            now = f"holds {self._session.resident:,}/{self._session.budget:,}"
+            left = [f"forgot {gone:,}" if gone else "nothing forgotten"]
+            came = [f"{back:,} came back"] if back else []
+            self._screen.note(", ".join([*left, *came, now]))
+
+    def _say(self, event: Event) -> None:
+        if isinstance(event, Switched):
+            self._screen.note(f"{event.what}: {_shown(event.old)} -> {_shown(event.new)}")
+        elif isinstance(event, TurnDone):
+            self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
+        elif isinstance(event, Notice):
+            self._screen.note(event.text)
+
+
+def _shown(value: object) -> str:
+    """A value as it would be typed."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={_shown(v)}" for k, v in value.items()) or "none"
+    return str(value)

@@ -1,0 +1,21 @@
+"""The line beneath the prompt: what the model is, and what it remembers by."""
+
+from __future__ import annotations
+
+from sirchat.session import Session
+from sirchat.ui.text import displayable_line
+
+
+def toolbar(session: Session) -> str:
+    """Model, policy, held of budget, decay, and the speed of the last reply."""
+    profile = session.profile
+    *_, name = session.model.name.rstrip("/").rpartition("/")
+    parts = [
+        displayable_line(name),
+        displayable_line(profile.policy),
+        f"{session.resident:,}/{session.budget:,} held",
+        f"decay {profile.decay:g}",
+    ]
+    if session.speed:
+        parts.append(f"{session.speed:,.0f} tok/s")
+    return " · ".join(parts)
