@@ -3,7 +3,6 @@
 Exit codes: 0 fine, 1 failure, 2 usage, 130 interrupt.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat import __version__
-from sirchat.errors import SirchatError, TranscriptError, UsageError
+from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
 from sirchat.flags import with_settings
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.profile import Profile
@@ -23,8 +22,8 @@ from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
+    from sirchat.progress import Progress
     from sirchat.session import Session
-    from sirchat.ui.loading import Report
 
 app = typer.Typer(
     name="sirchat",
@@ -130,7 +129,7 @@ def start(
     from sirchat.ui.repl import chat
     from sirchat.ui.screen import Screen
 
-    def open_session(report: "Report | None") -> "Session":
+    def open_session(report: "Progress | None") -> "Session":
         return _session(profile, trust_remote_code, report)
 
     with _torn_terminal_is_fine():
@@ -296,7 +295,7 @@ def _profile(flags: dict[str, Any]) -> Profile:
 
 
 def _session(
-    profile: Profile, trust: bool, report: "Report | None", *, rows_in_events: bool = False
+    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
     """Load the model and open a session; the settings are checked before anything heavy."""
     policy_class(profile.policy)
@@ -350,6 +349,6 @@ def _torn_terminal_is_fine() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE, errno.EBADF):
+        if not terminal_has_gone(error):
             raise
         raise BrokenPipeError from error

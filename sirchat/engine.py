@@ -228,11 +228,11 @@ class Engine:
         """Positions [k], ascending, that would leave if a block of room were needed now.
 
         `in_round` protects the round under way; else it is what the next one would push out. Empty
-        where nothing may leave.
+        while there is room for two blocks, or where nothing may leave.
         """
         held = self._held(protect_round=in_round)
         count = min(self._block(), int((~held.protected).sum()))
-        if self._grows or not count:
+        if self._grows or not count or self.resident + 2 * self._block() <= self.budget:
             return np.zeros(0, np.int64)
         rows = self._memory.policy.keep(held, len(held) - count)
         leaves = np.ones(len(held), bool)

@@ -13,6 +13,7 @@ The message is one line that names the bad value and what is allowed; `hint` say
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import reprlib
 from collections.abc import Iterable
@@ -52,6 +53,11 @@ class ModelError(SirchatError):
 
 class ContextFullError(SirchatError):
     """The model's context is full and the policy may forget nothing."""
+
+
+def terminal_has_gone(error: BaseException) -> bool:
+    """Whether an error says that nobody reads the output any more."""
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

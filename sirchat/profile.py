@@ -199,6 +199,17 @@ def parse_value(key: str, text: str) -> object:
     return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
 
 
+def as_typed(value: object) -> str:
+    """A setting's value as it would be typed: `none`, `on`, `off`, `sample=192`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={as_typed(inner)}" for key, inner in value.items()) or "none"
+    return str(value)
+
+
 def choices(key: str) -> list[str]:
     """The values that a setting may have, where they can be listed; on and off for a switch."""
     if key == "policy":

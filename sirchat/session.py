@@ -154,7 +154,7 @@ class Session:
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
         yield from self._settle()
-        if self._turns == 0:
+        if self.seen == 0:
             system, ids = self._template.opening(text, self.profile.system)
             self._check_room(ids, system)
             if system is not None:
@@ -183,11 +183,14 @@ class Session:
         yield from self._close(place, tally)
         yield self._done(tally, text)
 
-    def switch(self, source: str, **updates: Any) -> Iterator[Event]:
+    def switch(
+        self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
+    ) -> Iterator[Event]:
         """Change settings at once; what no longer fits is chosen by the new ones.
 
-        Another system prompt is read and pinned at once, and the old one is let go. Raises
-        SettingError, changing nothing; `source` is what it blames, such as "/budget".
+        Another system prompt is read and pinned at once, and the old one is let go; an interrupt
+        cuts it short. Raises SettingError, changing nothing; `source` is what it blames, such as
+        "/budget".
         """
         before, profile = self.profile, changed(self.profile, source, **updates)
         refuse_fixed(before, profile, source)
@@ -213,7 +216,7 @@ class Session:
         yield from self._changes(before)
         if prompt is not None:
             yield from self._settle()
-            yield from self._read_system(prompt)
+            yield from self._read_system(prompt, interrupted)
 
     def _changes(self, before: Profile) -> Iterator[Event]:
         """What is other than it was."""
@@ -315,6 +318,8 @@ class Session:
 
     def _settle(self) -> Iterator[Event]:
         """Close a turn that a failure left open, so that the conversation is well-formed again."""
+        if self.seen == 0:  # nothing of it was read: it has never been
+            self._owed, self._turn_roles = [], []
         if self._owed:
             tally = _Tally(max(0, self._turns - 1), "")
             place = Place(tally.index, self._round)
@@ -323,12 +328,16 @@ class Session:
             if self._in_round:
                 self._close_round()
 
-    def _read_system(self, ids: TurnIds) -> Iterator[Event]:
+    def _read_system(
+        self, ids: TurnIds, interrupted: Interrupted = lambda: False
+    ) -> Iterator[Event]:
         tally = self._tally("system")
         place = Place(tally.index, self._round)
         start = self.seen
-        yield from self._feed(ids, place, tally, pinned=self.profile.pin_system)
-        self._system = range(start, self.seen)
+        try:
+            yield from self._feed(ids, place, tally, interrupted, pinned=self.profile.pin_system)
+        finally:  # what was read is pinned, and can be let go, however the reading ended
+            self._system = range(start, self.seen)
         yield self._done(tally, self.profile.system or "")
 
     def _feed(

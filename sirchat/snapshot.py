@@ -22,6 +22,10 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
 
+_GLANCE_LEAVING = 12
+"""Tokens next to go that a glance has the text of."""
+
+
 @dataclass(frozen=True)
 class TurnShare:
     """One turn: `held` of its `tokens` are still held.
@@ -55,8 +59,9 @@ class Snapshot:
         speed: tokens a second of the reply under way, else of the last one; 0 before the first.
         threshold: nats of decayed surprisal below which a token would leave if room were needed
             now; null where nothing was ever forgotten, or the policy does not look at surprisal.
-        next_to_go: positions of the tokens that would leave then, in stream order.
-        rows: the held tokens in stream order, or the strongest of them.
+        next_to_go: positions of the tokens that would leave then, in stream order; none while
+            there is plenty of room.
+        rows: the held tokens in stream order, or some of them.
         slots: where each of `rows` stands among all held tokens.
         turns: every turn so far.
         histogram: surprisal of held and of forgotten tokens; null in a glance.
@@ -96,13 +101,13 @@ def take_snapshot(
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
-    With `strongest`, a glance: only so many rows, those of highest score, and what takes time in
-    proportion to the whole stream is left out.
+    With `strongest`, a glance: only so many rows, those of highest score and a few of those that
+    go next, and what takes time in proportion to the whole stream is left out.
     """
     ledger = engine.ledger
     held = ledger.held_positions
-    slots = _strongest(ledger, held, strongest)
     leaving = engine.next_to_go(in_round=in_round)
+    slots = _slots(ledger, held, leaving, strongest)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -147,11 +152,12 @@ def token_rows(
     )
 
 
-def _strongest(ledger: Ledger, held: Positions, count: int | None) -> Positions:
-    """Slots of the `count` held rows of highest score, ascending; all of them without a count."""
-    if count is None or count >= len(held):
+def _slots(ledger: Ledger, held: Positions, leaving: Positions, strongest: int | None) -> Positions:
+    """Slots of the rows to tell about, ascending: all of them, or those of a glance."""
+    if strongest is None or strongest >= len(held):
         return np.arange(len(held))
-    return np.sort(np.argpartition(-ledger.log_score_of(held), count)[:count])
+    best = np.argpartition(-ledger.log_score_of(held), strongest)[:strongest]
+    return np.union1d(best, np.searchsorted(held, leaving[:_GLANCE_LEAVING]))
 
 
 def _threshold(ledger: Ledger, leaving: Positions, profile: Profile) -> float | None:

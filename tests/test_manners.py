@@ -268,7 +268,7 @@ def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(
     _begin(speaker)
     speaker.send("zzqq")
     _later(speaker)
-    assert "zzqq" not in speaker.everything
+    assert b"zzqq" not in speaker.raw[-6000:]
     speaker.send(CTRL_C)
     speaker.wait_screen("(?m)^> zzqq$")
     assert speaker.everything.count("zzqq") == 1
@@ -378,7 +378,7 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
     shell.settle(0.2)
     shell.send("zzqq")
     _later(shell)
-    assert "zzqq" not in shell.text
+    assert b"zzqq" not in shell.raw
     for _ in range(3):
         shell.send(CTRL_C)
     shell.wait_screen("(?m)^> zzqq$")
@@ -415,3 +415,11 @@ def test_ctrl_c_ends_the_loading(shell: _Shell) -> None:
     shell.send(CTRL_C)
     assert shell.code() == 130
     assert "loading" not in shell.text
+
+
+def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
+    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
+        assert chat.ended() == 1
+        line = " ".join(chat.text.split())
+        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
+        assert not chat.screen.cursor.hidden

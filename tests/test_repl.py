@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.screen import Screen
+from tests.chatting import session
 from tests.terminal import Shared, Terminal, pager_into
 
 
@@ -119,6 +123,18 @@ def test_a_switch_tells_what_was_forgotten_and_what_is_held(chat: Terminal) -> N
     assert "policy window makes no use of sinks" in chat.ask("/policy window") + chat.ask(
         "/sinks 5"
     )
+
+
+def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
+    assert chat.ask("/panel off") == "panel: live -> off"
+    assert chat.ask("/panel on") == "panel: off -> live"
+    assert chat.ask("/panel live") == "panel is live already"
+
+
+@pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
+def test_three_words_leave(line: str) -> None:
+    with pytest.raises(Leave):
+        Commands(session(), Screen(io.StringIO(), io.StringIO())).run(line)
 
 
 def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:

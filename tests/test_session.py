@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,3 +270,48 @@ def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
     for update in ({"model": "other"}, {"seed": 3}, {"dtype": "float16"}):
         with pytest.raises(SettingError, match="can't change in a running chat"):
             list(chat.switch("/set", **update))
+
+
+def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
+    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    forward, calls = chat.model.forward, iter(range(9))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    chat._engine._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.switch("/system", system="word " * 50))
+    chat._engine._model = chat.model
+    assert "pinned" in {flag for row in chat.snapshot().rows for flag in row.flags}
+    list(chat.switch("/system", system=None))
+    assert "pinned" not in {flag for row in chat.snapshot().rows for flag in row.flags}
+    list(chat.ask("Go on."))
+
+
+def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
+    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    (turn,) = _turns(list(chat.switch("/system", lambda: True, system="word " * 50)))
+    assert turn.finish == "interrupt"
+    assert 0 < turn.tokens_in < 50
+    assert _ids(chat)[-1] == chat._template.closing[-1]
+
+
+def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> None:
+    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("no")
+
+    chat._engine._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError):
+        list(chat.ask("Hello."))
+    chat._engine._model = chat.model
+    list(chat.ask("Hello again."))
+    assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
+    assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
+    assert _pinned_text(chat) == "Speak of the sea."

@@ -57,7 +57,7 @@ class Commands:
 
     def run(self, line: str) -> None:
         """Run one command line, slash included; raises UsageError for a wrong one."""
-        word, _, rest = line[1:].strip().partition(" ")
+        word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
             raise UsageError(f"/{word} takes no argument", hint=f"/{word} alone")
@@ -117,7 +117,7 @@ class Commands:
 
     def do_set(self, rest: str) -> None:
         """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
-        name, _, value = rest.partition(" ")
+        name, value = [*rest.split(None, 1), "", ""][:2]
         if name and value.strip():
             self._switching.setting("/set", name, value.strip())
         else:
@@ -148,7 +148,7 @@ class Commands:
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_tokens(self, rest: str) -> None:
-        """[turn N|top [N]|next]: what is held, in numbers: all, a turn, the top, the next to go."""
+        """[all|turn N|top [N]|next]: held tokens with their numbers."""
         rows = self._chosen(*(rest.split() or ["all"]))
         if rows:
             self._screen.page(draw_tokens(rows, self._screen.theme))
@@ -182,6 +182,8 @@ class Commands:
         """The rows that `/tokens` was asked for."""
         view = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
+        if kind in ("next", "all") and numbers:
+            raise SettingError(f"/tokens {kind} takes no number", hint="turn N and top N do")
         if kind == "turn":
             turn = _number("/tokens turn", *numbers, least=0)
             return [row for row in view.rows if row.turn == turn]

@@ -28,6 +28,7 @@ _PANEL = (
     ("off", "not at all"),
 )
 _TOKENS = (
+    ("all", "every one"),
     ("turn", "those of one turn: turn N"),
     ("top", "those of highest score: top N"),
     ("next", "those that would leave next"),

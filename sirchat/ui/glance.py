@@ -118,6 +118,8 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         told.append(f"a token needs {snapshot.threshold:.2f} nats to stay")
     elif not snapshot.forgotten:
         told.append("nothing forgotten yet")
+    if not snapshot.next_to_go and snapshot.resident < snapshot.budget:
+        told.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
     weakest = set(snapshot.next_to_go)
     texts = [
         quoted(row.text) for row in snapshot.rows if row.position in weakest and shown(row.text)

@@ -27,6 +27,7 @@ _ESCAPE_SECONDS = 0.05
 _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_CURSOR_ON = "\x1b[?25h"
 
 
 class Keyboard:
@@ -40,6 +41,7 @@ class Keyboard:
     def __init__(self, keys: Input, out: Any = None) -> None:
         self._keys = keys
         self._out = out
+        self._marks_pastes = False
         self._typed: list[KeyPress] = []
         self._last = 0.0  # when a key came last, in seconds
         self._before: list[Any] | None = None
@@ -68,9 +70,8 @@ class Keyboard:
 
     def mark_pastes(self, on: bool) -> None:
         """Let the terminal mark what is pasted, so that it stays one message."""
-        if self._out is not None:
-            self._out.write(_PASTE_ON if on else _PASTE_OFF)
-            self._out.flush()
+        self._marks_pastes = on
+        self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
         """Take the keys that were typed; whether Esc alone was among them."""
@@ -96,6 +97,11 @@ class Keyboard:
         self._typed += presses
         return any(press.key == Keys.Escape for press in presses)
 
+    def _write(self, sequence: str) -> None:
+        if self._out is not None:
+            self._out.write(sequence)
+            self._out.flush()
+
     def _quiet(self) -> None:
         """No echo, keys at once, Enter as the prompt reads it; Ctrl-C and Ctrl-Z are signals."""
         if sys.platform != "win32" and self._before is not None:
@@ -112,10 +118,13 @@ class Keyboard:
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: give the terminal back as it was, stop, and go on quiet."""
         self._restore()
+        self._write(_PASTE_OFF + _CURSOR_ON)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._suspend)
         self._quiet()
+        if self._marks_pastes:
+            self._write(_PASTE_ON)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """Leave through the stack, so that everything is put back."""

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sirchat.events import Delta, Event, Forgot, Notice, Reading, TokenRow, TurnDone
+from sirchat.events import Delta, Event, Forgot, Notice, Reading, TurnDone
 from sirchat.session import Session
 from sirchat.ui.bar import draw_bar
 from sirchat.ui.glance import draw_glance
@@ -26,8 +26,8 @@ from sirchat.ui.text import DisplayFilter
 GLANCE_ROWS = 200
 """Held tokens that the small panel chooses from: the strongest."""
 
-FLASH_SECONDS = 0.4
-"""How long a token that was forgotten is shown struck out."""
+FLASHES = 200
+"""Tokens that have just left, of which a frame shows the strongest, struck out."""
 
 
 class LiveTurn:
@@ -42,8 +42,7 @@ class LiveTurn:
         self._reading: Reading | None = None
         self._user: TurnDone | None = None
         self._notes: list[str] = []
-        self._flash: tuple[TokenRow, ...] = ()
-        self._flash_ends = 0.0
+        self._gone: list[int] = []  # positions that left since the last frame
         self._pace = Pace()
         self._region = _Region()
         self._live: Live | None = None
@@ -87,8 +86,7 @@ class LiveTurn:
 
     def _forgot(self, event: Forgot) -> None:
         if self._draws_memory:
-            self._flash = self._session.tokens(event.positions)
-            self._flash_ends = time.monotonic() + FLASH_SECONDS
+            self._gone = [*self._gone, *event.positions][-FLASHES:]
             self._draw_when_due()
 
     def _done(self, turn: TurnDone) -> None:
@@ -145,8 +143,9 @@ class LiveTurn:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
         if self._draws_memory:
             view = self._session.snapshot(strongest=GLANCE_ROWS)
-            flash = self._flash if time.monotonic() < self._flash_ends else ()
+            flash = self._session.tokens(sorted(self._gone))
             parts.append(draw_glance(view, theme, width, flash=flash))
+            self._gone = []
         return parts
 
     def _stream(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prompt_toolkit import PromptSession
@@ -16,7 +17,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
 from prompt_toolkit.output import Output
-from prompt_toolkit.styles import Style
+from prompt_toolkit.styles import DynamicStyle, Style
 
 from sirchat import paths
 from sirchat.ui.text import displayable
@@ -44,7 +45,7 @@ class Prompt:
         completer: completes commands.
         toolbar: the text beneath the prompt, asked for whenever it is drawn.
         history: what was typed before.
-        colours: whether anything may be coloured.
+        has_colours: whether anything may be coloured, asked for whenever something is drawn.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Prompt:
         completer: Completer,
         toolbar: Callable[[], str],
         history: History,
-        colours: bool = True,
+        has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._pasted: str | None = None
         self._history = history
@@ -74,8 +75,9 @@ class Prompt:
             input_processors=[_Filtered()],
             tempfile_suffix=".txt",
             enable_suspend=True,
-            style=_STYLE if colours else _PLAIN_STYLE,
+            style=DynamicStyle(lambda: _STYLE if has_colours() else _PLAIN_STYLE),
         )
+        self._prompt.default_buffer.on_text_changed += self._changed
 
     def read(self) -> Line | None:
         """The next line that is not blank; None at the end of the input.
@@ -88,14 +90,15 @@ class Prompt:
                 text = self._prompt.prompt()
             except EOFError:
                 return None
-            if text.strip():
-                return self._meaning(text)
+            line = self._meaning(text)
+            if line.text.strip():
+                return line
 
     def _meaning(self, text: str) -> Line:
         if self._is_literal(text):
             return Line(text, is_command=False)
         stripped = text.strip()
-        if stripped.startswith(_FENCE):
+        if stripped.startswith(_FENCE) and stripped.endswith(_FENCE) and len(stripped) >= 6:
             inner = stripped.removeprefix(_FENCE).removesuffix(_FENCE)
             return Line(inner.strip("\n"), is_command=False)
         if stripped.startswith("//"):
@@ -105,6 +108,11 @@ class Prompt:
     def _is_literal(self, text: str) -> bool:
         """Whether the text began as a paste: then it is a message, whatever it looks like."""
         return self._pasted is not None and text.startswith(self._pasted)
+
+    def _changed(self, buffer: Buffer) -> None:
+        """A paste that was edited away, even in part, was none."""
+        if not self._is_literal(buffer.text):
+            self._pasted = None
 
     def _is_command(self) -> bool:
         text = self._prompt.default_buffer.text
@@ -145,16 +153,14 @@ class Prompt:
     def _enter(self, buffer: Buffer) -> None:
         """Submit; or go on in a new line, after a backslash and inside a fence."""
         text = buffer.text
-        if not self._is_literal(text):
-            fence = text.lstrip().startswith(_FENCE)
-            if fence and (text.count(_FENCE) < 2 or not text.rstrip().endswith(_FENCE)):
-                buffer.insert_text("\n")
-                return
-            if not fence and buffer.document.text_before_cursor.endswith("\\"):
-                buffer.delete_before_cursor()
-                buffer.insert_text("\n")
-                return
-        buffer.validate_and_handle()
+        is_open = text.lstrip().startswith(_FENCE) and text.count(_FENCE) % 2 == 1
+        continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
+        if self._is_literal(text) or not (is_open or continues):
+            buffer.validate_and_handle()
+            return
+        if not is_open:
+            buffer.delete_before_cursor()
+        buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
         """Empty the line, which stays in the history; at an empty one, say so to the caller."""
@@ -168,10 +174,12 @@ class Prompt:
 
     def _paste(self, buffer: Buffer, data: str) -> None:
         data = data.replace("\r\n", "\n").replace("\r", "\n")
-        if not buffer.text.strip():
+        begins = not buffer.text.strip() and bool(data)
+        if begins:
             buffer.reset()
-            self._pasted = data
         buffer.insert_text(data)
+        if begins:  # set last: every change of the text is held against it
+            self._pasted = data
 
 
 def input_history(complain: Callable[[str], None]) -> History:
@@ -183,7 +191,16 @@ def input_history(complain: Callable[[str], None]) -> History:
     except OSError as error:
         complain(f"the input history is not kept: {error}")
         return InMemoryHistory()
-    return FileHistory(str(path))
+    return _PrivateHistory(str(path))
+
+
+class _PrivateHistory(FileHistory):
+    """A file that stays private even when made anew; one that can't be written is done without."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            paths.open_private(paths.history_file(), "a").close()
+            super().store_string(string)
 
 
 class _Filtered(Processor):

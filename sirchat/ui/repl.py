@@ -9,19 +9,20 @@ from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
-from sirchat.errors import SirchatError
+from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.progress import Progress
 from sirchat.session import Session
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
-from sirchat.ui.loading import Report, loading_bar
+from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt, input_history
 from sirchat.ui.screen import Screen
 from sirchat.ui.toolbar import toolbar
 
-Open = Callable[[Report | None], Session]
+Open = Callable[[Progress | None], Session]
 """Loads the model and opens a session, reporting progress."""
 
 
@@ -54,15 +55,15 @@ class _Chat:
             completer=SlashCompleter(session),
             toolbar=lambda: toolbar(session),
             history=input_history(screen.note),
-            colours=screen.has_colours,
+            has_colours=lambda: screen.has_colours,
         )
 
     def run(self) -> None:
         """Read lines and act on them until the end."""
         self._greet()
         while True:
-            self._keyboard.keep_typed()
             try:
+                self._keyboard.keep_typed()
                 line = self._prompt.read()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")
@@ -93,10 +94,8 @@ class _Chat:
             self._screen.error(str(error))
         except KeyboardInterrupt:
             self._screen.note("stopped")
-        except OSError:
-            raise  # the terminal has gone
         except Exception as error:
-            if self._debug:
+            if self._debug or terminal_has_gone(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from typing import Any, TextIO, cast
@@ -110,17 +112,15 @@ class Screen:
         """Something drawn that may be long: in the pager when it is taller than the window."""
         options = self.console.options
         rows = len(self.console.render_lines(drawing, options, pad=False))
-        pager = os.environ.get("PAGER") or "less"
-        command = shutil.which(pager.split()[0]) if pager.split() else None
-        if not self._out.isatty() or rows < self.console.size.height or command is None:
+        pager = shlex.split(os.environ.get("PAGER") or "less")
+        is_there = bool(pager) and shutil.which(pager[0]) is not None
+        if not self._out.isatty() or rows < self.console.size.height or not is_there:
             self.show(drawing)
             return
         with self.console.capture() as captured:
             self.show(drawing)
-        environ = {"LESS": "FRX", **os.environ}  # colours, and leave the text on the screen
-        subprocess.run(
-            [command, *pager.split()[1:]], input=captured.get().encode(), env=environ, check=False
-        )
+        if not _paged(pager, captured.get()):
+            self.show(drawing)
 
     def clear(self) -> None:
         """Clear the window."""
@@ -133,6 +133,19 @@ class Screen:
     def error(self, text: str) -> None:
         """One line that says what went wrong."""
         self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._alarm))
+
+
+def _paged(pager: list[str], text: str) -> bool:
+    """Show a text in the pager, whose own Ctrl-C is; false where it can't be started."""
+    environ = {"LESS": "FRX", **os.environ}  # colours, and leave the text on the screen
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # a program that is run starts afresh
+    try:
+        subprocess.run(pager, input=text.encode(), env=environ, check=False)
+    except OSError:
+        return False
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return True
 
 
 class _Counted:

@@ -6,11 +6,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.profile import Profile
+from sirchat.profile import Profile, as_typed
 from sirchat.settings import FIXED
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme
-from sirchat.yaml12 import yaml_line
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
@@ -20,7 +19,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
         value = getattr(profile, name)
         mark = "·" if name in FIXED else " "
         mark = "*" if value != field.default else mark
-        shown = yaml_line(name, value).partition(":")[2].strip()
+        shown = shorten(as_typed(value), 60)
         cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
         table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
     legend = "* is not as built in; · holds for the whole conversation; /set NAME VALUE changes"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from sirchat.errors import SettingError, nearest, shown
 from sirchat.events import Event, Forgot, Notice, Switched, TurnDone
-from sirchat.profile import Profile, allowed, parse_value
+from sirchat.profile import Profile, allowed, as_typed, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
 from sirchat.settings import FIXED, option_names
+from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
+from sirchat.ui.text import shorten
 from sirchat.yaml12 import parse_scalar
 
 _OF_THE_SCREEN = ("panel", "theme")
@@ -36,14 +38,14 @@ class Switching:
         profile = self._session.profile
         self._refuse_unknown(name)
         if not text:
-            self._screen.note(f"{name} is {_shown(getattr(profile, name))}")
+            self._screen.note(f"{name} is {as_typed(getattr(profile, name))}")
         elif name not in Profile.model_fields:
             value = None if text.lower() == "none" else parse_scalar(text)
             options = {**profile.policy_options, name: value}
             self._apply(source, f"{name} is {text} already", policy_options=options)
         else:
             value = parse_value(name, text)
-            self._apply(source, f"{name} is {_shown(value)} already", **{name: value})
+            self._apply(source, f"{name} is {as_typed(value)} already", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
         """Remember by another policy, or by the same one with other options."""
@@ -77,10 +79,10 @@ class Switching:
         self._refuse_unknown(name)
         if name in Profile.model_fields:
             field = Profile.model_fields[name]
-            value = _shown(getattr(profile, name))
+            value = as_typed(getattr(profile, name))
             return f"{name} is {value}: {field.description} It is {allowed(name)}."
         option = profile.policy_options.get(name, "at its default")
-        return f"{name} is {_shown(option)}: an option of policy {profile.policy}"
+        return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 
     def _refuse_unknown(self, name: str) -> None:
         """Raise SettingError unless `name` is a setting or an option of the policy."""
@@ -93,13 +95,14 @@ class Switching:
         """Switch, and say what changed and what was forgotten; `otherwise` if nothing did."""
         changed: list[str] = []
         gone = back = 0
-        for event in self._session.switch(source, **updates):
-            self._say(event)
-            if isinstance(event, Switched):
-                changed.append(event.what)
-                back += event.restored
-            elif isinstance(event, Forgot):
-                gone += len(event.positions)
+        with Interrupt() as interrupted:
+            for event in self._session.switch(source, interrupted, **updates):
+                self._say(event)
+                if isinstance(event, Switched):
+                    changed.append(event.what)
+                    back += event.restored
+                elif isinstance(event, Forgot):
+                    gone += len(event.positions)
         self._screen.use_theme(self._session.profile.theme)
         if not changed:
             self._screen.note(otherwise)
@@ -111,19 +114,9 @@ class Switching:
 
     def _say(self, event: Event) -> None:
         if isinstance(event, Switched):
-            self._screen.note(f"{event.what}: {_shown(event.old)} -> {_shown(event.new)}")
+            old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
+            self._screen.note(f"{event.what}: {old} -> {new}")
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):
             self._screen.note(event.text)
-
-
-def _shown(value: object) -> str:
-    """A value as it would be typed."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        return ", ".join(f"{k}={_shown(v)}" for k, v in value.items()) or "none"
-    return str(value)

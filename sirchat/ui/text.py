@@ -97,6 +97,12 @@ def displayable(text: str) -> str:
     return DisplayFilter().push(text)
 
 
+def shorten(text: str, length: int) -> str:
+    """A text of at most so many characters on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
 def displayable_line(text: str) -> str:
     """A whole text on one line: for names, errors and notices."""
     return " ".join(displayable(text).split())
