@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.policies.base import Policy
 from sirchat.profile import Profile
-from sirchat.settings import has_effect
 
 Positions = NDArray[np.int64]
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
@@ -117,7 +117,7 @@ def take_snapshot(
         seen=ledger.seen,
         recalled=0,
         speed=speed,
-        threshold=_threshold(ledger, leaving, profile),
+        threshold=_threshold(ledger, leaving, engine.memory.policy),
         next_to_go=tuple(leaving.tolist()),
         rows=token_rows(ledger, held[slots], texts, profile.sinks),
         slots=tuple(slots.tolist()),
@@ -160,8 +160,9 @@ def _slots(ledger: Ledger, held: Positions, leaving: Positions, strongest: int |
     return np.union1d(best, np.searchsorted(held, leaving[:_GLANCE_LEAVING]))
 
 
-def _threshold(ledger: Ledger, leaving: Positions, profile: Profile) -> float | None:
-    if not len(leaving) or ledger.seen == ledger.held_count or not has_effect(profile, "decay"):
+def _threshold(ledger: Ledger, leaving: Positions, policy: Policy) -> float | None:
+    """A policy that takes the decay into account goes by surprisal."""
+    if not len(leaving) or ledger.seen == ledger.held_count or "decay" not in policy.uses:
         return None
     return float(np.exp(ledger.log_score_of(leaving).max()))
 

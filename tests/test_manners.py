@@ -372,6 +372,9 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
     shell.wait_prompt()
     _begin(shell)
     shell.send(CTRL_Z)
+    shell.wait_screen("READY#$")
+    assert not shell.screen.cursor.hidden
+    assert shell.raw.rfind(b"\x1b[?2004l") > shell.raw.rfind(b"\x1b[?2004h")
     shell.command("stty -a | diff - before && echo no difference")
     shell.wait_screen("no difference")
     shell.command("fg")
@@ -423,3 +426,68 @@ def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
         line = " ".join(chat.text.split())
         assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
         assert not chat.screen.cursor.hidden
+
+
+# --- what a first version got wrong
+
+
+def test_an_empty_paste_is_none_and_a_paste_edited_away_neither(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.paste("")
+    assert "turns" in chat.ask("/stats")
+    chat.wait_prompt()
+    chat.paste("/")
+    chat.send("\x7f")
+    assert "turns" in chat.ask("/stats")
+
+
+def test_quotes_around_nothing_say_nothing_and_text_may_follow_a_block(chat: Terminal) -> None:
+    chat.ask("/reset")
+    chat.wait_prompt()
+    chat.send('""""""' + ENTER)
+    chat.settle()
+    assert " 0/" in chat.lines[-1]
+    assert " out" in chat.ask('"""hi""" he said')
+
+
+def test_the_toolbar_follows_the_theme(chat: Terminal) -> None:
+    chat.ask("/set theme none")
+    chat.settle()
+    before = len(chat.raw)
+    chat.ask("/stats")
+    chat.settle()
+    assert b"\x1b[0;90m" not in chat.raw[before:]
+    chat.ask("/set theme auto")
+
+
+def test_a_history_that_can_no_longer_be_written_is_done_without(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.wait_prompt()
+        shutil.rmtree(tmp_path / "state")
+        (tmp_path / "state").write_text("in the way", encoding="utf-8")
+        assert "turns" in chat.ask("/stats")
+        assert "turns" in chat.ask("/stats")
+        assert "Exception" not in chat.everything
+        assert chat.leave() == 0
+
+
+def test_ctrl_c_in_the_pager_is_the_pagers_own(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text("#!/bin/sh\ntrap 'echo caught' INT\necho here\nread x </dev/tty\necho done\n")
+    pager.chmod(0o700)
+    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
+        chat.say("/set")
+        chat.wait("here")
+        chat.send(CTRL_C)
+        chat.wait("caught")
+        chat.wait_prompt()
+        assert chat.leave() == 0
+
+
+def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text("no program")
+    pager.chmod(0o700)
+    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
+        assert "max_new_tokens" in chat.ask("/set")
+        assert chat.leave() == 0
