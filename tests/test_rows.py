@@ -44,7 +44,7 @@ def test_a_row_ends_behind_the_last_space_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size", "wait"), [(0.0, 0, 1 / 8), (0.0, 6_000, 0.5), (0.02, 100, 0.8)]
+    ("seconds", "size", "wait"), [(0.0, 0, 1 / 8), (0.0, 6_000, 0.5), (0.02, 100, 1.0)]
 )
 def test_long_or_slow_frames_come_less_often(
     seconds: float, size: int, wait: float, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sirchat.events import Delta, Event, Forgot, Notice, Reading, TurnDone
 from sirchat.session import Session
+from sirchat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
 from sirchat.ui.glance import draw_glance
 from sirchat.ui.pace import Pace
@@ -22,9 +23,6 @@ from sirchat.ui.rows import take_rows
 from sirchat.ui.screen import Screen
 from sirchat.ui.summary import describe_round
 from sirchat.ui.text import DisplayFilter
-
-GLANCE_ROWS = 200
-"""Held tokens that the small panel chooses from: the strongest."""
 
 FLASHES = 200
 """Tokens that have just left, of which a frame shows the strongest, struck out."""
@@ -79,10 +77,13 @@ class LiveTurn:
 
     def _delta(self, text: str) -> None:
         self._line += self._filter.push(text)
-        if self._draws_memory and not self._streams:
-            self._draw_when_due()
-        else:  # once begun it goes on to the end, so that no row is broken
+        if self._streams or self._session.profile.panel != "live":
             self._stream()
+        elif self._pace.is_due():  # asked first: it costs nothing, and this is every token's way
+            if self._screen.is_plain:
+                self._stream()  # once begun it goes on to the end, so that no row is broken
+            else:
+                self._draw_in_time()
 
     def _forgot(self, event: Forgot) -> None:
         if self._draws_memory:
@@ -98,8 +99,7 @@ class LiveTurn:
         self._end_answer()
         self._note(describe_round(self._user, turn, self._session.budget))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
-            view = self._session.snapshot(strongest=GLANCE_ROWS)
-            self._screen.show(draw_glance(view, self._screen.theme, self._screen.width))
+            self._screen.show(draw_glance(self._glance(), self._screen.theme, self._screen.width))
 
     def _note(self, text: str) -> None:
         if self._live is None:
@@ -108,8 +108,10 @@ class LiveTurn:
             self._notes.append(text)
 
     def _draw_when_due(self) -> None:
-        if self._screen.is_plain or not self._pace.is_due():
-            return
+        if self._pace.is_due() and not self._screen.is_plain:
+            self._draw_in_time()
+
+    def _draw_in_time(self) -> None:
         start, written = time.perf_counter(), self._screen.written
         self._draw()
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
@@ -142,11 +144,14 @@ class LiveTurn:
         if self._reading is not None:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
         if self._draws_memory:
-            view = self._session.snapshot(strongest=GLANCE_ROWS)
             flash = self._session.tokens(sorted(self._gone))
-            parts.append(draw_glance(view, theme, width, flash=flash))
+            parts.append(draw_glance(self._glance(), theme, width, flash=flash))
             self._gone = []
         return parts
+
+    def _glance(self) -> Snapshot:
+        """The memory, with as many of its tokens as three rows may have room for."""
+        return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
         """Take the region away, and write what it still held of the answer."""

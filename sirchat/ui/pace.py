@@ -7,7 +7,7 @@ import time
 FRAME_SECONDS = 1 / 8
 BYTES_PER_SECOND = 12_000
 """What the frames may write; the answer's own text comes on top."""
-TIME_SHARE = 1 / 40
+TIME_SHARE = 1 / 50
 """Of the time, drawing takes no more than this."""
 
 
