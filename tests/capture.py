@@ -30,8 +30,8 @@ TURNS = (
     "Tell me a joke.",
     "My favourite colour is green.",
     "/policy entropy",
-    "/budget 96",
     "What is my name?",
+    "/budget 96",
     "/panel turn",
     "What is my cat called and where do I live?",
 )

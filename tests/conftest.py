@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
+
 import pytest
 import torch
 from hypothesis import settings
