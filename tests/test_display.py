@@ -82,7 +82,7 @@ def _said(shown: str) -> list[str]:
 def test_a_reply_is_streamed_with_the_gauge_beneath_it(chat: Terminal) -> None:
     chat.ask("/set max_new_tokens 100000")
     chat.say("Go on.")
-    chat.wait_screen(_reply().split()[0])
+    chat.wait(re.escape(_reply().split()[0]))
     chat.wait_screen(rf"[a-z].*\n── entropy · .*\n{_GAUGE}.*\nturns ██ ")
     assert " out, " not in chat.text
     assert chat.screen.cursor.hidden

@@ -336,8 +336,10 @@ class _Shell(Terminal):
     def command(self, line: str) -> None:
         """Type a command line, at the shell's prompt."""
         self.wait_screen(r"READY#$")
+        before = len(self.raw)
         self.send(f"clear; {line}\r")
-        self.until(lambda: "READY#" not in self.text)
+        # Until the screen was cleared, behind the line's echo; the command may have ended by then.
+        self.until(lambda: b"\x1b[" in self.raw[before:].partition(b"\n")[2])
 
     def signal(self, number: int) -> None:
         """Signal whatever runs in the foreground."""
