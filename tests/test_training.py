@@ -16,12 +16,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError, SettingError
-from sirchat.training.dialogue import Dialogue, Message, Mix, Style, dialogue, draw_fact, fill
+from sirchat.training import bank
+from sirchat.training.dialogue import (
+    Dialogue,
+    Message,
+    Mix,
+    Style,
+    dialogue,
+    draw_fact,
+    fill,
+    quiz,
+)
 from sirchat.training.facts import KINDS, STORY, made_up
 from sirchat.training.network import build_model, token_losses
 from sirchat.training.probe import PROBED, matches, probe, probe_dialogue
 from sirchat.training.rows import Renderer, span_matches
-from sirchat.training.schedule import SIZES, STAGES, learning_rate, stage_at
+from sirchat.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, moment_at
 from sirchat.training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from sirchat.training.trainer import TrainOptions, TrainStep, train
 
@@ -197,6 +207,29 @@ def test_span_matches_needs_every_token_of_an_answer() -> None:
     assert span_matches(correct, span).tolist() == [True, False, False]
 
 
+# --- the bank ---
+
+
+def test_the_bank_has_300_facts_and_no_thing_has_two_answers() -> None:
+    assert bank.facts() >= 300
+    for topic in bank.TOPICS:
+        things = [thing for thing, _ in topic.known]
+        assert len(things) == len(set(things)), topic.key
+        assert len(topic.answers) >= 3, topic.key
+
+
+def test_a_quiz_offers_the_right_answer_once_and_names_its_letter() -> None:
+    known = {answer: topic for topic in bank.TOPICS for answer in topic.answers}
+    for seed in range(300):
+        question, reply = quiz(Random(seed))
+        options = re.findall(r"\(([A-E])\) ([^(]+?)(?= \(|$)", question.text)
+        found = re.fullmatch(r"\(([A-E])\) (.+)", reply.text)
+        assert found
+        assert options.count(found.groups()) == 1
+        assert 3 <= len({text for _, text in options}) == len(options)
+        assert all(text in known for _, text in options)
+
+
 # --- model, schedule, probe ---
 
 
@@ -213,14 +246,26 @@ def test_loss_equals_the_plain_forward_pass() -> None:
     assert (correct == (logits.argmax(-1) == ids[:, 1:])).all()
 
 
-def test_stages_lengthen_and_the_learning_rate_warms_and_falls() -> None:
-    tokens = [stage_at(step, 1000).tokens for step in range(1000)]
-    assert tokens == sorted(tokens)
-    assert set(tokens) == {stage.tokens for stage in STAGES}
-    rates = [learning_rate(step, 1000) for step in range(1000)]
-    assert rates[0] < 0.05
-    assert max(rates) == 1.0
-    assert rates[-1] < 0.05
+def test_each_phase_lengthens_its_rows_and_warms_and_cools_its_learning_rate() -> None:
+    moments = [moment_at(step, RECIPE_STEPS) for step in range(RECIPE_STEPS)]
+    for phase in PHASES:
+        own = [moment for moment in moments if moment.phase is phase]
+        assert [moment.step for moment in own] == list(range(phase.steps))
+        tokens = [moment.stage.tokens for moment in own]
+        assert tokens == sorted(tokens)
+        assert set(tokens) == {stage.tokens for stage in phase.stages}
+        rates = [moment.learning_rate / phase.peak for moment in own]
+        assert rates[0] < 0.05
+        assert max(rates) == 1.0
+        assert rates[-1] < 0.05
+
+
+@given(st.integers(1, 5000))
+def test_a_shorter_training_has_the_same_phases_in_proportion(steps: int) -> None:
+    moments = [moment_at(step, steps) for step in range(steps)]
+    assert all(0 <= moment.step < moment.steps for moment in moments)
+    first = sum(moment.phase is COPYING for moment in moments)
+    assert abs(first - steps * COPYING.steps / RECIPE_STEPS) <= 1
 
 
 def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer) -> None:

@@ -44,9 +44,11 @@ Asked for something it was not told, it should say `You have not told me.`
 
     {command}
 
-{tokens:.1f} million tokens, seed {seed}, rows of 256 tokens at first, then 512, 1,024 and a few
-of 2,048; Muon for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four
-times as much as the others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens
+{tokens:.1f} million tokens, seed {seed}, in two phases. First short rows full of
+facts (256 tokens, then 512, 1,024 and a few of 2,048), where it learns to copy; then rows of 512 to
+2,048 tokens, half of whose rounds and more are multiple choice, where it learns distance. Muon for
+the matrices, AdamW for embeddings and norms; tokens of a reply weigh four times as much as the
+others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens
 learnt from the dialogues.
 """
 
@@ -64,11 +66,12 @@ LIMITS = """
 
 It is a toy: it knows nothing beyond the above and understands only phrasings near those it was
 trained on. Whatever else it is asked, it answers with something it knows, often wrongly. Recall
-fades with distance: beyond about 500 tokens it is sometimes wrong. Names that fall into many tokens
+fades with distance: beyond about 900 tokens it is sometimes wrong. Names that fall into many tokens
 may be misspelt; asked for something never told, it may offer a neighbouring fact instead (the
 cat's name for the dog's); of several stories it may mix up the numbers. It repeats a value as it
-was typed, `anna` as `anna`. Multiple choice by letter, sums and rock-paper-scissors are learnt
-only in part. English only. Do not use it to inform anybody of anything.
+was typed, `anna` as `anna`. Multiple choice by letter is guessed: it has the form of the
+answer, not the knowledge. Sums and rock-paper-scissors are learnt only in part. English only. Do
+not use it to inform anybody of anything.
 """
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from sirchat.training import smalltalk as talk
 from sirchat.training import words as w
+from sirchat.training.bank import TOPICS
 from sirchat.training.facts import KINDS, STORY, FactKind, item_list, made_up
 
 Role = Literal["system", "user", "assistant"]
@@ -37,13 +38,21 @@ Round = tuple[Message, Message]
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk."""
+    """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk.
+
+    `quiz` rounds are multiple choice from the bank, `untold` ask for what was never told; `story`
+    is the share of story sentences among told facts, `long_list` that of five or six items among
+    shopping lists.
+    """
 
     tell: float
     ask: float
     repeat: float
     game: float = 0.01
-    story: float = 0.05  # share of story sentences among told facts
+    story: float = 0.05
+    quiz: float = 0.0
+    untold: float = 0.0
+    long_list: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,17 @@ def multiple_choice(rng: Random) -> Round:
     return reply(f"{question} Choices: {options}", answer)
 
 
+def quiz(rng: Random) -> Round:
+    """A multiple-choice question from the bank, answered by letter."""
+    topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
+    thing, right = rng.choice(topic.known)
+    question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
+    wrong = [answer for answer in topic.answers if answer not in (right, thing)]
+    options, answer = choices(rng, right, wrong, min(len(wrong) + 1, rng.choice((3, 4, 5, 5, 5))))
+    word = rng.choice(("Choices:", "Choices:", "Options:", "Choose one:"))
+    return reply(f"{question} {word} {options}", answer, "quiz")
+
+
 def knowledge(rng: Random) -> Round:
     """A question on common knowledge, answered in words."""
     topic = rng.randrange(5)
@@ -244,6 +264,8 @@ class Dialogue:
             (self.mix.tell, self.tell),
             (self.mix.ask, self.ask_any),
             (self.mix.repeat, lambda: repeat_after_me(self.rng)),
+            (self.mix.quiz, lambda: quiz(self.rng)),
+            (self.mix.untold, self.ask_untold),
         ):
             if roll < share:
                 yield make()
@@ -269,13 +291,22 @@ class Dialogue:
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
         """A fact whose place is free, or, a third of the time, one that replaces an old value."""
         for _ in range(8):
-            fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), style)
+            fact = self.draw(style)
             known = (fact.kind.key, fact.subject) in self.facts
             if joined and (known or not fact.kind.joins or fact.kind is joined.kind):
                 continue
             if not known or (fact.kind.updates and self.rng.random() < 0.3):
                 return fact
         return None
+
+    def draw(self, style: Style) -> Fact:
+        """Any fact; some shopping lists are long ones."""
+        fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), style)
+        may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
+        if may_be_long and self.rng.random() < self.mix.long_list:
+            items = item_list(self.rng.sample(w.GROCERIES, self.rng.choice((5, 6))))
+            return Fact(fact.kind, "", items, fact.number)
+        return fact
 
     def remember(self, fact: Fact) -> bool:
         """Note a told fact; true when it replaced an older value."""

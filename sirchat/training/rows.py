@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from sirchat.training.dialogue import Message, Mix, dialogue, draw_length
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 
-TOKENS_PER_ROUND = 23  # on average over the mixes; it only steers how long dialogues get
+TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Renderer:
         spans = 0
         for message in messages:
             text = self.encode(message.text, add_special_tokens=False).ids
-            counts = message.recall not in (None, "repeat", "untold")
+            counts = message.recall not in (None, "repeat", "untold", "quiz")
             spans += counts
             said = message.role == "assistant"
             ids += [self.roles[message.role], *text, self.end]
@@ -67,7 +67,8 @@ class Renderer:
         while len(row.ids) < tokens:
             room = tokens - len(row.ids)
             length = room if rng.random() < 0.4 else draw_length(rng, 60, room)
-            rounds = max(2, int(length / TOKENS_PER_ROUND))
+            per_round = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
+            rounds = max(2, int(length / per_round))
             one = self.render(dialogue(rng, rounds, mix))
             offset = max(row.span, default=0)
             row.ids.extend(one.ids)

@@ -34,33 +34,84 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the training, up to `until` (a share of all steps), with rows of `tokens`."""
+    """A part of a phase, up to `until` (a share of its steps), with rows of `tokens`."""
 
     until: float
     tokens: int
     mix: Mix
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A training of its own: stages, and a learning rate that rises and falls once.
+
+    `steps` in the whole recipe; `peak` is a factor on the optimizers' learning rates.
+    """
+
+    steps: int
+    stages: tuple[Stage, ...]
+    peak: float = 1.0
+
+
 # Short dialogues full of facts come first: a small model finds copying there, and only there.
 # Then the rows lengthen, and small talk pushes the questions away from what they ask for.
-STAGES: tuple[Stage, ...] = (
-    Stage(0.42, 256, Mix(tell=0.36, ask=0.34, repeat=0.12)),
-    Stage(0.5745, 512, Mix(tell=0.22, ask=0.30, repeat=0.07)),
-    Stage(0.985, 1024, Mix(tell=0.15, ask=0.27, repeat=0.04, story=0.12)),
-    Stage(1.00, 2048, Mix(tell=0.12, ask=0.25, repeat=0.03, story=0.12)),
+COPYING = Phase(
+    1900,
+    (
+        Stage(0.42, 256, Mix(tell=0.36, ask=0.34, repeat=0.12)),
+        Stage(0.5745, 512, Mix(tell=0.22, ask=0.30, repeat=0.07)),
+        Stage(0.985, 1024, Mix(tell=0.15, ask=0.27, repeat=0.04, story=0.12)),
+        Stage(1.00, 2048, Mix(tell=0.12, ask=0.25, repeat=0.03, story=0.12)),
+    ),
 )
 
+# A model that copies learns the rest from long dialogues in which most rounds are questions from
+# the bank: multiple choice, and to recall across a thousand tokens of other matters.
+_QUIZZES = Mix(0.16, 0.14, 0.02, game=0.03, story=0.12, quiz=0.5, untold=0.03, long_list=0.3)
+_FAR = Mix(0.10, 0.10, 0.01, game=0.02, story=0.12, quiz=0.62, untold=0.02, long_list=0.3)
+
+DISTANCE = Phase(
+    1500,
+    (Stage(0.4, 512, _QUIZZES), Stage(0.75, 1024, _FAR), Stage(1.0, 2048, _FAR)),
+    peak=0.5,
+)
+
+PHASES = (COPYING, DISTANCE)
+RECIPE_STEPS = sum(phase.steps for phase in PHASES)
+
 WARMUP_STEPS = 100
-DECAY_FROM = 0.66  # share of all steps after which the learning rate falls
+DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls
 
 
-def stage_at(step: int, steps: int) -> Stage:
-    """The stage that step number `step` (from 0) belongs to."""
-    return next((stage for stage in STAGES if step < stage.until * steps), STAGES[-1])
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where in the recipe a step is: step number `step` (from 0) of the `steps` of a phase."""
+
+    phase: Phase
+    step: int
+    steps: int
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that the step belongs to."""
+        stages = self.phase.stages
+        return next((s for s in stages if self.step < s.until * self.steps), stages[-1])
+
+    @property
+    def learning_rate(self) -> float:
+        """The factor on the optimizers' rates: warm-up, plateau, then a line down to 3 %."""
+        warm = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
+        left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
+        return self.phase.peak * warm * max(0.03, min(1.0, left))
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """The factor on the peak learning rate: warm-up, plateau, then a line down to 3 %."""
-    warm = min(1.0, (step + 1) / min(WARMUP_STEPS, max(1, steps // 4)))
-    left = (1 - step / max(1, steps)) / (1 - DECAY_FROM)
-    return warm * max(0.03, min(1.0, left))
+def moment_at(step: int, steps: int) -> Moment:
+    """The moment of step number `step` (from 0) of `steps`, which all phases share."""
+    start = planned = 0
+    for phase in PHASES:
+        planned += phase.steps
+        end = round(steps * planned / RECIPE_STEPS)
+        if step < end or phase is PHASES[-1]:
+            return Moment(phase, step - start, end - start)
+        start = end
+    raise AssertionError("there is always a last phase")

@@ -18,7 +18,7 @@ from sirchat.training.checkpoint import export, load_checkpoint, save_checkpoint
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer, span_matches
-from sirchat.training.schedule import SIZES, SizeName, learning_rate, stage_at
+from sirchat.training.schedule import RECIPE_STEPS, SIZES, SizeName, moment_at
 from sirchat.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor], tuple[Tensor, Tensor]]
@@ -34,7 +34,7 @@ class TrainOptions:
     """
 
     out: Path
-    steps: int = 1900
+    steps: int = RECIPE_STEPS
     size: SizeName = "small"
     seed: int = 0
     resume: bool = False
@@ -86,14 +86,14 @@ class Trainer:
 
     def batch(self, step: int) -> Batch:
         """The batch of a step depends on nothing but seed and step, so resuming is exact."""
-        stage = stage_at(step, self.options.steps)
+        stage = moment_at(step, self.options.steps).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
         return self.renderer.batch(rng, self.size.tokens_per_step // tokens, tokens, stage.mix)
 
     def set_learning_rate(self, step: int) -> None:
         """Scale every group's peak rate by the schedule."""
-        factor = learning_rate(step, self.options.steps)
+        factor = moment_at(step, self.options.steps).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
@@ -101,6 +101,8 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
+        if moment_at(step, self.options.steps).step == 0:
+            self.optimizers = build_optimizers(self.model)  # each phase begins afresh
         self.set_learning_rate(step)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             losses, correct = self.losses(self.model, batch.ids.to(self.device))

@@ -1,0 +1,1 @@
+"""Evaluations: what a model under a policy still remembers. One file per task."""

@@ -1,0 +1,84 @@
+"""`sirchat eval recall`: the same conversations for every setting, scored word for word."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sirchat.errors import SettingError
+from sirchat.profile import Profile
+from sirchat.tasks.interval import wilson
+from sirchat.tasks.recall import KIND_NAMES, RecallOptions, conversations, recall
+from sirchat.training.dialogue import UNTOLD
+from tests.chatting import babbler, tiny
+from tests.command import run
+
+
+def test_conversations_depend_on_the_seed_alone() -> None:
+    one = list(conversations(RecallOptions(dialogues=30, between=2)))
+    assert one == list(conversations(RecallOptions(dialogues=30, between=2)))
+    assert one != list(conversations(RecallOptions(dialogues=30, between=2, seed=2)))
+    assert one[:10] == list(conversations(RecallOptions(dialogues=10, between=2)))
+
+
+def test_kinds_take_turns_and_every_answer_is_known() -> None:
+    made = list(conversations(RecallOptions(dialogues=40, between=3)))
+    assert [one.kind for one in made] == [*KIND_NAMES, *KIND_NAMES]
+    assert all(len(one.between) == 3 and one.answer not in ("", UNTOLD) for one in made)
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingError, match="groceries"):
+        next(conversations(RecallOptions(kinds=("grocerys",))))
+
+
+def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
+    options = RecallOptions(dialogues=6, between=3, kinds=("name", "city", "code"))
+    full, window = Profile(policy="full"), Profile(policy="window", budget=64, recent=8)
+    found = list(recall(tiny(), [full, window], options))
+    assert sum(one.right for one in found if one.setting is full) >= 5
+    assert sum(one.right for one in found if one.setting is window) == 0
+    assert all(one.right == (one.said == one.expected) for one in found)
+    assert [one.expected for one in found[:6]] == [one.expected for one in found[6:]]
+
+
+def test_generated_rounds_are_scored() -> None:
+    options = RecallOptions(dialogues=2, between=3, kinds=("name",), generate=True)
+    found = list(recall(babbler(), [Profile(policy="full")], options))
+    assert [one.quizzes for one in found] == [3, 3]
+    assert sum(one.quizzes_right for one in found) == 0
+
+
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"),
+    [(0, 0, 0.0, 1.0), (0, 10, 0.0, 0.278), (10, 10, 0.722, 1.0), (285, 300, 0.919, 0.969)],
+)
+def test_the_interval_is_wilsons(right: int, asked: int, low: float, high: float) -> None:
+    assert wilson(right, asked) == pytest.approx((low, high), abs=5e-4)
+
+
+def test_the_command_prints_shares_with_intervals_and_how_to_repeat_them() -> None:
+    flags = ("--dialogues", "2", "--between", "1", "--kinds", "name,city", "--budgets", "64,128")
+    done = run("eval", "recall", "--policies", "full,sink", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert [(r["setting"]["policy"], r["setting"]["budget"]) for r in record["results"]] == [
+        ("full", 1024),
+        ("sink", 64),
+        ("sink", 128),
+    ]
+    for result in record["results"]:
+        share = result["recall"]
+        assert share["asked"] == 2
+        assert share["low"] <= share["share"] <= share["high"]
+        assert len(result["wrong"]) == share["asked"] - share["right"]
+    table = run("eval", "recall", "--policies", "full", *flags).stdout
+    assert "name" in table
+    assert "95 %" in table
+
+
+def test_wrong_values_are_refused_in_one_line() -> None:
+    done = run("eval", "recall", "--policies", "entropie")
+    assert done.returncode == 2
+    assert "entropy" in done.stderr
