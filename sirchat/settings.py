@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from sirchat.engine import Memory
@@ -62,10 +62,9 @@ def has_effect(profile: Profile, setting: str) -> bool:
     return setting in made.uses or setting in (field.name for field in fields(made))
 
 
-def option_names(profile: Profile) -> list[str]:
-    """The options of a profile's policy, but those that are settings of their own."""
-    made = policy_class(profile.policy)
-    return [field.name for field in fields(made) if field.name not in Profile.model_fields]
+def options_of(policy: str) -> list[Field[Any]]:
+    """The options of a policy, but those that are settings of their own."""
+    return [f for f in fields(policy_class(policy)) if f.name not in Profile.model_fields]
 
 
 def build_memory(profile: Profile) -> Memory:

@@ -6,10 +6,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging as transformers_logging
+
+from tests.chatting import save_babbler
 
 settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
 settings.load_profile("sirchat")
@@ -19,6 +23,18 @@ settings.load_profile("sirchat")
 def _one_quiet_thread() -> None:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the files of a module's chats."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that never stops speaking."""
+    return str(save_babbler(tmp_path_factory.mktemp("babbler")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

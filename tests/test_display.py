@@ -38,17 +38,6 @@ _GAUGE = r"━+─* +[\d,]+/1,024 held"
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that never stops speaking."""
-    return str(save_babbler(tmp_path_factory.mktemp("babbler")))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def shared(home: Path, endless: str) -> Iterator[Shared]:
     chats = Shared(lambda: Terminal("--model", endless, home=home))
     yield chats

@@ -14,23 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chatting import save_babbler
 from tests.terminal import Shared, Terminal, pager_into
 
 ESCAPE, ENTER, UP = "\x1b", "\r", "\x1b[A"
 CTRL_C, CTRL_D, CTRL_R, CTRL_Z = "\x03", "\x04", "\x12", "\x1a"
 NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that never stops speaking."""
-    return str(save_babbler(tmp_path_factory.mktemp("babbler")))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
@@ -326,12 +314,12 @@ def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(chat: Termina
 class _Shell(Terminal):
     """A shell with job control, and a chat in it."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, program: str = "-m sirchat") -> None:
         flags = ("--norc", "--noprofile", "--noediting", "-i")
         super().__init__("bash", *flags, home=folder, environ={"PS1": "READY# "})
         self._folder = folder
         self.command(f"cd {folder}; stty -a > before")
-        self.command(f"{sys.executable} -m sirchat --model {model} --max-new-tokens 100000")
+        self.command(f"{sys.executable} {program} --model {model} --max-new-tokens 100000")
 
     def command(self, line: str) -> None:
         """Type a command line, at the shell's prompt."""
@@ -417,11 +405,17 @@ def test_sigterm_ends_a_prompt(shell: _Shell) -> None:
     assert shell.code() == 128 + signal.SIGTERM
 
 
-def test_ctrl_c_ends_the_loading(shell: _Shell) -> None:
-    shell.wait_screen(r"(?m)^loading ")
-    shell.send(CTRL_C)
-    assert shell.code() == 130
-    assert "loading" not in shell.text
+def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\nimport sirchat.__main__ as program\nimport sirchat.model as model\n"
+        "model.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
+    )
+    with _Shell(tmp_path, endless, str(slow)) as shell:
+        shell.wait_screen(r"(?m)^loading ")
+        shell.send(CTRL_C)
+        assert shell.code() == 130
+        assert "loading" not in shell.text
 
 
 def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:

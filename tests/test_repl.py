@@ -16,11 +16,6 @@ from tests.terminal import Shared, Terminal, pager_into
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pager was given last."""
     return tmp_path_factory.mktemp("pager") / "paged"

@@ -16,13 +16,10 @@ from sirchat.events import TurnDone
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
-from sirchat.training.dialogue import Dialogue, Fact, Mix, Style, draw_fact, quiz
-from sirchat.training.facts import KINDS, STORY
+from sirchat.training.dialogue import Dialogue, Style, draw_fact, quiz
+from sirchat.training.probe import PROBED, QUIET
 
-KIND_NAMES = tuple(kind.key for kind in (*KINDS, STORY))
-
-_KINDS = {kind.key: kind for kind in (*KINDS, STORY)}
-_QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
+KIND_NAMES = tuple(PROBED)
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def conversations(options: RecallOptions) -> Iterator[Conversation]:
     Raises SettingError for an unknown kind.
     """
     for kind in options.kinds:
-        if kind not in _KINDS:
+        if kind not in PROBED:
             raise SettingError(
                 f"there is no kind of fact {kind!r}; there are {', '.join(KIND_NAMES)}",
                 hint=nearest(kind, KIND_NAMES),
@@ -102,8 +99,8 @@ def recall(
 
 
 def _conversation(kind: str, between: int, rng: Random) -> Conversation:
-    talk, style = Dialogue(rng, _QUIET), Style.draw(rng)
-    fact: Fact = draw_fact(rng, _KINDS[kind], style)
+    talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+    fact = draw_fact(rng, PROBED[kind], style)
     user, reply = talk.tell_one(fact, style)
     rounds = [quiz(rng) for _ in range(between)]
     question, answer = talk.ask((kind, fact.subject))

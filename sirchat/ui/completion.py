@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from functools import cached_property
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -13,7 +13,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.profile import Profile, choices, policy_names
 from sirchat.profile_files import list_profiles
 from sirchat.session import Session
-from sirchat.settings import FIXED
+from sirchat.settings import FIXED, options_of
 from sirchat.ui.commands import Commands
 from sirchat.ui.text import displayable_line
 
@@ -65,7 +65,7 @@ class SlashCompleter(Completer):
             case ["help" | "?"]:
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
             case ["policy"]:
-                yield from ((name, _policy_help(name)) for name in policy_names())
+                yield from self._policies
             case ["policy", name, *_]:
                 yield from ((f"{option}=", help) for option, help in _options(name))
             case ["profile"]:
@@ -77,7 +77,12 @@ class SlashCompleter(Completer):
             case ["show" | "set"]:
                 yield from self._settings()
             case ["set", name]:
-                yield from _values(name)
+                yield from self._values(name)
+
+    @cached_property
+    def _policies(self) -> list[Choice]:
+        """Asked for once: each policy's help reads the registry of plugins."""
+        return [(name, _policy_help(name)) for name in policy_names()]
 
     def _settings(self) -> Iterator[Choice]:
         for name, field in Profile.model_fields.items():
@@ -85,12 +90,11 @@ class SlashCompleter(Completer):
                 yield name, field.description or ""
         yield from _options(self._session.profile.policy)
 
-
-def _values(setting: str) -> Iterator[Choice]:
-    if setting == "policy":
-        yield from ((name, _policy_help(name)) for name in policy_names())
-    elif setting in Profile.model_fields:
-        yield from ((value, "") for value in choices(setting))
+    def _values(self, setting: str) -> Iterator[Choice]:
+        if setting == "policy":
+            yield from self._policies
+        elif setting in Profile.model_fields:
+            yield from ((value, "") for value in choices(setting))
 
 
 def _policy_help(name: str) -> str:
@@ -104,9 +108,8 @@ def _policy_help(name: str) -> str:
 def _options(policy: str) -> Iterator[Choice]:
     """The options of a policy, but those that are settings of their own."""
     try:
-        made = policy_class(policy)
+        options = options_of(policy)
     except SirchatError:
         return
-    for field in fields(made):
-        if field.name not in Profile.model_fields:
-            yield field.name, displayable_line(str(field.metadata.get("help", "")))
+    for option in options:
+        yield option.name, displayable_line(str(option.metadata.get("help", "")))

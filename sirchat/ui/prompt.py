@@ -59,7 +59,6 @@ class Prompt:
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._pasted: str | None = None
-        self._history = history
         self._toolbar = toolbar
         self._prompt: PromptSession[str] = PromptSession(
             FormattedText([("class:prompt", "> ")]),

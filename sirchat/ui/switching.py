@@ -7,7 +7,7 @@ from sirchat.events import Event, Forgot, Notice, Switched, TurnDone
 from sirchat.profile import Profile, allowed, as_typed, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
-from sirchat.settings import FIXED, option_names
+from sirchat.settings import FIXED, options_of
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
@@ -86,7 +86,8 @@ class Switching:
 
     def _refuse_unknown(self, name: str) -> None:
         """Raise SettingError unless `name` is a setting or an option of the policy."""
-        known = [*Profile.model_fields, *option_names(self._session.profile)]
+        options = options_of(self._session.profile.policy)
+        known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
             hint = nearest(name, known) or "/show lists them"
             raise SettingError(f"there is no setting {shown(name)}", hint=hint)
