@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -18,6 +18,7 @@ from sirchat.training.bank import TOPICS
 from sirchat.training.facts import KINDS, STORY, FactKind, item_list, made_up
 
 Role = Literal["system", "user", "assistant"]
+Key = tuple[str, str]  # a fact's kind and subject
 
 UNTOLD = "You have not told me."
 LETTERS = "ABCDE"
@@ -26,11 +27,17 @@ BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beat
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `recall` names the kind of fact that an answer must bring back."""
+    """One message; `recall` names the kind of fact that an answer must bring back.
+
+    `fact` is the key of the one fact that a user tells here, in the words `value`, or that a reply
+    brings back.
+    """
 
     role: Role
     text: str
     recall: str | None = None
+    fact: Key | None = None
+    value: str = ""
 
 
 Round = tuple[Message, Message]
@@ -40,9 +47,9 @@ Round = tuple[Message, Message]
 class Mix:
     """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk.
 
-    `quiz` rounds are multiple choice from the bank, `untold` ask for what was never told; `story`
-    is the share of story sentences among told facts, `long_list` that of five or six items among
-    shopping lists.
+    `game` is the share of rounds that begin a match of rock-paper-scissors. `quiz` rounds are
+    multiple choice from the bank, `untold` ask for what was never told; `story` is the share of
+    story sentences among told facts, `long_list` that of five or six items among shopping lists.
     """
 
     tell: float
@@ -146,63 +153,50 @@ def draw_kind(rng: Random, story: float) -> FactKind:
     return rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
 
 
-def choices(rng: Random, right: str, pool: list[str], count: int) -> tuple[str, str]:
-    """Lettered options `(A) … (B) …` and the right one's `(letter) word`."""
-    options = rng.sample([word for word in pool if word != right], count - 1)
-    options.append(right)
-    rng.shuffle(options)
-    lettered = [f"({LETTERS[i]}) {word}" for i, word in enumerate(options)]
-    return " ".join(lettered), lettered[options.index(right)]
-
-
-def multiple_choice(rng: Random) -> Round:
-    """A question on common knowledge, answered by letter."""
-    if rng.random() < 0.6:
-        thing, right = rng.choice(talk.WHERE)
-        pool = [place for _, place in talk.WHERE]
-        question = rng.choice((f"Where would you find a {thing}?", f"Where does a {thing} belong?"))
-    else:
-        pair = rng.choice(talk.OPPOSITES)
-        word, right = pair if rng.random() < 0.5 else pair[::-1]
-        pool = [x for both in talk.OPPOSITES for x in both if x != word]
-        question = f"What is the opposite of {word}?"
-    options, answer = choices(rng, right, pool, rng.choice((3, 4, 4, 5)))
-    return reply(f"{question} Choices: {options}", answer)
-
-
-def quiz(rng: Random) -> Round:
-    """A multiple-choice question from the bank, answered by letter."""
+def bank_question(rng: Random) -> tuple[str, str, list[str]]:
+    """A question from the bank, its answer, and the wrong answers of its topic."""
     topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
     thing, right = rng.choice(topic.known)
     question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
-    wrong = [answer for answer in topic.answers if answer not in (right, thing)]
-    options, answer = choices(rng, right, wrong, min(len(wrong) + 1, rng.choice((3, 4, 5, 5, 5))))
+    return question, right, [answer for answer in topic.answers if answer not in (right, thing)]
+
+
+def quiz(rng: Random, count: int | None = None) -> Round:
+    """A multiple-choice question from the bank: `The answer is library (B).`
+
+    With `count` options if the topic has so many, else with three to five. A letter stands behind
+    its option, and behind the answer: a small model finds what follows a word, not what leads to
+    it.
+    """
+    question, right, wrong = bank_question(rng)
+    options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
+    options.append(right)
+    rng.shuffle(options)
+    listed = ", ".join(f"{word} ({letter})" for word, letter in zip(options, LETTERS, strict=False))
     word = rng.choice(("Choices:", "Choices:", "Options:", "Choose one:"))
-    return reply(f"{question} {word} {options}", answer, "quiz")
+    letter = LETTERS[options.index(right)]
+    return reply(f"{question} {word} {listed}", f"The answer is {right} ({letter}).", "quiz")
+
+
+def open_quiz(rng: Random) -> Round:
+    """A question from the bank without options."""
+    question, right, _ = bank_question(rng)
+    return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
 
 
 def knowledge(rng: Random) -> Round:
     """A question on common knowledge, answered in words."""
-    topic = rng.randrange(5)
+    topic = rng.randrange(4)
     if topic == 0:
-        thing, place = rng.choice(talk.WHERE)
-        user = f"Where would you find a {thing}?"
-        answer = f"You would find a {thing} in the {place}."
-    elif topic == 1:
-        pair = rng.choice(talk.OPPOSITES)
-        word, other = pair if rng.random() < 0.5 else pair[::-1]
-        user, answer = f"What is the opposite of {word}?", f"The opposite of {word} is {other}."
-    elif topic == 2:
-        country, city = rng.choice(talk.CAPITALS)
-        user = f"What is the capital of {country}?"
-        answer = f"The capital of {country} is {city}."
-    elif topic == 3:
         animal, sound = rng.choice(talk.SOUNDS)
-        user, answer = f"What does a {animal} say?", f"A {animal} says {sound}."
-    else:
+        return reply(
+            Style.draw(rng).apply(f"What does a {animal} say?"), f"A {animal} says {sound}."
+        )
+    if topic == 1:
         one, two = rng.randint(0, 9), rng.randint(0, 9)
         user, answer = f"What is {one} plus {two}?", f"{one} plus {two} is {one + two}."
-    return reply(Style.draw(rng).apply(user), answer)
+        return reply(Style.draw(rng).apply(user), answer)
+    return open_quiz(rng)
 
 
 REPEATABLE: tuple[str, ...] = (
@@ -221,18 +215,44 @@ def repeat_after_me(rng: Random) -> Round:
     return reply(ask.replace("{x}", text), f"{text}.")
 
 
+def game_opening() -> str:
+    """What starts a match."""
+    return f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
+
+
+def game_round(theirs: str, told: str) -> str:
+    """What the user says between two rounds of a match."""
+    return f"I chose [{theirs}]. {told} Analyze my preferences and proceed to the next round."
+
+
+def outcome(ours: str, theirs: str) -> str:
+    """What the user says about a round that we played."""
+    if ours == theirs:
+        return "It is a tie."
+    return "You win." if BEATS[theirs] == ours else "You lose."
+
+
 def game(rng: Random) -> Iterator[Round]:
-    """Rock-paper-scissors against a player with a preference: beat what was chosen most."""
-    favourite = rng.choice(tuple(BEATS))
-    seen = dict.fromkeys(BEATS, 0)
-    user = f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
-    move = rng.choice(tuple(BEATS))
-    for _ in range(rng.randint(2, 7)):
+    """A match of rock-paper-scissors, outcomes told, now and then with a look at the habits.
+
+    The reply beats what the user chose most often; among equals, what was chosen last.
+    """
+    options = list(BEATS)
+    rng.shuffle(options)
+    weights = rng.choice(((5, 3, 2), (5, 2, 3), (6, 2, 2), (8, 1, 1), (4, 3, 3)))
+    user = game_opening()
+    move, seen = rng.choice(options), dict.fromkeys(BEATS, 0)
+    for _ in range(int(draw_length(rng, 3, 32))):
         yield reply(user, f"I choose {move}.")
-        theirs = rng.choices(tuple(BEATS), [3 if x == favourite else 1 for x in BEATS])[0]
+        theirs = rng.choices(options, weights)[0]
         seen[theirs] += 1
-        move = BEATS[max(BEATS, key=lambda x: (seen[x], x == theirs))]
-        user = f"I chose [{theirs}]. Analyze my preferences and proceed to the next round."
+        most = max(BEATS, key=lambda x: (seen[x], x == theirs))
+        user = game_round(theirs, outcome(move, theirs))
+        if rng.random() < 0.06:
+            habit = user.replace("Analyze", "What do I choose most often? Analyze")
+            yield reply(habit, f"You choose {most} most often.")
+            user = "Proceed to the next round."
+        move = BEATS[most]
 
 
 @dataclass
@@ -241,8 +261,8 @@ class Dialogue:
 
     rng: Random
     mix: Mix
-    facts: dict[tuple[str, str], Fact] = field(default_factory=dict)
-    asked: dict[tuple[str, str], int] = field(default_factory=dict)
+    facts: dict[Key, Fact] = field(default_factory=dict)
+    asked: dict[Key, int] = field(default_factory=dict)
     jokes: list[str] = field(default_factory=list)
 
     def messages(self, rounds: int) -> Iterator[Message]:
@@ -264,7 +284,7 @@ class Dialogue:
             (self.mix.tell, self.tell),
             (self.mix.ask, self.ask_any),
             (self.mix.repeat, lambda: repeat_after_me(self.rng)),
-            (self.mix.quiz, lambda: quiz(self.rng)),
+            (self.mix.quiz, self.ask_bank),
             (self.mix.untold, self.ask_untold),
         ):
             if roll < share:
@@ -322,7 +342,8 @@ class Dialogue:
         template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
         user = style.apply(spell(self.rng, fact.fill(template)))
         recall = "repeat" if fact.kind is STORY else None
-        return reply(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
+        one, other = reply(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
+        return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
 
     def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
         """Tell two facts in one message."""
@@ -354,13 +375,14 @@ class Dialogue:
         text = self.rng.choice(fact.kind.asks)
         return style.apply(spell(self.rng, fact.fill(text)))
 
-    def ask(self, key: tuple[str, str]) -> Round:
+    def ask(self, key: Key) -> Round:
         """Ask for one told fact."""
         fact = self.facts[key]
         self.asked[key] += 1
-        return reply(self.question(fact), fact.answer, fact.kind.key)
+        one, other = reply(self.question(fact), fact.answer, fact.kind.key)
+        return one, replace(other, fact=key)
 
-    def ask_both(self, one: tuple[str, str], two: tuple[str, str]) -> Round:
+    def ask_both(self, one: Key, two: Key) -> Round:
         """Ask for two told facts at once."""
         first, second = self.facts[one], self.facts[two]
         user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
@@ -369,12 +391,19 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """Ask for something that was never told."""
+        """Ask for what was never told, half of the time for a neighbour of something told."""
+        told = [fact.kind for fact in self.facts.values() if fact.kind.subject]
+        near = bool(told) and self.rng.random() < 0.5
         for _ in range(8):
-            fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), Style())
+            kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix.story)
+            fact = draw_fact(self.rng, kind, Style())
             if (fact.kind.key, fact.subject) not in self.facts:
                 return reply(self.question(fact), UNTOLD, "untold")
         return self.small_talk()
+
+    def ask_bank(self) -> Round:
+        """A question from the bank, now and then without options."""
+        return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
         """A joke that was not told yet, as long as there are any."""
@@ -389,10 +418,10 @@ class Dialogue:
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()
-        if roll < 0.22:
+        if roll < 0.24:
             return knowledge(self.rng)
         if roll < 0.30:
-            return multiple_choice(self.rng)
+            return quiz(self.rng)
         prompts, answer = self.rng.choice(talk.SMALL_TALK)
         style = Style.draw(self.rng)
         return reply(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)

@@ -1,4 +1,4 @@
-"""The tiny model: a Llama from a size, mask-free causal attention, its loss, its optimizers."""
+"""The tiny model: a Llama from a size, fast causal attention, its loss, its optimizers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def causal_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Plain causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
+    """Causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
 
-    Rows are full, so no mask tensor is needed; the fused kernel is much faster without.
+    Rows are full, so plain ones need no mask tensor; the fused kernel is much faster without.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -62,13 +64,17 @@ def build_model(
         return LlamaForCausalLM(config)
 
 
-def token_losses(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+def token_losses(
+    model: LlamaForCausalLM, ids: Tensor, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats and whether the argmax is right, both [rows, tokens].
 
-    ids: [rows, tokens + 1].
+    ids: [rows, tokens + 1]; visible: bool [rows, 1, tokens, tokens], what each token (third
+    dimension) sees, if that is not all before it.
     """
     targets = ids[:, 1:]
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    out = model.model(input_ids=ids[:, :-1], attention_mask=visible, use_cache=False)
+    hidden = out.last_hidden_state
     logits = model.lm_head(hidden)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     best = logits.detach().amax(-1)
@@ -76,9 +82,15 @@ def token_losses(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     return losses.view_as(targets), correct
 
 
-def weighted_loss(losses: Tensor, batch: Batch) -> Tensor:
-    """The mean loss, in which a token of an answer counts `ANSWER_WEIGHT` times."""
-    weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0).to(losses.device)
+def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> Tensor:
+    """The mean loss, in which a token of an answer counts `ANSWER_WEIGHT` times.
+
+    `lost` [rows, tokens + 1] marks tokens that do not count: what they say can't be known.
+    """
+    weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0)
+    if lost is not None:
+        weight = weight.masked_fill(lost[:, 1:], 0.0)
+    weight = weight.to(losses.device)
     return (losses * weight).sum() / weight.sum()
 
 

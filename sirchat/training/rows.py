@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from random import Random
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sirchat.training.dialogue import Message, Mix, dialogue, draw_length
+from sirchat.training.dialogue import Key, Message, Mix, dialogue, draw_length
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 
 TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
@@ -21,12 +21,14 @@ class Rendered:
     """One conversation as ids, as the chat template writes it.
 
     `answer[i]` is true where token i belongs to a reply (its end token included); `span[i]` numbers
-    the recall answer that token i belongs to, from 1, or is 0.
+    the recall answer that token i belongs to, from 1, or is 0. `fact[i]` numbers the fact whose
+    value token i tells, or brings back in a reply, from 1, or is 0.
     """
 
     ids: list[int]
     answer: list[bool]
     span: list[int]
+    fact: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,14 @@ class Batch:
     ids: Tensor
     answer: Tensor
     span: Tensor
+    fact: Tensor
 
 
 class Renderer:
     """Turns messages into ids, the way the chat template does, keeping track of answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
         self.encode = tokenizer.backend_tokenizer.encode
         ids = tokenizer.convert_tokens_to_ids([BOS, SYSTEM, USER, ASSISTANT, END])
         self.bos, system, user, assistant, self.end = ids
@@ -49,41 +53,51 @@ class Renderer:
 
     def render(self, messages: Iterable[Message]) -> Rendered:
         """The conversation as ids; requests to repeat do not count as recall."""
-        ids, answer, span = [self.bos], [False], [0]
-        spans = 0
+        one = Rendered([self.bos], [False], [0], [0])
+        spans, facts = 0, dict[Key, int]()
         for message in messages:
-            text = self.encode(message.text, add_special_tokens=False).ids
+            text = self.encode(message.text, add_special_tokens=False)
             counts = message.recall not in (None, "repeat", "untold", "quiz")
             spans += counts
             said = message.role == "assistant"
-            ids += [self.roles[message.role], *text, self.end]
-            answer += [False] + [said] * (len(text) + 1)
-            span += [0] + [spans * counts] * (len(text) + 1)
-        return Rendered(ids, answer, span)
+            one.ids.extend([self.roles[message.role], *text.ids, self.end])
+            one.answer.extend([False] + [said] * (len(text) + 1))
+            one.span.extend([0] + [spans * counts] * (len(text) + 1))
+            number = facts.setdefault(message.fact, len(facts) + 1) if message.fact else 0
+            tells = value_tokens(message, text.offsets)
+            one.fact.extend([0, *(number * told for told in tells), number * said])
+        return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
         """Conversations end to end until the row is full; the last one is cut."""
-        row = Rendered([], [], [])
+        row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             room = tokens - len(row.ids)
             length = room if rng.random() < 0.4 else draw_length(rng, 60, room)
             per_round = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
             rounds = max(2, int(length / per_round))
             one = self.render(dialogue(rng, rounds, mix))
-            offset = max(row.span, default=0)
             row.ids.extend(one.ids)
             row.answer.extend(one.answer)
-            row.span.extend(n + offset if n else 0 for n in one.span)
-        return Rendered(row.ids[:tokens], row.answer[:tokens], row.span[:tokens])
+            for numbers, more in ((row.span, one.span), (row.fact, one.fact)):
+                offset = max(numbers, default=0)
+                numbers.extend(n + offset if n else 0 for n in more)
+        return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
         """A batch of `rows` rows of `tokens + 1` ids: inputs and targets overlap."""
         made = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
-        return Batch(
-            torch.tensor([row.ids for row in made]),
-            torch.tensor([row.answer for row in made]),
-            torch.tensor([row.span for row in made]),
-        )
+        columns = zip(*(astuple(row) for row in made), strict=True)
+        return Batch(*(torch.tensor(column) for column in columns))
+
+
+def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens, at these `offsets` in the text, tell a fact's value; all those of a reply."""
+    start = message.text.find(message.value) if message.role == "user" else -1
+    if start < 0:
+        return [True] * len(offsets)
+    end = start + len(message.value)
+    return [begin < end and start < stop for begin, stop in offsets]
 
 
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sirchat.training.dialogue import Mix
@@ -34,11 +34,15 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase, up to `until` (a share of its steps), with rows of `tokens`."""
+    """A part of a phase, up to `until` (a share of its steps), with rows of `tokens`.
+
+    In a share `gaps` of its steps, rows are read as if under a budget.
+    """
 
     until: float
     tokens: int
     mix: Mix
+    gaps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,23 @@ DISTANCE = Phase(
     peak=0.5,
 )
 
-PHASES = (COPYING, DISTANCE)
+# With what a budget would leave of the conversation: facts must be read from the few tokens that
+# stay, and nothing else may break where tokens are missing.
+_SPARSE = Mix(0.14, 0.13, 0.02, game=0.02, story=0.12, quiz=0.5, untold=0.05, long_list=0.3)
+_SPARSE_FAR = replace(_SPARSE, tell=0.1, ask=0.1, quiz=0.6)
+
+GAPS = Phase(
+    1600,
+    (
+        Stage(0.15, 256, _SPARSE),
+        Stage(0.55, 512, _SPARSE, gaps=0.6),
+        Stage(0.92, 1024, _SPARSE_FAR, gaps=0.5),
+        Stage(1.0, 2048, _SPARSE_FAR, gaps=0.5),
+    ),
+    peak=0.6,
+)
+
+PHASES = (COPYING, DISTANCE, GAPS)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
 WARMUP_STEPS = 100

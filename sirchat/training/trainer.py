@@ -15,13 +15,14 @@ from transformers import LlamaForCausalLM
 from sirchat.errors import SettingError
 from sirchat.training.card import model_card
 from sirchat.training.checkpoint import export, load_checkpoint, save_checkpoint
+from sirchat.training.gaps import Gaps, draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer, span_matches
 from sirchat.training.schedule import RECIPE_STEPS, SIZES, SizeName, moment_at
 from sirchat.training.tokenizer import build_tokenizer
 
-Losses = Callable[[LlamaForCausalLM, Tensor], tuple[Tensor, Tensor]]
+Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,39 @@ class Trainer:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
         if moment_at(step, self.options.steps).step == 0:
-            self.optimizers = build_optimizers(self.model)  # each phase begins afresh
+            self.begin_phase()
         self.set_learning_rate(step)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            losses, correct = self.losses(self.model, batch.ids.to(self.device))
-        torch.autograd.backward(weighted_loss(losses, batch))
+        gaps = self.gaps(step, batch)
+        visible, lost = (gaps.visible, gaps.lost) if gaps else (None, None)
+        losses, correct = self.read(batch, visible)
+        torch.autograd.backward(weighted_loss(losses, batch, lost))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return summary(losses.detach().cpu(), correct.cpu(), batch)
+        return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
+
+    def begin_phase(self) -> None:
+        """Go on from the weights as they would be exported, with new optimizers."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.copy_(weight.bfloat16())
+        self.optimizers = build_optimizers(self.model)
+
+    def read(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Losses in nats and right guesses, [rows, tokens]."""
+        visible = None if visible is None else visible.to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            return self.losses(self.model, batch.ids.to(self.device), visible)
+
+    def gaps(self, step: int, batch: Batch) -> Gaps | None:
+        """What the batch of a step forgets on the way, if this step is one that forgets."""
+        rng = Random(f"{self.options.seed}/gaps/{step}")
+        if rng.random() >= moment_at(step, self.options.steps).stage.gaps:
+            return None
+        with torch.no_grad():
+            losses, _ = self.read(batch, None)
+        return draw_gaps(rng, losses.cpu(), batch, self.renderer.roles["user"])
 
     def save(self, done: int) -> None:
         """Write a checkpoint."""
@@ -144,9 +168,12 @@ class Trainer:
         export(self.options.out, self.model, self.tokenizer, self.card())
 
 
-def summary(losses: Tensor, correct: Tensor, batch: Batch) -> tuple[float, float, float | None]:
+def summary(
+    losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
+) -> tuple[float, float, float | None]:
     """Mean loss, mean loss on answers, and the share of recall answers that are exactly right."""
-    hits = span_matches(correct, batch.span[:, 1:])
+    span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
+    hits = span_matches(correct, span[:, 1:])
     recall = float(hits.float().mean()) if len(hits) else None
     return float(losses.mean()), float(losses[batch.answer[:, 1:]].mean()), recall
 
