@@ -4,27 +4,30 @@ Exit codes: 0 fine, 1 failure, 2 usage, 130 interrupt.
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sirchat import __version__
-from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
+from sirchat.cli_eval import eval_app
+from sirchat.errors import (
+    SirchatError,
+    TranscriptError,
+    UsageError,
+    terminal_has_gone,
+)
 from sirchat.flags import with_settings
+from sirchat.launch import Debug, Trust, open_session, profile_of
 from sirchat.memory.policies import policy_class, policy_names
-from sirchat.profile import Profile, changed, parse_value
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.model import LoadedModel
     from sirchat.progress import Progress
     from sirchat.session import Session
 
@@ -40,12 +43,14 @@ policies_app = typer.Typer(
     help="The eviction policies, with their options.", invoke_without_command=True
 )
 train_app = typer.Typer(help="Train the bundled models.")
-eval_app = typer.Typer(help="Measure what a model under a policy still remembers.")
 app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
 app.add_typer(eval_app, name="eval", no_args_is_help=True)
 
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
+]
 Feed = Annotated[
     bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
 ]
@@ -53,16 +58,9 @@ Format = Annotated[
     str,
     typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
-]
 JsonTokens = Annotated[
     bool, typer.Option("--json-tokens", help="As --json, with the held tokens of every turn.")
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def main() -> None:
@@ -130,15 +128,15 @@ def start(
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
-    profile = _profile(flags)
+    profile = profile_of(flags)
     from sirchat.ui.repl import chat
     from sirchat.ui.screen import Screen
 
-    def open_session(report: "Progress | None") -> "Session":
-        return _session(profile, trust_remote_code, report)
+    def opened(report: "Progress | None") -> "Session":
+        return open_session(profile, trust_remote_code, report)
 
     with _torn_terminal_is_fine():
-        chat(open_session, profile.model, Screen(theme=profile.theme), debug=debug)
+        chat(opened, profile.model, Screen(theme=profile.theme), debug=debug)
 
 
 @app.command()
@@ -210,44 +208,6 @@ def train_tiny(
     train_with_progress(out=out, steps=steps, size=size, seed=seed, resume=resume)
 
 
-@eval_app.command("recall")
-@with_settings
-def eval_recall(
-    flags: dict[str, Any],
-    policies: Annotated[
-        str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")
-    ] = "full,entropy,sink",
-    budgets: Annotated[
-        str, typer.Option(help="Budgets to compare, with commas.", metavar="N,M,...")
-    ] = "256",
-    decays: Annotated[
-        str, typer.Option(help="Decays to compare, with commas.", metavar="X,Y,...")
-    ] = "1",
-    dialogues: Annotated[int, typer.Option(help="Conversations for each setting.", min=1)] = 300,
-    between: Annotated[int, typer.Option(help="Rounds between fact and question.", min=0)] = 20,
-    kinds: Annotated[
-        str, typer.Option(help="Kinds of fact, with commas; default: all.", metavar="A,B,...")
-    ] = "",
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Answer the rounds between, too, and score them.")
-    ] = False,
-    trust_remote_code: Trust = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Tell a fact, talk of other things, ask for it: the share of exact answers."""
-    profile = _profile(flags)
-    settings = _grid(profile, policies.split(","), budgets.split(","), decays.split(","))
-    from sirchat.tasks.recall import KIND_NAMES, RecallOptions
-    from sirchat.tasks.report import print_recall
-
-    chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
-    options = RecallOptions(dialogues, between, chosen, profile.seed, generate)
-    model = _load(profile, trust_remote_code, None)
-    command = shlex.join(["sirchat", *sys.argv[1:]])
-    print_recall(model, settings, options, command=command, as_json=json)
-
-
 @profiles_app.command("list")
 def profiles_list() -> None:
     """The profiles there are, yours first."""
@@ -271,7 +231,7 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Every setting of a profile, as YAML."""
-    typer.echo(displayable(show(_profile({**flags, "profile": name}))), nl=False)
+    typer.echo(displayable(show(profile_of({**flags, "profile": name}))), nl=False)
 
 
 @profiles_app.command("path")
@@ -331,52 +291,6 @@ def _flag(name: str) -> str:
     return "--option" if name == "policy_options" else f"--{name.replace('_', '-')}"
 
 
-def _profile(flags: dict[str, Any]) -> Profile:
-    named = flags.get("profile")
-    settings = {key: value for key, value in flags.items() if key != "profile"}
-    return resolve(named, settings, os.environ)
-
-
-def _grid(
-    profile: Profile, policies: list[str], budgets: list[str], decays: list[str]
-) -> list[Profile]:
-    """A profile for each cell of a comparison; `full` has no budget and no decay."""
-    cells: list[Profile] = []
-    for policy, budget, decay in product(policies, budgets, decays):
-        settings: dict[str, object] = {"policy": policy}
-        if policy_class(policy).bounded:
-            settings |= {
-                "budget": parse_value("budget", budget),
-                "decay": parse_value("decay", decay),
-            }
-        cell = changed(profile, "eval", **settings)
-        if cell not in cells:
-            cells.append(cell)
-    return cells
-
-
-def _session(
-    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
-) -> "Session":
-    """Load the model and open a session; the settings are checked before anything heavy."""
-    policy_class(profile.policy)
-    from sirchat.session import Session
-
-    return Session(_load(profile, trust, report), profile, rows_in_events=rows_in_events)
-
-
-def _load(profile: Profile, trust: bool, report: "Progress | None") -> "LoadedModel":
-    from sirchat.model import load_model
-
-    return load_model(
-        profile.model,
-        device=profile.device,
-        dtype=profile.dtype,
-        trust_remote_code=trust,
-        progress=report,
-    )
-
-
 def _replay(
     name: str,
     flags: dict[str, Any],
@@ -389,7 +303,7 @@ def _replay(
     """Replay a file or standard input; a file that is missing costs no loading of the model."""
     from sirchat.transcript import read_turns
 
-    profile = _profile(flags)
+    profile = profile_of(flags)
     from_stdin = name in ("-", "standard input")
     try:
         stream = sys.stdin.buffer if from_stdin else open(name, "rb")  # noqa: SIM115
@@ -403,7 +317,7 @@ def _replay(
 
         screen = Screen(theme=profile.theme)
         with loading_bar(screen, profile.model) as report:
-            session = _session(profile, trust, report, rows_in_events=json_tokens)
+            session = open_session(profile, trust, report, rows_in_events=json_tokens)
         options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         replay(session, turns, screen, options)
 

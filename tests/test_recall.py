@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
@@ -11,30 +13,65 @@ from sirchat.profile import Profile
 from sirchat.tasks.interval import wilson
 from sirchat.tasks.recall import KIND_NAMES, RecallOptions, conversations, recall
 from sirchat.training.dialogue import UNTOLD
+from sirchat.training.probe import PROBED
 from tests.chatting import babbler, tiny
 from tests.command import run
 
 
 def test_conversations_depend_on_the_seed_alone() -> None:
-    one = list(conversations(RecallOptions(dialogues=30, between=2)))
-    assert one == list(conversations(RecallOptions(dialogues=30, between=2)))
-    assert one != list(conversations(RecallOptions(dialogues=30, between=2, seed=2)))
-    assert one[:10] == list(conversations(RecallOptions(dialogues=10, between=2)))
+    one = list(conversations(RecallOptions(dialogues=30, between=(2,))))
+    assert one == list(conversations(RecallOptions(dialogues=30, between=(2,))))
+    assert one != list(conversations(RecallOptions(dialogues=30, between=(2,), seed=2)))
+    assert one[:10] == list(conversations(RecallOptions(dialogues=10, between=(2,))))
 
 
 def test_kinds_take_turns_and_every_answer_is_known() -> None:
-    made = list(conversations(RecallOptions(dialogues=40, between=3)))
+    made = list(conversations(RecallOptions(dialogues=40, between=(3,))))
     assert [one.kind for one in made] == [*KIND_NAMES, *KIND_NAMES]
-    assert all(len(one.between) == 3 and one.answer not in ("", UNTOLD) for one in made)
+    assert all(one.quizzes == (False, True, True, True) for one in made)
+    assert all(one.answer not in ("", UNTOLD) for one in made)
 
 
-def test_an_unknown_kind_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SettingError, match="groceries"):
-        next(conversations(RecallOptions(kinds=("grocerys",))))
+def test_distances_take_turns_and_rounds_may_go_before() -> None:
+    options = RecallOptions(dialogues=8, between=(0, 4), before=2, kinds=("name", "city"))
+    made = list(conversations(options))
+    assert [one.between for one in made] == [0, 0, 4, 4, 0, 0, 4, 4]
+    assert all(one.quizzes == (True, True, False, *[True] * one.between) for one in made)
+
+
+def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
+    made = list(conversations(RecallOptions(dialogues=60, between=(4,), ask="corrected")))
+    assert {one.kind for one in made} == {key for key, kind in PROBED.items() if kind.updates}
+    for one in made:
+        assert one.quizzes == (False, True, True, False, True, True)
+        value = re.fullmatch(
+            re.escape(PROBED[one.kind].answer)
+            .replace(re.escape("{v}"), "(.+)")
+            .replace(re.escape("{s}"), ".+"),
+            one.answer,
+        )
+        assert value
+        (old, _), (new, _) = (one.rounds[i] for i in (0, 3))
+        assert value[1] in new
+        assert value[1] not in old
+
+
+def test_what_was_never_told_is_to_be_declined() -> None:
+    made = list(conversations(RecallOptions(dialogues=20, between=(1,), ask="untold")))
+    assert {one.answer for one in made} == {UNTOLD}
+    assert len({one.question for one in made}) > 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [({"kinds": ("grocerys",)}, "groceries"), ({"ask": "tell"}, "told")]
+)
+def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint: str) -> None:
+    with pytest.raises(SettingError, match=hint):
+        RecallOptions(**wrong)
 
 
 def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
-    options = RecallOptions(dialogues=6, between=3, kinds=("name", "city", "code"))
+    options = RecallOptions(dialogues=6, between=(3,), kinds=("name", "city", "code"))
     full, window = Profile(policy="full"), Profile(policy="window", budget=64, recent=8)
     found = list(recall(tiny(), [full, window], options))
     assert sum(one.right for one in found if one.setting is full) >= 5
@@ -44,7 +81,7 @@ def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
 
 
 def test_generated_rounds_are_scored() -> None:
-    options = RecallOptions(dialogues=2, between=3, kinds=("name",), generate=True)
+    options = RecallOptions(dialogues=2, between=(3,), kinds=("name",), generate=True)
     found = list(recall(babbler(), [Profile(policy="full")], options))
     assert [one.quizzes for one in found] == [3, 3]
     assert sum(one.quizzes_right for one in found) == 0

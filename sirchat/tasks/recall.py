@@ -2,24 +2,30 @@
 
 The conversations are drawn from the world of the bundled model, with seeds that its training never
 used; values are partly listed words, partly made up. What lies between are multiple-choice
-questions from the bank, each about fifty tokens, whose replies are read, or generated and scored.
+questions from the bank, each about sixty tokens, whose replies are read, or generated and scored.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal, get_args
 
 from sirchat.errors import SettingError, nearest
-from sirchat.events import TurnDone
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
-from sirchat.training.dialogue import Dialogue, Style, draw_fact, quiz
+from sirchat.tasks.asking import ask, read
+from sirchat.training.dialogue import Dialogue, Fact, Style, draw_fact, quiz
 from sirchat.training.probe import PROBED, QUIET
 
+Ask = Literal["told", "corrected", "untold"]
+
 KIND_NAMES = tuple(PROBED)
+
+_CHOICES = 5
 
 
 @dataclass(frozen=True)
@@ -27,27 +33,50 @@ class RecallOptions:
     """What to ask.
 
     Attributes:
-        dialogues: conversations for each setting; kinds of fact take turns.
-        between: rounds between the fact and the question.
+        dialogues: conversations for each setting; kinds of fact and distances take turns.
+        between: rounds between the fact and the question, one or several distances.
+        before: rounds before the fact.
         kinds: kinds of fact.
+        ask: for what was told; for what was `corrected` half-way, where the newer value counts; or
+            for something `untold`, half of the time a neighbour of what was told.
         seed: draws the conversations; every setting gets the same ones.
         generate: let the model answer the rounds between, instead of reading the right answers.
+
+    Raises SettingError for an unknown kind or ask.
     """
 
     dialogues: int = 300
-    between: int = 20
+    between: tuple[int, ...] = (20,)
+    before: int = 0
     kinds: tuple[str, ...] = KIND_NAMES
+    ask: Ask = "told"
     seed: int = 1
     generate: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_unknown("kind of fact", self.kinds, KIND_NAMES)
+        _refuse_unknown("way to ask", (self.ask,), get_args(Ask))
+
+    @property
+    def asked_kinds(self) -> tuple[str, ...]:
+        """The kinds that can be asked in this way: not every fact can be corrected."""
+        if self.ask != "corrected":
+            return self.kinds
+        return tuple(kind for kind in self.kinds if PROBED[kind].updates)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A fact and its question, with rounds (question, right answer) between them."""
+    """Rounds, then a question; `answer` is what it must get.
+
+    `kind` of fact, with `between` rounds after it; of the rounds, those of the `quizzes` have a
+    right letter, the others tell the fact.
+    """
 
     kind: str
-    told: tuple[str, str]
-    between: tuple[tuple[str, str], ...]
+    between: int
+    rounds: tuple[tuple[str, str], ...]
+    quizzes: tuple[bool, ...]
     question: str
     answer: str
 
@@ -62,6 +91,7 @@ class Recalled:
 
     setting: Profile
     kind: str
+    between: int
     right: bool
     said: str
     expected: str
@@ -71,19 +101,13 @@ class Recalled:
 
 
 def conversations(options: RecallOptions) -> Iterator[Conversation]:
-    """The conversations that every setting is asked; the same seed gives the same ones.
-
-    Raises SettingError for an unknown kind.
-    """
-    for kind in options.kinds:
-        if kind not in PROBED:
-            raise SettingError(
-                f"there is no kind of fact {kind!r}; there are {', '.join(KIND_NAMES)}",
-                hint=nearest(kind, KIND_NAMES),
-            )
+    """The conversations that every setting is asked; the same seed gives the same ones."""
+    kinds, distances = options.asked_kinds, options.between
     for number in range(options.dialogues):
-        kind = options.kinds[number % len(options.kinds)]
-        yield _conversation(kind, options.between, Random(f"held out/{options.seed}/{number}"))
+        kind = kinds[number % len(kinds)]
+        between = distances[number // len(kinds) % len(distances)]
+        rng = Random(f"held out/{options.seed}/{number}")
+        yield _conversation(kind, between, options, rng)
 
 
 def recall(
@@ -98,58 +122,70 @@ def recall(
             yield _hold(session, setting, conversation, generate=options.generate)
 
 
-def _conversation(kind: str, between: int, rng: Random) -> Conversation:
+def _conversation(kind: str, between: int, options: RecallOptions, rng: Random) -> Conversation:
     talk, style = Dialogue(rng, QUIET), Style.draw(rng)
     fact = draw_fact(rng, PROBED[kind], style)
-    user, reply = talk.tell_one(fact, style)
-    rounds = [quiz(rng) for _ in range(between)]
-    question, answer = talk.ask((kind, fact.subject))
+    earlier = [quiz(rng, _CHOICES) for _ in range(options.before)]
+    told = [talk.tell_one(fact, style)]
+    later = [quiz(rng, _CHOICES) for _ in range(between)]
+    if options.ask == "corrected":
+        told.append(talk.tell_one(_other(fact, style, rng), style))
+        later.insert(between // 2, told[1])
+    question, answer = (
+        talk.ask_untold() if options.ask == "untold" else talk.ask((kind, fact.subject))
+    )
+    rounds = [*earlier, told[0], *later]
     return Conversation(
         kind=kind,
-        told=(user.text, reply.text),
-        between=tuple((one.text, other.text) for one, other in rounds),
+        between=between,
+        rounds=tuple((user.text, reply.text) for user, reply in rounds),
+        quizzes=tuple(one not in told for one in rounds),
         question=question.text,
         answer=answer.text,
     )
 
 
+def _other(fact: Fact, style: Style, rng: Random) -> Fact:
+    """Another value for a told fact."""
+    while True:
+        other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
+        if other.value.lower() != fact.value.lower():
+            return other
+
+
 def _hold(
     session: Session, setting: Profile, conversation: Conversation, *, generate: bool
 ) -> Recalled:
-    _read(session, *conversation.told)
     right = 0
-    for question, answer in conversation.between:
-        if generate:
-            right += _letter(_ask(session, question)) == _letter(answer)
+    for (user, reply), scored in zip(conversation.rounds, conversation.quizzes, strict=True):
+        if generate and scored:
+            right += _letter(ask(session, user)) == _letter(reply)
         else:
-            _read(session, question, answer)
-    said = _ask(session, conversation.question)
+            read(session, user, reply)
+    said = ask(session, conversation.question)
     return Recalled(
         setting=setting,
         kind=conversation.kind,
+        between=conversation.between,
         right=said == conversation.answer,
         said=said,
         expected=conversation.answer,
         tokens=session.seen,
-        quizzes=len(conversation.between) if generate else 0,
+        quizzes=sum(conversation.quizzes) if generate else 0,
         quizzes_right=right,
     )
 
 
+def _refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise SettingError(
+                f"there is no {what} {name!r}; there are {', '.join(known)}",
+                hint=nearest(name, known),
+            )
+
+
 def _letter(answer: str) -> str:
-    """`(B)` of `(B) library`."""
-    return answer.partition(")")[0].strip()
-
-
-def _read(session: Session, user: str, reply: str) -> None:
-    for _ in session.read_user(user):
-        pass
-    for _ in session.read_reply(reply):
-        pass
-
-
-def _ask(session: Session, user: str) -> str:
-    for event in session.ask(user):
-        if isinstance(event, TurnDone) and event.role == "assistant":
-            return event.text.strip()
-    return ""
+    """`B` of `(B) library`."""
+    found = re.search(r"\((\w)\)", answer)
+    return found[1] if found else ""

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sirchat import __version__
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.tasks.interval import wilson
 from sirchat.tasks.recall import Recalled, RecallOptions, recall
-
-_SHOWN = ("policy", "budget", "decay", "sinks", "recent")
+from sirchat.tasks.report import about, print_json, setting_name, setting_record, watched
 
 
 def print_recall(
@@ -31,20 +25,13 @@ def print_recall(
     as_json: bool,
 ) -> None:
     """Run the evaluation, with progress on stderr, and print it to stdout."""
-    notes = Console(stderr=True, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    found: list[Recalled] = []
-    with Progress(*columns, TimeRemainingColumn(), console=notes, transient=True) as progress:
-        task = progress.add_task("asking", total=len(settings) * options.dialogues)
-        for one in recall(model, settings, options):
-            found.append(one)
-            progress.update(task, advance=1, description=_name(one.setting))
+    total = len(settings) * options.dialogues
+    found = list(watched(recall(model, settings, options), total, "asking"))
     record = recall_record(model, settings, options, found, command)
     if as_json:
-        out = Console(soft_wrap=True, highlight=False)
-        out.print(json.dumps(record, indent=2), markup=False)
-        return
-    _print_table(record)
+        print_json(record)
+    else:
+        _print_table(record, settings)
 
 
 def recall_record(
@@ -56,14 +43,7 @@ def recall_record(
 ) -> dict[str, Any]:
     """Shares right, with 95 % intervals, for each setting; and what is needed to repeat them."""
     return {
-        "task": "recall",
-        "command": command,
-        "model": model.name,
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "sirchat": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **about(model, "recall", command),
         **asdict(options),
         "results": [
             _result(s, [one for one in found if one.setting is s], options) for s in settings
@@ -72,16 +52,15 @@ def recall_record(
 
 
 def _result(setting: Profile, found: Sequence[Recalled], options: RecallOptions) -> dict[str, Any]:
-    kinds = {kind: [one for one in found if one.kind == kind] for kind in options.kinds}
+    kinds = {kind: [one for one in found if one.kind == kind] for kind in options.asked_kinds}
+    distances = {n: [one for one in found if one.between == n] for n in options.between}
     tokens = [one.tokens for one in found] or [0]
     quizzes = sum(one.quizzes for one in found)
     return {
-        "setting": {name: getattr(setting, name) for name in _SHOWN},
-        "options": setting.policy_options,
-        "recall": _share(sum(one.right for one in found), len(found)),
-        "kinds": {
-            kind: _share(sum(o.right for o in ones), len(ones)) for kind, ones in kinds.items()
-        },
+        "setting": setting_record(setting),
+        "recall": _recall(found),
+        "kinds": {kind: _recall(ones) for kind, ones in kinds.items()},
+        "between": {str(between): _recall(ones) for between, ones in distances.items()},
         "quiz": _share(sum(one.quizzes_right for one in found), quizzes) if quizzes else None,
         "tokens": {"least": min(tokens), "mean": sum(tokens) / len(tokens), "most": max(tokens)},
         "wrong": [
@@ -90,6 +69,10 @@ def _result(setting: Profile, found: Sequence[Recalled], options: RecallOptions)
             if not one.right
         ],
     }
+
+
+def _recall(found: Sequence[Recalled]) -> dict[str, Any]:
+    return _share(sum(one.right for one in found), len(found))
 
 
 def _share(right: int, asked: int) -> dict[str, Any]:
@@ -103,22 +86,18 @@ def _share(right: int, asked: int) -> dict[str, Any]:
     }
 
 
-def _name(setting: Profile) -> str:
-    decay = f" decay {setting.decay:g}" if setting.decay != 1 else ""
-    budget = "" if setting.policy == "full" else f" {setting.budget}"
-    return f"{setting.policy}{budget}{decay}"
-
-
-def _print_table(record: dict[str, Any]) -> None:
+def _print_table(record: dict[str, Any], settings: Sequence[Profile]) -> None:
     results = record["results"]
     table = Table("", box=None)
-    for result in results:
-        setting = result["setting"]
-        budget = "" if setting["policy"] == "full" else f"\n{setting['budget']}"
-        decay = f"\ndecay {setting['decay']:g}" if setting["decay"] != 1 else ""
-        table.add_column(f"{setting['policy']}{budget}{decay}", justify="right")
-    for kind in record["kinds"]:
+    for setting in settings:
+        words = setting_name(setting).replace(" decay", "\ndecay").replace(" ", "\n", 1)
+        table.add_column(words, justify="right")
+    for kind in results[0]["kinds"]:
         table.add_row(kind, *(f"{r['kinds'][kind]['share']:.2f}" for r in results))
+    if len(record["between"]) > 1:
+        for between in map(str, record["between"]):
+            shares = (f"{r['between'][between]['share']:.3f}" for r in results)
+            table.add_row(f"{between} rounds between", *shares)
     table.add_row("all", *(f"{r['recall']['share']:.3f}" for r in results), style="bold")
     interval = (f"{r['recall']['low']:.2f} to {r['recall']['high']:.2f}" for r in results)
     table.add_row("95 %", *interval)
@@ -129,7 +108,8 @@ def _print_table(record: dict[str, Any]) -> None:
     console.print(
         f"{record['model']} on {record['device']}, {record['dtype']}, seed {record['seed']}, "
         f"{record['dialogues']} conversations of {tokens['least']:,} to {tokens['most']:,} tokens, "
-        f"{record['between']} rounds between; torch {record['torch']}\n{record['command']}",
+        f"{' or '.join(map(str, record['between']))} rounds between; torch {record['torch']}\n"
+        f"{record['command']}",
         markup=False,
     )
     console.print(table)

@@ -1,0 +1,50 @@
+"""From flags to a profile, a model, a session; the flags that several commands share."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat.memory.policies import policy_class
+from sirchat.profile import Profile
+from sirchat.profile_files import resolve
+
+if TYPE_CHECKING:
+    from sirchat.model import LoadedModel
+    from sirchat.progress import Progress
+    from sirchat.session import Session
+
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def profile_of(flags: dict[str, Any]) -> Profile:
+    """The profile that flags, environment and files give together."""
+    named = flags.get("profile")
+    settings = {key: value for key, value in flags.items() if key != "profile"}
+    return resolve(named, settings, os.environ)
+
+
+def open_session(
+    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
+) -> "Session":
+    """Load the model and open a session; the settings are checked before anything heavy."""
+    policy_class(profile.policy)
+    from sirchat.session import Session
+
+    return Session(load(profile, trust, report), profile, rows_in_events=rows_in_events)
+
+
+def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
+    """Load the model of a profile."""
+    from sirchat.model import load_model
+
+    return load_model(
+        profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        trust_remote_code=trust,
+        progress=report,
+    )

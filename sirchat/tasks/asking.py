@@ -1,0 +1,22 @@
+"""Rounds of an evaluation: read, or answered by the model."""
+
+from __future__ import annotations
+
+from sirchat.events import TurnDone
+from sirchat.session import Session
+
+
+def read(session: Session, user: str, reply: str) -> None:
+    """Read a round as it is."""
+    for _ in session.read_user(user):
+        pass
+    for _ in session.read_reply(reply):
+        pass
+
+
+def ask(session: Session, user: str) -> str:
+    """The model's reply."""
+    for event in session.ask(user):
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            return event.text.strip()
+    return ""
