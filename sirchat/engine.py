@@ -19,8 +19,10 @@ from torch import Tensor
 
 from sirchat.errors import SettingError
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.holding import Holding, Mark
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.policies.base import Policy
+from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
 from sirchat.sampling import Sampler
 from sirchat.scoring import surprisal, surprisal_of
 
@@ -58,6 +60,7 @@ class Memory:
         budget: rows held at most.
         sinks: first tokens of the stream that always stay.
         decay: factor on every score when a round closes.
+        archive: bytes that what left the cache may take, so that it can come back; 0 for none.
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.
         evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
             its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
@@ -67,48 +70,17 @@ class Memory:
     budget: int
     sinks: int = 4
     decay: float = 1.0
+    archive: int = 0
     protect: bool = True
     evict: Literal["room", "turn"] = "room"
 
 
 @dataclass(frozen=True)
-class Read:
-    """Progress of reading: `done` of `total` ids are in the cache."""
+class Checkpoint:
+    """A moment of a conversation; `logits` [V] foretell the token that came next."""
 
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """Rows at these stream positions left the cache; `resident` stay, of `seen` ever read."""
-
-    positions: NDArray[np.int64]
-    resident: int
-    seen: int
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One generated token, already in the cache; surprisal in nats, before temperature."""
-
-    id: int
-    position: int
-    surprisal: float
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """Why generation ended: a stop id (which is not in the cache), the length, or an interrupt."""
-
-    reason: Literal["stop", "length", "interrupt"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the conversation ids stand."""
-
-    turn: int
+    mark: Mark
+    logits: Tensor | None
     round: int
 
 
@@ -131,6 +103,8 @@ class Engine:
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         self.cache = model.new_cache(min(self.budget, 1024) if self._grows else self.budget)
+        self.holding = Holding(self.cache, self.ledger, memory.archive)
+        self._last: tuple[Memory, NDArray[np.int64]] | None = None  # of the last forward pass
 
     @property
     def memory(self) -> Memory:
@@ -239,29 +213,86 @@ class Engine:
         leaves[rows.numpy()] = False
         return self.ledger.held_positions[leaves]
 
-    def switch(self, memory: Memory, pins: int = 0) -> Iterator[Evicted]:
-        """Change the settings; what no longer fits leaves at once, chosen by the new policy.
+    def switch(self, memory: Memory, pins: int = 0) -> Iterator[Evicted | Restored]:
+        """Change the settings; the cache then holds what the new ones choose from all there is.
 
-        `pins` more rows are about to be pinned, and must fit too.
+        Settings as they were at the last forward pass bring back exactly what it saw. `pins` more
+        rows are about to be pinned, and must fit too.
 
         Raises SettingError, changing nothing, when sinks and pins leave no room.
         """
         before, self._memory = self._memory, memory
         try:
             self.check_pins(pins)
-            gone = [self._keep(self.budget)] if self.resident > self.budget else []
+            wanted = self._wanted(before)
         except Exception:  # whatever the new policy raises
             self._memory = before
             raise
-        yield from gone
+        self._last = self._last or (before, self.ledger.held_positions.copy())
+        if memory.archive != before.archive:
+            self.holding.set_limit(memory.archive)
         if not self._grows:
             self.cache.reserve(self.budget)
+        yield from self._hold(wanted)
+
+    def choose_again(self) -> Iterator[Evicted | Restored]:
+        """Hold what the settings choose from all there is, after rows were pinned or let go."""
+        self._last = self._last or (self._memory, self.ledger.held_positions.copy())
+        yield from self._hold(self._choice())
+
+    def _wanted(self, before: Memory) -> NDArray[np.int64]:
+        """The positions that are to be held after a switch."""
+        now = self._memory
+        if self._last is not None and self._last[0] == now:
+            return self._last[1]
+        same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
+        if same and self.resident <= self.budget:
+            return self.ledger.held_positions
+        return self._choice()
+
+    def _choice(self) -> NDArray[np.int64]:
+        """What the policy keeps of everything that is held or archived."""
+        reachable = self.holding.reachable()
+        if len(reachable) <= self.budget:
+            return reachable
+        if self._grows:  # not all of it fits: go on from what is held
+            self.require(0)
+            return self.ledger.held_positions
+        view = self._view(reachable)
+        chosen: NDArray[np.int64] = reachable[self._chosen(view, self.budget).numpy()]
+        return chosen
+
+    def _hold(self, positions: NDArray[np.int64]) -> Iterator[Evicted | Restored]:
+        if np.array_equal(positions, self.ledger.held_positions):
+            return
+        gone, came = self.holding.hold(positions)
+        if len(gone):
+            yield Evicted(gone, self.resident, self.ledger.seen)
+        if len(came):
+            yield Restored(came, self.resident, self.ledger.seen)
+
+    def mark(self) -> Checkpoint:
+        """The present moment, at the beginning of a turn, to come back to."""
+        return Checkpoint(self.holding.mark(), self._logits, self._round)
+
+    def undo(self, to: Checkpoint) -> None:
+        """Go back: what was read or generated since has never been. The settings stay.
+
+        What is held then is chosen anew, if the settings are others now. Raises LookupError,
+        changing nothing, when a row that was held then can't be had any more.
+        """
+        self.cache.reserve(len(to.mark.held))
+        self.holding.undo(to.mark)
+        self._logits, self._round, self._last = to.logits, to.round, None
+        if self.resident > self.budget:
+            list(self._hold(self._choice()))
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""
         if self._grows or not self._memory.policy.honours_pins:
             return
-        pins = self._pins() + more - min(more, max(0, self._sinks() - self.ledger.seen))
+        pins = self._pins(self.holding.reachable())
+        pins += more - min(more, max(0, self._sinks() - self.ledger.seen))
         allowed = min(self.budget // 2, self.budget - self._sinks() - _LEAST_ROOM)
         if pins > allowed:
             raise SettingError(
@@ -281,44 +312,50 @@ class Engine:
     def _sinks(self) -> int:
         return self._memory.sinks if self._memory.policy.honours_sinks else 0
 
-    def _pins(self) -> int:
-        """Pinned rows beyond the sinks, if the policy honours pins."""
-        return int((self._pinned() & (self.ledger.held_positions >= self._sinks())).sum())
+    def _pins(self, at: NDArray[np.int64]) -> int:
+        """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
+        return int((self._pinned(at) & (at >= self._sinks())).sum())
 
-    def _pinned(self) -> NDArray[np.bool_]:
-        """Mask [n] of the held rows that are pinned; none, if the policy honours no pins."""
-        held = self.ledger.held_positions
+    def _pinned(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Mask [n] of the rows at `at` that are pinned; none, if the policy honours no pins."""
         if not self._memory.policy.honours_pins:
-            return np.zeros(len(held), bool)
-        return (self.ledger.column("flags")[held] & Flag.PINNED).astype(bool)
+            return np.zeros(len(at), bool)
+        return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     def _room(self) -> int:
         """E: the rows that neither sinks nor pins take."""
-        return max(_LEAST_ROOM, self.budget - self._sinks() - self._pins())
+        return max(
+            _LEAST_ROOM, self.budget - self._sinks() - self._pins(self.ledger.held_positions)
+        )
 
     def _block(self) -> int:
         """Rows freed at once while generating; never so many that protected rows would go."""
         return min(max(8, self.budget // 16), self._room() // 2)
 
     def _held(self, *, protect_round: bool = True) -> Held:
-        held = self.ledger.held_positions
-        protected = (held < self._sinks()) | self._pinned()
+        return self._view(self.ledger.held_positions, protect_round=protect_round)
+
+    def _view(self, at: NDArray[np.int64], *, protect_round: bool = True) -> Held:
+        """Rows at `at` [n] as the policy sees them, with what must stay."""
+        protected = (at < self._sinks()) | self._pinned(at)
         if self._memory.protect and protect_round:
-            current = self.ledger.column("round")[held] == self._round
-            protected |= current & (held >= self.ledger.seen - self._room() // 2)
-        return self.ledger.held(sinks=self._sinks(), protected=protected)
+            current = self.ledger.column("round")[at] == self._round
+            protected |= current & (at >= self.ledger.seen - self._room() // 2)
+        return self.ledger.view(at, sinks=self._sinks(), protected=protected)
 
     def _keep(self, num_keep: int) -> Evicted:
-        held = self._held()
-        rows = self._memory.policy.keep(held, num_keep)
-        if not _is_choice(rows, held, num_keep):
+        gone = self.holding.keep(self._chosen(self._held(), num_keep))
+        return Evicted(gone, self.resident, self.ledger.seen)
+
+    def _chosen(self, rows: Held, num_keep: int) -> Tensor:
+        """The policy's choice, checked."""
+        chosen = self._memory.policy.keep(rows, num_keep)
+        if not _is_choice(chosen, rows, num_keep):
             raise SettingError(
                 f"policy {type(self._memory.policy).__name__} breaks the contract of policies",
                 hint="`sirchat policies check` says how; /policy chooses another",
             )
-        self.cache.keep(rows)
-        gone = self.ledger.keep(rows)
-        return Evicted(gone, self.resident, self.ledger.seen)
+        return chosen
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
@@ -364,6 +401,7 @@ class Engine:
             self._logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
         base = int(Flag.PINNED) if pinned else 0
         flags = [base | (Flag.ANCHOR if self._ends_sentence(i) else 0) for i in ids]
+        self._last = None
         self.cache.commit(len(ids))
         self.ledger.append(
             list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags

@@ -4,6 +4,7 @@
     ├── UsageError          exit code 2: what was asked for can't be asked
     │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
     │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
+    ├── UndoError           a turn that can't be undone
     ├── ModelError          the model can't be loaded or can't live under a budget
     └── ContextFullError    policy `full` reached the model's context length
 
@@ -45,6 +46,10 @@ class SettingError(UsageError):
 
 class TranscriptError(UsageError):
     """A transcript can't be read."""
+
+
+class UndoError(SirchatError):
+    """There is no turn to undo, or its memory is gone."""
 
 
 class ModelError(SirchatError):

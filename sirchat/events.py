@@ -100,6 +100,18 @@ class Forgot(Event):
 
 
 @dataclass(frozen=True)
+class CameBack(Event):
+    """Tokens at these stream positions are held again, after turn `turn`."""
+
+    kind: ClassVar[str] = "restore"
+    turn: int
+    positions: tuple[int, ...]
+    resident: int
+    seen: int
+    tokens: tuple[TokenRow, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Switched(Event):
     """A setting changed; `restored` tokens came back."""
 
@@ -109,6 +121,17 @@ class Switched(Event):
     new: Any
     restored: int
     resident: int
+
+
+@dataclass(frozen=True)
+class Undone(Event):
+    """Turn `turn` and all after it have never been; `text` is what the user had said."""
+
+    kind: ClassVar[str] = "undo"
+    turn: int
+    text: str
+    resident: int
+    seen: int
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,13 @@ class Profile(BaseModel):
         default=None, description="The system prompt: what the model is told before you speak."
     )
     pin_system: bool = Field(default=True, description="Never forget the system prompt.")
+    archive: Literal["ram", "off"] = Field(
+        default="ram",
+        description="Where what left the memory waits to come back; off loses it.",
+    )
+    archive_limit: str = Field(
+        default="1GiB", description="The most room that the archive takes, such as 512MiB."
+    )
     protect: bool = Field(
         default=True,
         description="Keep the newest part of the current round, whatever the policy says.",
@@ -139,6 +146,13 @@ class Profile(BaseModel):
             return name
         raise PydanticCustomError("policy", "unknown policy")
 
+    @field_validator("archive_limit")
+    @classmethod
+    def _size(cls, text: str) -> str:
+        if parse_size(text) is None:
+            raise PydanticCustomError("size", "not a size")
+        return text
+
     @model_validator(mode="after")
     def _fits_the_budget(self) -> Profile:
         budget, least = self.budget, self.sinks + _SPARE
@@ -157,6 +171,16 @@ class Layer:
 
     values: Mapping[str, object]
     origin: Origin
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes from a size such as `512MiB`, `1.5 GB` or `4096`; None if it is none, or nothing."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        return None
+    number, prefix, binary = found.groups()
+    power = " KMGT".index(prefix.upper()) if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power) or None
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
@@ -287,6 +311,8 @@ def allowed(key: str) -> str:
     """What a setting may be, in words: `a number, above 0 and at most 1, or null`."""
     if key == "policy":
         return f"one of {', '.join(policy_names())}, or package.module:Class"
+    if key == "archive_limit":
+        return "a size such as 512MiB or 2GiB"
     kind, *others = _kinds(key)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(choices(key))}"

@@ -33,10 +33,11 @@ class Sampling:
 
 
 class Sampler:
-    """Picks one token from logits."""
+    """Picks one token from logits; another `attempt` at the same place draws otherwise."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling
+        self._attempt = attempt
         self._processors = _processors(sampling)
 
     def pick(self, logits: Tensor, held_ids: Callable[[], list[int]], position: int) -> int:
@@ -56,7 +57,8 @@ class Sampler:
             return int(scores.argmax())
         # On the CPU: not every device has float64, or sums in the same order each time.
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
-        draw = uniform(self._sampling.seed, Purpose.SAMPLING, np.array([position]))[0]
+        at = np.array([position])
+        draw = uniform(self._sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
 
 

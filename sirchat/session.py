@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from copy import deepcopy
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from sirchat import __version__
+from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally
 from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
-from sirchat.engine import Engine, Evicted, Generated, Place, Read, Stopped
-from sirchat.errors import ContextFullError
+from sirchat.engine import Engine
+from sirchat.errors import ContextFullError, UndoError
 from sirchat.events import (
+    CameBack,
     Delta,
     Ended,
     Event,
-    Finish,
     Forgot,
     Notice,
     Reading,
@@ -29,10 +31,12 @@ from sirchat.events import (
     Switched,
     TokenRow,
     TurnDone,
+    Undone,
 )
 from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
+from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
 from sirchat.sampling import Sampler
 from sirchat.settings import (
     build_memory,
@@ -45,20 +49,6 @@ from sirchat.snapshot import Positions, Snapshot, take_snapshot, token_rows
 from sirchat.template import Template, TurnIds
 
 Interrupted = Callable[[], bool]
-
-
-@dataclass
-class _Tally:
-    """What one turn cost so far."""
-
-    index: int
-    role: str
-    tokens_in: int = 0
-    tokens_out: int = 0
-    evicted: int = 0
-    seconds_prefill: float = 0.0
-    seconds_decode: float = 0.0
-    finish: Finish = "read"
 
 
 class Session:
@@ -94,13 +84,8 @@ class Session:
             seed=self.profile.seed,
             ends_sentence=SentenceEnds(self.model.tokenizer),
         )
-        self._turn_roles: list[str] = []
-        self._round = 0
-        self._in_round = False
-        self._system = range(0)  # positions of the system prompt in force
-        self._reply = _Tally(0, "")  # the one under way, or the last
-        self._owed: list[int] = []  # ids that must follow before the next turn
-        self._totals = _Tally(0, "")
+        self._now = Conversation()
+        self._moments: list[Moment] = []  # the beginnings of the turns that can be undone
 
     @property
     def resident(self) -> int:
@@ -120,11 +105,15 @@ class Session:
     @property
     def speed(self) -> float:
         """Tokens a second of the reply under way, else of the last one; 0 before the first."""
-        return self._reply.tokens_out / max(self._reply.seconds_decode, 1e-9)
+        return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
+
+    @property
+    def _undo_depth(self) -> int:
+        return UNDO_DEPTH if self.profile.archive != "off" else 1
 
     @property
     def _turns(self) -> int:
-        return len(self._turn_roles)
+        return len(self._now.turn_roles)
 
     def start(self) -> Iterator[Event]:
         """The opening record, and what the user should know of this model."""
@@ -151,21 +140,36 @@ class Session:
         yield from self.read_user(text, interrupted)
         yield from self._answer(interrupted)
 
+    def retry(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
+        """Undo the last user turn and say it again; where replies are drawn, with other draws.
+
+        Raises UndoError, changing nothing, as `undo` does.
+        """
+        attempt = self._now.attempt + 1
+        for event in self.undo():
+            yield event
+            if isinstance(event, Undone):
+                yield from self.read_user(event.text, interrupted)
+        self._now.attempt = attempt
+        yield from self._answer(interrupted)
+
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
         yield from self._settle()
         if self.seen == 0:
             system, ids = self._template.opening(text, self.profile.system)
-            self._check_room(ids, system)
-            if system is not None:
-                yield from self._read_system(system)
         else:
-            ids = self._template.user(text)
-            self._check_room(ids)
-        self._round += 1
-        self._in_round = True
+            system, ids = None, self._template.user(text)
+        self._check_room(ids, system)
+        moment = Moment(self._engine.mark(), deepcopy(self._now), text)
+        self._moments = [*self._moments, moment][-self._undo_depth :]
+        if system is not None:
+            yield from self._read_system(system)
+        self._now.round += 1
+        self._now.attempt = 0
+        self._now.in_round = True
         tally = self._tally("user")
-        place = Place(tally.index, self._round)
+        place = Place(tally.index, self._now.round)
         closing = self._template.closing
         wanted = self.profile.max_new_tokens + len(closing)
         for record in self._engine.open_turn(len(ids.ids), wanted, place):
@@ -177,11 +181,29 @@ class Session:
         """Read a reply from a transcript instead of generating one."""
         tally = self._tally("assistant")
         ids = self._template.assistant(text)
-        place = Place(tally.index, self._round)
+        place = Place(tally.index, self._now.round)
         self._engine.require(len(ids.ids) + len(self._template.closing))
         yield from self._feed(ids, place, tally, interrupted, after=self._template.closing)
         yield from self._close(place, tally)
         yield self._done(tally, text)
+
+    def undo(self) -> Iterator[Event]:
+        """Take the last user turn back, with all that came after it: it has never been.
+
+        The settings stay, and so do pins. Raises UndoError, changing nothing, where there is no
+        such turn, or something it had pushed out is gone.
+        """
+        if not self._moments:
+            hint = "" if self.seen == 0 else "more turns can be undone with /set archive ram"
+            raise UndoError("there is no turn to undo", hint=hint)
+        moment = self._moments[-1]
+        try:
+            self._engine.undo(moment.checkpoint)
+        except LookupError:
+            raise UndoError("this turn can't be undone: what it pushed out is gone") from None
+        self._moments.pop()
+        self._now = moment.conversation
+        yield Undone(self._turns, moment.text, self.resident, self.seen)
 
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
@@ -199,31 +221,41 @@ class Session:
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self._template.system(profile.system) if replaced and profile.system else None
         ledger = self._engine.ledger
-        ledger.pin(self._system, profile.pin_system and not replaced)
+        ledger.pin(self._now.system, profile.pin_system and not replaced)
         try:
             pins = len(prompt.ids) if prompt is not None and profile.pin_system else 0
-            gone = list(self._engine.switch(memory, pins))
+            moves = list(self._engine.switch(memory, pins))
             self._engine.require(len(prompt.ids) if prompt is not None else 0)
         except Exception:  # whatever the new policy raises
-            ledger.pin(self._system, before.pin_system)
+            ledger.pin(self._now.system, before.pin_system)
             list(self._engine.switch(build_memory(before)))
             raise
-        for record in gone:
-            yield self._forgot(record, _Tally(max(0, self._turns - 1), ""))
+        yield from self._moved(moves)
         self.profile = profile
         if replaced:
-            self._system = range(0)
-        yield from self._changes(before)
+            self._now.system = range(0)
+        restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
+        yield from self._changes(before, restored)
         if prompt is not None:
             yield from self._settle()
             yield from self._read_system(prompt, interrupted)
 
-    def _changes(self, before: Profile) -> Iterator[Event]:
-        """What is other than it was."""
+    def _moved(self, moves: Sequence[Evicted | Restored]) -> Iterator[Event]:
+        """What left and what came back between two turns."""
+        between = Tally(max(0, self._turns - 1), "")
+        for record in moves:
+            if isinstance(record, Evicted):
+                yield self._forgot(record, between)
+            else:
+                yield CameBack(between.index, *self._place_of(record))
+
+    def _changes(self, before: Profile, restored: int) -> Iterator[Event]:
+        """What is other than it was; the first change tells what came `restored`."""
         for name in type(before).model_fields:
             old, new = getattr(before, name), getattr(self.profile, name)
             if old != new:
-                yield Switched(name, old, new, restored=0, resident=self.resident)
+                yield Switched(name, old, new, restored=restored, resident=self.resident)
+                restored = 0
                 if not has_effect(self.profile, name):
                     yield Notice(f"policy {self.profile.policy} makes no use of {name}")
 
@@ -233,9 +265,9 @@ class Session:
             turns=self._turns,
             seen=self.seen,
             resident=self.resident,
-            tokens_out=self._totals.tokens_out,
-            seconds_prefill=self._totals.seconds_prefill,
-            seconds_decode=self._totals.seconds_decode,
+            tokens_out=self._now.totals.tokens_out,
+            seconds_prefill=self._now.totals.seconds_prefill,
+            seconds_decode=self._now.totals.seconds_decode,
         )
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
@@ -244,10 +276,10 @@ class Session:
             self._engine,
             self.profile,
             self._texts,
-            self._turn_roles,
+            self._now.turn_roles,
             model=self.model.name,
             speed=self.speed,
-            in_round=self._in_round,
+            in_round=self._now.in_round,
             strongest=strongest,
         )
 
@@ -256,8 +288,8 @@ class Session:
         return self._rows(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
-        tally = self._reply = self._tally("assistant")
-        place = Place(tally.index, self._round)
+        tally = self._now.reply = self._tally("assistant")
+        place = Place(tally.index, self._now.round)
         stream = TextStream(self.model.tokenizer)
         said: list[str] = []
         tally.finish = "interrupt"  # what it is if the listener goes away
@@ -284,11 +316,11 @@ class Session:
             yield Notice(str(failure))
 
     def _generate(
-        self, place: Place, tally: _Tally, interrupted: Interrupted
+        self, place: Place, tally: Tally, interrupted: Interrupted
     ) -> Iterator[Generated | Evicted | Stopped]:
         """The engine's records, timed; the clock stops while the listener has the record."""
         records = self._engine.generate(
-            Sampler(build_sampling(self.profile)),
+            Sampler(build_sampling(self.profile), self._now.attempt),
             place,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
@@ -305,7 +337,7 @@ class Session:
                 tally.tokens_out += 1
             yield record
 
-    def _close(self, place: Place, tally: _Tally) -> Iterator[Event]:
+    def _close(self, place: Place, tally: Tally) -> Iterator[Event]:
         """Read the ids that end a reply, and let the round's decay take effect."""
         closing = self._template.closing
         ids = TurnIds(closing, [Role.TEMPLATE] * len(closing), (0, 0))
@@ -314,37 +346,37 @@ class Session:
 
     def _close_round(self) -> None:
         self._engine.close_round()
-        self._in_round = False
+        self._now.in_round = False
 
     def _settle(self) -> Iterator[Event]:
         """Close a turn that a failure left open, so that the conversation is well-formed again."""
         if self.seen == 0:  # nothing of it was read: it has never been
-            self._owed, self._turn_roles = [], []
-        if self._owed:
-            tally = _Tally(max(0, self._turns - 1), "")
-            place = Place(tally.index, self._round)
-            owed = TurnIds(self._owed, [Role.TEMPLATE] * len(self._owed), (0, 0))
+            self._now.owed, self._now.turn_roles = [], []
+        if self._now.owed:
+            tally = Tally(max(0, self._turns - 1), "")
+            place = Place(tally.index, self._now.round)
+            owed = TurnIds(self._now.owed, [Role.TEMPLATE] * len(self._now.owed), (0, 0))
             yield from self._feed(owed, place, tally)
-            if self._in_round:
+            if self._now.in_round:
                 self._close_round()
 
     def _read_system(
         self, ids: TurnIds, interrupted: Interrupted = lambda: False
     ) -> Iterator[Event]:
         tally = self._tally("system")
-        place = Place(tally.index, self._round)
+        place = Place(tally.index, self._now.round)
         start = self.seen
         try:
             yield from self._feed(ids, place, tally, interrupted, pinned=self.profile.pin_system)
         finally:  # what was read is pinned, and can be let go, however the reading ended
-            self._system = range(start, self.seen)
+            self._now.system = range(start, self.seen)
         yield self._done(tally, self.profile.system or "")
 
     def _feed(
         self,
         turn: TurnIds,
         place: Place,
-        tally: _Tally,
+        tally: Tally,
         interrupted: Interrupted = lambda: False,
         *,
         pinned: bool = False,
@@ -355,7 +387,7 @@ class Session:
         `after` are the ids that its round still needs, should reading fail.
         """
         done, end = 0, len(turn.ids)
-        self._owed = [*turn.ids[turn.content[1] :], *after]
+        self._now.owed = [*turn.ids[turn.content[1] :], *after]
         while done < end:
             records = self._engine.feed(turn.ids[done:], turn.roles[done:], place, pinned=pinned)
             begun, skip = done, False
@@ -368,7 +400,7 @@ class Session:
                 if isinstance(record, Read):
                     tally.tokens_in += begun + record.done - done
                     done = begun + record.done
-                    self._owed = [*turn.ids[max(done, turn.content[1]) :], *after]
+                    self._now.owed = [*turn.ids[max(done, turn.content[1]) :], *after]
                     yield Reading(done, end)
                     skip = interrupted() and turn.content[0] <= done < turn.content[1]
                 else:
@@ -383,23 +415,24 @@ class Session:
             self._engine.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self._template.closing))
 
-    def _tally(self, role: str) -> _Tally:
-        tally = _Tally(self._turns, role)
-        self._turn_roles.append(role)
+    def _tally(self, role: str) -> Tally:
+        tally = Tally(self._turns, role)
+        self._now.turn_roles.append(role)
         return tally
 
-    def _forgot(self, record: Evicted, tally: _Tally) -> Event:
+    def _forgot(self, record: Evicted, tally: Tally) -> Event:
         tally.evicted += len(record.positions)
-        return Forgot(
-            turn=tally.index,
-            positions=tuple(record.positions.tolist()),
-            resident=record.resident,
-            seen=record.seen,
-            tokens=self._rows(record.positions) if self._rows_in_events else None,
-        )
+        return Forgot(tally.index, *self._place_of(record))
 
-    def _done(self, tally: _Tally, text: str) -> TurnDone:
-        totals = self._totals
+    def _place_of(
+        self, record: Evicted | Restored
+    ) -> tuple[tuple[int, ...], int, int, tuple[TokenRow, ...] | None]:
+        """What an event tells of tokens that moved."""
+        rows = self._rows(record.positions) if self._rows_in_events else None
+        return tuple(record.positions.tolist()), record.resident, record.seen, rows
+
+    def _done(self, tally: Tally, text: str) -> TurnDone:
+        totals = self._now.totals
         totals.tokens_out += tally.tokens_out
         totals.seconds_prefill += tally.seconds_prefill
         totals.seconds_decode += tally.seconds_decode

@@ -10,7 +10,7 @@ from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile
+from sirchat.profile import Profile, parse_size
 from sirchat.sampling import Sampling
 
 FIXED = ("description", "model", "device", "dtype", "seed")
@@ -74,6 +74,7 @@ def build_memory(profile: Profile) -> Memory:
         budget=profile.budget,
         sinks=profile.sinks,
         decay=profile.decay,
+        archive=(parse_size(profile.archive_limit) or 0) if profile.archive == "ram" else 0,
         protect=profile.protect,
         evict=profile.evict,
     )

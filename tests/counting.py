@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sirchat.events import Event, Forgot, TurnDone
+from sirchat.events import CameBack, Event, Forgot, TurnDone
 
 
 class Count:
@@ -18,11 +18,14 @@ class Count:
 
     def see(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, Forgot | TurnDone):
+            if isinstance(event, CameBack | Forgot | TurnDone):
                 assert event.tokens is not None
                 self.tokens |= {row.position: row for row in event.tokens}
             if isinstance(event, Forgot):
                 self.gone |= set(event.positions)
+            if isinstance(event, CameBack):
+                assert set(event.positions) <= self.gone
+                self.gone -= set(event.positions)
             if isinstance(event, TurnDone):
                 self.ends.append(event.seen)
                 self.roles.append(event.role)

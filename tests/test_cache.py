@@ -101,17 +101,6 @@ def test_writing_past_the_capacity_is_an_error(extra: int) -> None:
     assert cache.length == 4
 
 
-def test_a_cleared_cache_starts_anew() -> None:
-    cache = BoundedCache(LAYERS, capacity=8)
-    write(cache, 8)
-    cache.commit(8)
-    cache.keep(torch.tensor([0, 5, 7]))
-    cache.clear()
-    rows = [Row(part, i) for i, part in enumerate(write(cache, 5))]
-    cache.commit(5)
-    check(cache, rows)
-
-
 def test_a_layer_that_was_never_written_has_nothing_to_show() -> None:
     with pytest.raises(LookupError):
         BoundedCache(LAYERS, capacity=1).layer_keys(0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sirchat.engine import Engine, Evicted, Generated, Memory, Place, Read, Stopped
+from sirchat.engine import Checkpoint, Engine, Memory
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, Held, Role
 from sirchat.memory.policies import policy_class, policy_names
@@ -28,9 +28,10 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.full import Full
 from sirchat.memory.policies.sink import Sink
 from sirchat.model import LoadedModel, wrap_model
+from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
 from sirchat.sampling import Sampler, Sampling
 
-Record = Read | Evicted | Generated | Stopped
+Record = Read | Evicted | Restored | Generated | Stopped
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
@@ -77,6 +78,7 @@ settings_ = st.fixed_dictionaries(
         "decay": st.floats(0.01, 1),
         "protect": st.booleans(),
         "evict": st.sampled_from(["room", "turn"]),
+        "archive": st.sampled_from([0, 1, 10**6]),
     }
 )
 steps = st.lists(
@@ -89,8 +91,10 @@ steps = st.lists(
         st.tuples(st.just("switch"), settings_),
         st.tuples(st.just("full"), st.none()),
         st.tuples(st.just("fail"), lengths),
+        st.tuples(st.just("mark"), st.none()),
+        st.tuples(st.just("undo"), st.none()),
     ),
-    max_size=14,
+    max_size=18,
 )
 
 
@@ -102,7 +106,14 @@ def test_no_conversation_ever_exceeds_its_budget(
     model = BigramModel()
     engine = Engine(model, Memory(**first))
     round_number = 0
+    marks: list[tuple[Checkpoint, tuple[Any, ...]]] = []
     for step, what in plan:
+        if step == "mark":
+            marks.append((engine.mark(), whole_of(engine)))
+            continue
+        if step == "undo" and marks:
+            undo(engine, *marks.pop())
+            continue
         if step == "close":
             engine.close_round()
             round_number += 1
@@ -144,6 +155,19 @@ def records_of(
         assert step == "generate" or state_of(engine) == before
 
 
+def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
+    """Go back to a mark, or find that something is gone and change nothing."""
+    before = whole_of(engine)
+    try:
+        engine.undo(to)
+    except LookupError:
+        assert whole_of(engine) == before
+        return
+    check_whole(engine)
+    if len(to.mark.held) <= engine.budget:
+        assert whole_of(engine) == then
+
+
 def check_protected(engine: Engine, record: Evicted, round_number: int) -> None:
     """Neither sinks, nor pins, nor the newest E/2 rows of this round have left."""
     ledger, memory, policy = engine.ledger, engine.memory, engine.memory.policy
@@ -164,6 +188,16 @@ def check_protected(engine: Engine, record: Evicted, round_number: int) -> None:
 def state_of(engine: Engine) -> tuple[Any, ...]:
     ledger = engine.ledger
     return ledger.seen, ledger.held_positions.tolist(), engine.memory, id(engine.logits)
+
+
+def whole_of(engine: Engine) -> tuple[Any, ...]:
+    """All that a mark brings back."""
+    ledger = engine.ledger
+    columns = ("token_id", "turn", "round", "birth_decay", "arrival_key", "role")
+    values = [ledger.column(name).tolist() for name in columns]
+    logits = None if engine.logits is None else engine.logits.tolist()
+    held = ledger.held_positions.tolist()
+    return ledger.seen, held, ledger.log_decay, values, logits
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
 
 
 def test_the_engine_knows_ids_only() -> None:
-    allowed = {"errors", "memory", "sampling", "scoring"}
+    allowed = {"errors", "memory", "records", "sampling", "scoring"}
     for name in ours("sirchat.engine"):
         assert within(name, *(f"sirchat.{part}" for part in allowed)), name
     assert not {name for name in imports(SOURCES["sirchat.engine"]) if within(name, *LIBRARIES)}

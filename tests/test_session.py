@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.events import Delta, Event, Forgot, Notice, Switched, TurnDone, to_json
+from sirchat.events import CameBack, Delta, Event, Forgot, Notice, Switched, TurnDone, to_json
 from sirchat.session import Session
 from tests.chatting import answer, babbler, session, tiny
 
@@ -148,8 +148,11 @@ def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str)
     assert chat.resident == 64
     switched = [e for e in events if isinstance(e, Switched)]
     assert [(e.what, e.old, e.new) for e in switched] == [("budget", 1024, 64)]
-    list(chat.switch("/budget", budget=2048))
-    assert chat.resident == 64
+    events = list(chat.switch("/budget", budget=2048))
+    assert chat.resident == held
+    (back,) = (e for e in events if isinstance(e, CameBack))
+    assert len(back.positions) == held - 64
+    assert [e.restored for e in events if isinstance(e, Switched)] == [held - 64]
     assert _turns(list(chat.ask("Go on.")))[-1].resident > 64
 
 

@@ -92,7 +92,7 @@ def test_there_is_no_threshold_where_surprisal_does_not_count(policy: str) -> No
 
 
 def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
-    chat = session(babbler(), budget=64, recent=8, max_new_tokens=60)
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=60, archive="off")
     list(chat.ask("word " * 60))
     view = chat.snapshot()
     block = len(view.next_to_go)

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from sirchat.memory.archive import Rows
 from sirchat.memory.rope import Rotation
 
 
@@ -55,9 +57,7 @@ class _Tensor:
         count = rows.shape[2]
         end = cursor.length + count
         if self.buffer is None:
-            copies = 1 if self.rotation is None else 2
-            shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-            self.buffer = self._use(rows.new_empty(shape))
+            self.buffer = self._allocate(cursor, rows)
         if end > self.buffer.shape[3]:  # else one row too many would be dropped in silence
             raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
         # narrow, for this runs for every token and layer, and indexing costs twice the time
@@ -74,6 +74,21 @@ class _Tensor:
         if self.rotation is not None and turn is not None:
             self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *turn)
 
+    def first_written(self, rows: Tensor) -> Tensor:
+        """Rows `rows` [k] as first written: a copy [H, k, D]."""
+        written = self._written()
+        return written.index_select(2, rows.to(written.device))[0]
+
+    def replace(self, cursor: _Cursor, rows: Tensor, turn: tuple[Tensor, Tensor] | None) -> None:
+        """Hold `rows` [H, n, D], as first written, in slots 0.., turned by `turn` (cos, sin)."""
+        count = rows.shape[1]
+        if self.buffer is None:
+            self._allocate(cursor, rows[None])
+        written = self._written()
+        written[0, :, :count] = rows
+        if self.rotation is not None and turn is not None:
+            self.attended[0, :, :count] = self.rotation.apply(written[0, :, :count], *turn)
+
     def grow(self, cursor: _Cursor) -> None:
         """Reallocate for `cursor.capacity` rows, keeping those that are held."""
         if self.buffer is None:
@@ -82,6 +97,19 @@ class _Tensor:
         grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
         grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
         self.buffer = self._use(grown)
+
+    def _allocate(self, cursor: _Cursor, rows: Tensor) -> Tensor:
+        """Buffers for rows like these [1, H, m, D]."""
+        copies = 1 if self.rotation is None else 2
+        shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
+        self.buffer = self._use(rows.new_empty(shape))
+        return self.buffer
+
+    def _written(self) -> Tensor:
+        """The rows as first written [1, H, capacity, D]."""
+        if self.buffer is None:
+            raise LookupError("this layer has not been written yet")
+        return self.buffer[-1]
 
     def _use(self, buffer: Tensor) -> Tensor:
         self.attended = buffer[0]  # [1, H, capacity, D]
@@ -142,9 +170,14 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return self._cursor.capacity
 
     @property
+    def _tensors(self) -> list[_Tensor]:
+        """Key and value of each layer."""
+        return [tensor for layer in self.layers for tensor in layer.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Memory of all buffers, in bytes."""
-        buffers = [t.buffer for layer in self.layers for t in layer.tensors]
+        buffers = [tensor.buffer for tensor in self._tensors]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
     def commit(self, count: int) -> None:
@@ -166,6 +199,25 @@ class BoundedCache(Cache):  # type: ignore[misc]
             self._written_at[start : len(rows)] = written_at
         self._cursor.length = len(rows)
 
+    @torch.inference_mode()
+    def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
+        """Rows `rows` [k] as first written, which stand at these stream positions: a copy."""
+        tensors = [tensor.first_written(rows) for tensor in self._tensors]
+        return Rows(positions, self._written_at[rows.numpy()], tensors)
+
+    @torch.inference_mode()
+    def replace(self, rows: Rows) -> None:
+        """Hold exactly `rows`, in this order, and turn their keys to slots 0..n-1."""
+        count = len(rows)
+        self.reserve(count)
+        written_at = torch.from_numpy(rows.written_at)
+        turn = _Turns(written_at, torch.arange(count))
+        for tensor, given in zip(self._tensors, rows.tensors, strict=True):
+            device = given.device if tensor.buffer is None else tensor.buffer.device
+            tensor.replace(self._cursor, given.to(device), turn.of(tensor.rotation, device))
+        self._written_at[:count] = rows.written_at
+        self._cursor.length = count
+
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows; buffers never shrink."""
@@ -176,9 +228,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
         self._written_at = written_at
         self._slots = np.arange(capacity)
         self._cursor.capacity = capacity
-        for layer in self.layers:
-            for tensor in layer.tensors:
-                tensor.grow(self._cursor)
+        for tensor in self._tensors:
+            tensor.grow(self._cursor)
 
     def layer_keys(self, layer: int) -> Tensor:
         """What attention sees in a layer's key slot: [1, H, n, D] (a view)."""
@@ -188,10 +239,6 @@ class BoundedCache(Cache):  # type: ignore[misc]
         """What attention sees in a layer's value slot: [1, H, n, D] (a view)."""
         return self._view(layer, 1)
 
-    def clear(self) -> None:
-        """Hold nothing; the buffers stay."""
-        self._cursor.length = 0
-
     def _view(self, layer: int, slot: int) -> Tensor:
         buffer = self.layers[layer].tensors[slot].buffer
         if buffer is None:
@@ -200,20 +247,32 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return view
 
     def _compact(self, tail: Tensor, start: int, old: Tensor, new: Tensor) -> None:
-        """Cosines are computed once for each set of frequencies and device, not for each layer."""
-        turns: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
+        turns = _Turns(old, new)
         on_device: dict[torch.device, Tensor] = {}
-        for tensor in (t for layer in self.layers for t in layer.tensors):
-            if tensor.buffer is None:
-                continue
-            device = tensor.buffer.device
-            index = on_device.setdefault(device, tail.to(device))
-            turn, rotation = None, tensor.rotation
-            if rotation is not None:
-                same = (t for r, d, t in turns if d == device and r.same_angles(rotation))
-                turn = next(same, None)
-                if turn is None:
-                    cos, sin = rotation.turn(old, new)
-                    turn = cos.to(device), sin.to(device)
-                    turns.append((rotation, device, turn))
-            tensor.compact(index, start, turn)
+        for tensor in self._tensors:
+            if tensor.buffer is not None:
+                device = tensor.buffer.device
+                index = on_device.setdefault(device, tail.to(device))
+                tensor.compact(index, start, turns.of(tensor.rotation, device))
+
+
+class _Turns:
+    """Cosines and sines that turn keys from slots `old` [n] to `new` [n].
+
+    Computed once for each set of frequencies and device, not for each layer.
+    """
+
+    def __init__(self, old: Tensor, new: Tensor) -> None:
+        self._slots = old, new
+        self._known: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
+
+    def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine [n, d/2] on `device`; None where nothing turns."""
+        if rotation is None:
+            return None
+        for other, where, turn in self._known:
+            if where == device and other.same_angles(rotation):
+                return turn
+        cos, sin = rotation.turn(*self._slots)
+        self._known.append((rotation, device, (cos.to(device), sin.to(device))))
+        return self._known[-1][2]

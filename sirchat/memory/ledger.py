@@ -41,6 +41,7 @@ class State(IntEnum):
 
     HELD = 0
     GONE = 1
+    ARCHIVED = 2
 
 
 _ROW = np.dtype(
@@ -153,17 +154,39 @@ class Ledger:
         if count > 1:
             self._unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
-    def keep(self, rows: Tensor) -> NDArray[np.int64]:
-        """Hold only these rows [k] of the held view; returns the positions that left."""
-        held = self.held_positions
-        stays = np.zeros(len(held), bool)
-        stays[rows.numpy()] = True
-        gone = held[~stays]
-        self._rows["state"][gone] = State.GONE
-        kept = held[stays]
-        self._held[: len(kept)] = kept
-        self._held_count = len(kept)
-        return gone
+    def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
+        """Hold only these rows [k] of the held view; the positions that left, now in `state`."""
+        return self.hold(self.held_positions[rows.numpy()], state)[0]
+
+    def hold(
+        self, positions: NDArray[np.int64], state: State
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Hold exactly these stream positions [n], ascending; those that leave are in `state`.
+
+        Returns the positions that left and those that came.
+        """
+        before = self.held_positions
+        gone = np.setdiff1d(before, positions, assume_unique=True)
+        came = np.setdiff1d(positions, before, assume_unique=True)
+        self._rows["state"][gone] = state
+        self._rows["state"][came] = State.HELD
+        count = len(positions)
+        if count > len(self._held):
+            self._held = np.zeros(max(count, 2 * len(self._held)), np.int64)
+        self._held[:count] = positions
+        self._held_count = count
+        return gone, came
+
+    def lose(self, positions: NDArray[np.int64]) -> None:
+        """Note that archived rows at these positions can't come back."""
+        archived = positions[self._rows["state"][positions] == State.ARCHIVED]
+        self._rows["state"][archived] = State.GONE
+
+    def truncate(self, seen: int, log_decay: float) -> None:
+        """Forget that anything was read after the first `seen` tokens; none of it may be held."""
+        self._rows["flags"][seen : self.seen] = 0
+        self._rows["state"][seen : self.seen] = State.HELD
+        self.seen, self.log_decay = seen, log_decay
 
     def pin(self, positions: range, pinned: bool) -> None:
         """Pin these rows, or let them go."""
@@ -185,9 +208,11 @@ class Ledger:
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
-    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> Held:
-        """The held rows as policies see them; `protected` [n] marks those that must stay."""
-        at = self.held_positions
+    def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> Held:
+        """The rows at stream positions `at` [n], ascending, as policies see them.
+
+        `protected` [n] marks those that must stay.
+        """
         columns = self._rows
         flags = columns["flags"][at]
 
@@ -209,6 +234,10 @@ class Ledger:
             seen=self.seen,
             seed=self.seed,
         )
+
+    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> Held:
+        """The held rows as policies see them; arguments as in `view`."""
+        return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _draw_keys(self, start: int) -> None:
         """Arrival keys depend on the position alone: drawn ahead, when the rows grow."""

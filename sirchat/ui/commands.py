@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.events import TokenRow
+from sirchat.events import TokenRow, Undone
 from sirchat.profile import policy_names
 from sirchat.session import Session
 from sirchat.ui.panel import draw_panel
@@ -21,15 +21,19 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
 from sirchat.ui.tables import draw_tokens
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable_line, shorten
 
 _PREFIX = "do_"
 
-_ALIASES = {"?": "help", "quit": "exit", "bye": "exit"}
+_ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
 class Leave(Exception):
     """The user wants to leave the chat."""
+
+
+class Retry(Exception):
+    """The user wants another reply to what was said last."""
 
 
 class Commands:
@@ -164,6 +168,19 @@ class Commands:
             f"held, {end.seen - end.resident:,} forgotten; {end.tokens_out:,} said, "
             f"{speed:,.0f} tok/s; policy {session.profile.policy}, decay {session.profile.decay:g}"
         )
+
+    def do_undo(self, rest: str) -> None:
+        """-: take back what you said last, and the reply; it has never been."""
+        for event in self._session.undo():
+            if isinstance(event, Undone):
+                self._screen.note(
+                    f"undone: {shorten(displayable_line(event.text), 60)}; "
+                    f"holds {event.resident:,}/{self._session.budget:,}"
+                )
+
+    def do_retry(self, rest: str) -> None:
+        """-: undo, and say the same again; with a temperature above 0, for another reply."""
+        raise Retry
 
     def do_reset(self, rest: str) -> None:
         """-: forget the whole conversation; the settings stay."""

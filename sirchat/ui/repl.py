@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.events import Event
 from sirchat.progress import Progress
-from sirchat.session import Session
-from sirchat.ui.commands import Commands, Leave
+from sirchat.session import Interrupted, Session
+from sirchat.ui.commands import Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
@@ -85,9 +86,12 @@ class _Chat:
         """Act on a line; whatever goes wrong, the conversation is kept."""
         try:
             if line.is_command:
-                self._commands.run(line.text)
+                try:
+                    self._commands.run(line.text)
+                except Retry:
+                    self._turn(self._session.retry)
             else:
-                self._turn(line.text)
+                self._turn(lambda stops: self._session.ask(line.text, stops))
         except Leave:
             return False
         except SirchatError as error:
@@ -100,12 +104,12 @@ class _Chat:
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
 
-    def _turn(self, text: str) -> None:
+    def _turn(self, events: Callable[[Interrupted], Iterator[Event]]) -> None:
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
                 stops = _stops(interrupt, self._keyboard)
-                for event in self._session.ask(text, stops):
+                for event in events(stops):
                     view.show(event)
         finally:
             self._keyboard.mark_pastes(False)

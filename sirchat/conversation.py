@@ -1,0 +1,59 @@
+"""Where a conversation stands: its turns and rounds, what is owed, what it cost so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sirchat.engine import Checkpoint
+from sirchat.events import Finish
+
+UNDO_DEPTH = 64
+"""Turns that can be undone, with an archive; without one, one."""
+
+
+@dataclass
+class Tally:
+    """What one turn cost so far."""
+
+    index: int
+    role: str
+    tokens_in: int = 0
+    tokens_out: int = 0
+    evicted: int = 0
+    seconds_prefill: float = 0.0
+    seconds_decode: float = 0.0
+    finish: Finish = "read"
+
+
+@dataclass
+class Conversation:
+    """The state of a session beside its engine's.
+
+    Attributes:
+        turn_roles: who spoke, turn by turn.
+        round: user turns so far.
+        in_round: whether a user turn waits for its reply, or for its end.
+        system: positions of the system prompt in force.
+        reply: the one under way, or the last.
+        owed: ids that must follow before the next turn.
+        totals: of the whole conversation.
+        attempt: how often the last turn was said again, for another reply.
+    """
+
+    turn_roles: list[str] = field(default_factory=list)
+    round: int = 0
+    in_round: bool = False
+    system: range = range(0)
+    reply: Tally = field(default_factory=lambda: Tally(0, ""))
+    owed: list[int] = field(default_factory=list)
+    totals: Tally = field(default_factory=lambda: Tally(0, ""))
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The beginning of a user turn that says `text`: what to come back to when it is undone."""
+
+    checkpoint: Checkpoint
+    conversation: Conversation
+    text: str

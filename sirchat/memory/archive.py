@@ -1,0 +1,210 @@
+"""What left the cache and can come back: keys and values as first written, in RAM.
+
+Rows are appended in segments of fixed size and found by their stream position. A row that returns
+to the cache stays here too, and is not stored a second time when it leaves again. Over its limit
+the archive lets go of whole segments, those of the lowest scores first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Positions = NDArray[np.int64]
+
+SEGMENT_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keys and values of n rows as first written, wherever they are or go.
+
+    Attributes:
+        positions: stream positions [n].
+        written_at: cache slots [n] at which they were first written; their rotation.
+        tensors: two for each layer, key then value, each [H, n, D].
+    """
+
+    positions: Positions
+    written_at: NDArray[np.int64]
+    tensors: list[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def take(self, index: NDArray[np.int64]) -> Rows:
+        """The rows at `index` [k]."""
+        chosen = torch.from_numpy(index)
+        tensors = [one.index_select(1, chosen.to(one.device)) for one in self.tensors]
+        return Rows(self.positions[index], self.written_at[index], tensors)
+
+
+class _Segment:
+    """A block of `SEGMENT_ROWS` rows, filled from the front."""
+
+    def __init__(self, like: list[Tensor]) -> None:
+        shapes = [(one.shape[0], SEGMENT_ROWS, one.shape[2]) for one in like]
+        pairs = zip(shapes, like, strict=True)
+        self.tensors = [torch.empty(shape, dtype=one.dtype) for shape, one in pairs]
+        self.positions = np.full(SEGMENT_ROWS, -1, np.int64)
+        self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
+        self.used = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self.tensors)
+
+    def put(self, rows: Rows) -> None:
+        end = self.used + len(rows)
+        for mine, given in zip(self.tensors, rows.tensors, strict=True):
+            mine[:, self.used : end].copy_(given)
+        self.positions[self.used : end] = rows.positions
+        self.written_at[self.used : end] = rows.written_at
+        self.used = end
+
+
+class Archive:
+    """Rows by stream position, up to `limit` bytes."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Store nothing."""
+        self._segments: list[_Segment | None] = []
+        self._places = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all keys and values, in bytes."""
+        return sum(one.nbytes for one in self._segments if one is not None)
+
+    def __len__(self) -> int:
+        return int((self._places >= 0).sum())
+
+    def has(self, positions: Positions) -> NDArray[np.bool_]:
+        """Which of these stream positions [n] are stored."""
+        known = positions < len(self._places)
+        found = np.zeros(len(positions), bool)
+        found[known] = self._places[positions[known]] >= 0
+        return found
+
+    @torch.inference_mode()
+    def add(self, rows: Rows) -> None:
+        """Store rows, wherever their tensors are; those that are stored already are skipped."""
+        new = np.flatnonzero(~self.has(rows.positions))
+        if len(new) < len(rows):
+            rows = rows.take(new)
+        if not len(rows):
+            return
+        self._reserve(int(rows.positions.max()) + 1)
+        start = 0
+        while start < len(rows):
+            segment, number = self._open(rows.tensors)
+            end = min(len(rows), start + SEGMENT_ROWS - segment.used)
+            self._places[rows.positions[start:end]] = (
+                number * SEGMENT_ROWS + segment.used + np.arange(end - start)
+            )
+            segment.put(_slice(rows, start, end))
+            start = end
+
+    @torch.inference_mode()
+    def fetch(self, positions: Positions) -> Rows:
+        """The rows at these stream positions [n], in this order.
+
+        Raises LookupError when one of them is not stored.
+        """
+        if not self.has(positions).all():
+            raise LookupError("the archive does not have all of these rows")
+        places = self._places[positions]
+        segments, within = places // SEGMENT_ROWS, places % SEGMENT_ROWS
+        written_at = np.zeros(len(positions), np.int64)
+        tensors: list[Tensor] = []
+        for number in np.unique(segments):
+            segment = self._segments[number]
+            if segment is None:
+                raise LookupError("the archive does not have all of these rows")
+            at = np.flatnonzero(segments == number)
+            rows, to = torch.from_numpy(within[at]), torch.from_numpy(at)
+            written_at[at] = segment.written_at[within[at]]
+            if not tensors:
+                tensors = [
+                    one.new_empty((one.shape[0], len(positions), one.shape[2]))
+                    for one in segment.tensors
+                ]
+            for out, one in zip(tensors, segment.tensors, strict=True):
+                out[:, to] = one[:, rows]
+        return Rows(positions.copy(), written_at, tensors)
+
+    def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
+        """Let go of the segments with the lowest mean score until the limit is met.
+
+        Returns the positions [k] of the rows that are stored no more.
+        """
+        gone: list[Positions] = []
+        while self.limit is not None and self.nbytes > self.limit:
+            full = [n for n, one in enumerate(self._segments) if one is not None]
+            lowest = min(full, key=lambda n: self._mean(n, score))
+            gone.append(self._stored(lowest))
+            self._places[gone[-1]] = -1
+            self._segments[lowest] = None
+        return np.concatenate(gone) if gone else np.zeros(0, np.int64)
+
+    @torch.inference_mode()
+    def remove(self, positions: Positions) -> None:
+        """Forget these rows: their keys and values are overwritten."""
+        positions = positions[self.has(positions)]
+        places = self._places[positions]
+        for number in np.unique(places // SEGMENT_ROWS):
+            segment = self._segments[number]
+            rows = places[places // SEGMENT_ROWS == number] % SEGMENT_ROWS
+            if segment is not None:
+                segment.positions[rows] = -1
+                for one in segment.tensors:
+                    one[:, torch.from_numpy(rows)] = 0
+        self._places[positions] = -1
+
+    def truncate(self, seen: int) -> None:
+        """Forget every row from stream position `seen` on."""
+        stored = np.flatnonzero(self._places >= 0)
+        self.remove(stored[stored >= seen])
+
+    def _mean(self, number: int, score: Callable[[Positions], NDArray[np.float64]]) -> float:
+        stored = self._stored(number)
+        return float(score(stored).mean()) if len(stored) else -np.inf
+
+    def _stored(self, number: int) -> Positions:
+        """The positions of a segment's rows."""
+        segment = self._segments[number]
+        if segment is None:
+            return np.zeros(0, np.int64)
+        return segment.positions[segment.positions >= 0]
+
+    def _open(self, like: list[Tensor]) -> tuple[_Segment, int]:
+        """The segment that is being filled, and its number."""
+        last = self._segments[-1] if self._segments else None
+        if last is None or last.used == SEGMENT_ROWS:
+            last = _Segment(like)
+            self._segments.append(last)
+        return last, len(self._segments) - 1
+
+    def _reserve(self, rows: int) -> None:
+        """Grow by doubling."""
+        if rows > len(self._places):
+            grown = np.full(max(rows, 2 * len(self._places)), -1, np.int64)
+            grown[: len(self._places)] = self._places
+            self._places = grown
+
+
+def _slice(rows: Rows, start: int, end: int) -> Rows:
+    return Rows(
+        rows.positions[start:end],
+        rows.written_at[start:end],
+        [one[:, start:end] for one in rows.tensors],
+    )

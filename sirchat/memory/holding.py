@@ -1,0 +1,167 @@
+"""What is held and what is archived: moves rows between cache and archive, ledger in step.
+
+Without an archive the rows that a turn pushed out are still kept until the next one begins, so that
+a turn can be undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.archive import Archive, Positions, Rows
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Ledger, State
+
+JOURNAL_BYTES = 256 * 2**20
+"""Without an archive, what one turn pushes out is kept up to this size; beyond, no undo."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment to come back to: tokens seen, those held [n], and the decay so far."""
+
+    seen: int
+    held: Positions
+    log_decay: float
+
+
+class Holding:
+    """Cache, ledger and archive of one conversation.
+
+    Args:
+        cache: empty.
+        ledger: empty.
+        limit: bytes that the archive may take; 0 for no archive.
+    """
+
+    def __init__(self, cache: BoundedCache, ledger: Ledger, limit: int = 0) -> None:
+        self.cache = cache
+        self.ledger = ledger
+        self._archive = Archive(limit or JOURNAL_BYTES)
+        self._archiving = limit > 0
+
+    @property
+    def archived(self) -> int:
+        """Rows that are not held and can come back."""
+        return int((self.ledger.column("state") == State.ARCHIVED).sum())
+
+    @property
+    def archive_bytes(self) -> int:
+        """Memory of the archive."""
+        return self._archive.nbytes
+
+    def set_limit(self, limit: int) -> None:
+        """Let the archive take `limit` bytes; 0 empties it."""
+        self._archive.limit = limit or JOURNAL_BYTES
+        self._archiving = limit > 0
+        if not self._archiving:
+            self._archive.clear()
+            self.ledger.lose(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+        self._shrink()
+
+    def reachable(self) -> Positions:
+        """Stream positions [n], ascending, of all rows that are held or archived."""
+        return np.flatnonzero(self.ledger.column("state") != State.GONE)
+
+    def keep(self, rows: Tensor) -> Positions:
+        """Hold only these rows [k] of those held; returns the positions that left."""
+        leaves = np.ones(self.ledger.held_count, bool)
+        leaves[rows.numpy()] = False
+        self._put_away(np.flatnonzero(leaves))
+        self.cache.keep(rows)
+        gone = self.ledger.keep(rows, self._away)
+        self._shrink()
+        return gone
+
+    def hold(self, positions: Positions) -> tuple[Positions, Positions]:
+        """Hold exactly these reachable positions [n], ascending.
+
+        Returns the positions that left and those that came back.
+        """
+        stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
+        self._put_away(np.flatnonzero(~stays))
+        self._replace(np.flatnonzero(stays), positions)
+        gone, came = self.ledger.hold(positions, self._away)
+        self._shrink()
+        return gone, came
+
+    def mark(self) -> Mark:
+        """The present moment, at the beginning of a turn."""
+        if not self._archiving:
+            self._archive.clear()
+        ledger = self.ledger
+        return Mark(ledger.seen, ledger.held_positions.copy(), ledger.log_decay)
+
+    def can_undo(self, mark: Mark) -> bool:
+        """Whether every row that was held at `mark` can still be had."""
+        missing = np.setdiff1d(mark.held, self.ledger.held_positions, assume_unique=True)
+        return bool(self._archive.has(missing).all())
+
+    def undo(self, mark: Mark) -> None:
+        """Go back to `mark`: what was read since has never been.
+
+        Raises LookupError, changing nothing, when a row of then is gone.
+        """
+        if not self.can_undo(mark):
+            raise LookupError("some of the rows that were held then are gone")
+        before = self.ledger.held_positions
+        since = before >= mark.seen
+        stays = np.isin(before, mark.held, assume_unique=True)
+        self._put_away(np.flatnonzero(~stays & ~since))
+        self._replace(np.flatnonzero(stays), mark.held)
+        self.ledger.hold(mark.held, self._away)
+        self._archive.truncate(mark.seen)
+        self.ledger.truncate(mark.seen, mark.log_decay)
+
+    def forget(self, positions: Positions) -> None:
+        """Let these rows go for good, from the cache and from the archive."""
+        held = self.ledger.held_positions
+        stays = np.flatnonzero(~np.isin(held, positions))
+        self.cache.keep(torch.from_numpy(stays))
+        self.ledger.keep(torch.from_numpy(stays), State.GONE)
+        self._archive.remove(positions)
+        self.ledger.lose(positions)
+
+    @property
+    def _away(self) -> State:
+        return State.ARCHIVED if self._archiving else State.GONE
+
+    def _put_away(self, rows: NDArray[np.int64]) -> None:
+        """Archive these rows [k] of the held view, but those that are archived already."""
+        positions = self.ledger.held_positions[rows]
+        new = ~self._archive.has(positions)
+        if new.any():
+            chosen = torch.from_numpy(rows[new])
+            self._archive.add(self.cache.first_written(chosen, positions[new]))
+
+    def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
+        """Fill the cache with `positions` [n]: rows [k] of the held view, the others archived."""
+        held = self.ledger.held_positions[rows]
+        if len(held) == len(positions):
+            self.cache.keep(torch.from_numpy(rows))
+            return
+        came = self._archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
+        if len(held):
+            came = _merged(self.cache.first_written(torch.from_numpy(rows), held), came)
+        self.cache.replace(came)
+
+    def _shrink(self) -> None:
+        self.ledger.lose(self._archive.shrink(self.ledger.log_score_of))
+
+
+def _merged(one: Rows, other: Rows) -> Rows:
+    """Both, by ascending position."""
+    positions = np.concatenate([one.positions, other.positions])
+    order = np.argsort(positions)
+    chosen = torch.from_numpy(order)
+    tensors = [
+        torch.cat([a, b.to(a.device)], dim=1).index_select(1, chosen.to(a.device))
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    ]
+    written_at = np.concatenate([one.written_at, other.written_at])[order]
+    return Rows(positions[order], written_at, tensors)
