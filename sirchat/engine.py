@@ -235,9 +235,17 @@ class Engine:
             self.cache.reserve(self.budget)
         yield from self._hold(wanted)
 
-    def choose_again(self) -> Iterator[Evicted | Restored]:
-        """Hold what the settings choose from all there is, after rows were pinned or let go."""
-        self._last = self._last or (self._memory, self.ledger.held_positions.copy())
+    def pin(self, positions: NDArray[np.int64], pinned: bool) -> Iterator[Evicted | Restored]:
+        """Pin rows that are held or archived, or let them go; then choose from all there is.
+
+        Raises SettingError, changing nothing, when the pins would leave too little room.
+        """
+        if pinned:
+            flags = self.ledger.column("flags")[positions]
+            new = (flags & Flag.PINNED == 0) & (positions >= self._sinks())
+            self.check_pins(int(new.sum()))
+        self.ledger.pin(positions, pinned)
+        self._last = None
         yield from self._hold(self._choice())
 
     def _wanted(self, before: Memory) -> NDArray[np.int64]:

@@ -124,6 +124,16 @@ class Switched(Event):
 
 
 @dataclass(frozen=True)
+class Pinned(Event):
+    """So many tokens are `pinned` now, or no longer."""
+
+    kind: ClassVar[str] = "pin"
+    tokens: int
+    pinned: bool
+    resident: int
+
+
+@dataclass(frozen=True)
 class Undone(Event):
     """Turn `turn` and all after it have never been; `text` is what the user had said."""
 

@@ -26,6 +26,7 @@ from sirchat.events import (
     Event,
     Forgot,
     Notice,
+    Pinned,
     Reading,
     Started,
     Switched,
@@ -46,7 +47,9 @@ from sirchat.settings import (
     refuse_fixed,
 )
 from sirchat.snapshot import Positions, Snapshot, take_snapshot, token_rows
+from sirchat.targets import positions_of
 from sirchat.template import Template, TurnIds
+from sirchat.why import Standing, standings
 
 Interrupted = Callable[[], bool]
 
@@ -204,6 +207,32 @@ class Session:
         self._moments.pop()
         self._now = moment.conversation
         yield Undone(self._turns, moment.text, self.resident, self.seen)
+
+    def pin(self, target: str, pinned: bool = True) -> Iterator[Event]:
+        """Never forget what `target` means, or let it go; `targets.positions_of` says how.
+
+        What is archived comes back. Raises UsageError where nothing is meant, and SettingError,
+        changing nothing, when the pins would leave too little room.
+        """
+        positions = self._meant(target, self._engine.holding.reachable())
+        yield from self._moved(list(self._engine.pin(positions, pinned)))
+        yield Pinned(len(positions), pinned, self.resident)
+        if not self._engine.memory.policy.honours_pins:
+            yield Notice(f"policy {self.profile.policy} makes no use of pins")
+
+    def why(self, target: str) -> list[Standing]:
+        """Where the tokens stand that `target` means, held or not; raises UsageError for none."""
+        return standings(
+            self._engine,
+            self._texts,
+            self._meant(target, np.arange(self.seen)),
+            sinks=self.profile.sinks,
+            threshold=self.snapshot(strongest=0).threshold,
+        )
+
+    def _meant(self, target: str, among: Positions) -> Positions:
+        ledger, roles = self._engine.ledger, self._now.turn_roles
+        return positions_of(target, ledger, self._texts, roles, among)
 
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any

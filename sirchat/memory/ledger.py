@@ -188,10 +188,11 @@ class Ledger:
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay
 
-    def pin(self, positions: range, pinned: bool) -> None:
+    def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
         """Pin these rows, or let them go."""
-        flags = self._rows["flags"][positions.start : positions.stop]
-        flags[:] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
+        at = np.asarray(positions, np.int64)
+        flags = self._rows["flags"][at]
+        self._rows["flags"][at] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
 
     def close_round(self, decay: float) -> None:
         """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space."""

@@ -90,8 +90,9 @@ GAPS = Phase(
     (
         Stage(0.15, 256, _SPARSE),
         Stage(0.55, 512, _SPARSE, gaps=0.6),
-        Stage(0.92, 1024, _SPARSE_FAR, gaps=0.5),
-        Stage(1.0, 2048, _SPARSE_FAR, gaps=0.5),
+        Stage(0.625, 1024, _SPARSE_FAR, gaps=0.5),
+        Stage(0.88, 1536, _SPARSE_FAR, gaps=0.4),
+        Stage(1.0, 2048, _SPARSE_FAR, gaps=0.4),
     ),
     peak=0.6,
 )

@@ -20,7 +20,7 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_tokens
+from sirchat.ui.tables import draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 
 _PREFIX = "do_"
@@ -168,6 +168,18 @@ class Commands:
             f"held, {end.seen - end.resident:,} forgotten; {end.tokens_out:,} said, "
             f"{speed:,.0f} tok/s; policy {session.profile.policy}, decay {session.profile.decay:g}"
         )
+
+    def do_pin(self, rest: str) -> None:
+        """TEXT|last|turn N: never forget these words, what you said last, or a turn."""
+        self._switching.pin(rest, pinned=True)
+
+    def do_unpin(self, rest: str) -> None:
+        """TEXT|last|turn N: let these words, what you said last, or a turn go again."""
+        self._switching.pin(rest, pinned=False)
+
+    def do_why(self, rest: str) -> None:
+        """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""
+        self._screen.page(draw_standings(self._session.why(rest), self._screen.theme))
 
     def do_undo(self, rest: str) -> None:
         """-: take back what you said last, and the reply; it has never been."""

@@ -33,6 +33,7 @@ _TOKENS = (
     ("top", "those of highest score: top N"),
     ("next", "those that would leave next"),
 )
+_TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
 class SlashCompleter(Completer):
@@ -74,6 +75,8 @@ class SlashCompleter(Completer):
                 yield from _PANEL
             case ["tokens"]:
                 yield from _TOKENS
+            case ["pin" | "unpin" | "why"]:
+                yield from _TARGETS
             case ["show" | "set"]:
                 yield from self._settings()
             case ["set", name]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sirchat.errors import SettingError, nearest, shown
-from sirchat.events import Event, Forgot, Notice, Switched, TurnDone
+from sirchat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
 from sirchat.profile import Profile, allowed, as_typed, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
@@ -73,6 +73,21 @@ class Switching:
             if key in named and key != "description" and old != new:
                 self._screen.note(f"{key} stays {old}; start with --{key} {new} for the other")
 
+    def pin(self, target: str, *, pinned: bool) -> None:
+        """Pin what `target` means, or let it go, and say what that moved."""
+        gone = back = 0
+        for event in self._session.pin(target, pinned):
+            if isinstance(event, Forgot):
+                gone += len(event.positions)
+            elif isinstance(event, CameBack):
+                back += len(event.positions)
+            elif isinstance(event, Pinned):
+                what = "pinned" if event.pinned else "no longer pinned"
+                self._screen.note(f"{event.tokens:,} tokens {what}")
+            else:
+                self._say(event)
+        self._moved(gone, back)
+
     def describe(self, name: str) -> str:
         """A setting, or an option of the policy: its value, and what it may be."""
         profile = self._session.profile
@@ -108,10 +123,14 @@ class Switching:
         if not changed:
             self._screen.note(otherwise)
         elif set(changed) & set(_OF_THE_MEMORY):
-            now = f"holds {self._session.resident:,}/{self._session.budget:,}"
-            left = [f"forgot {gone:,}" if gone else "nothing forgotten"]
-            came = [f"{back:,} came back"] if back else []
-            self._screen.note(", ".join([*left, *came, now]))
+            self._moved(gone, back)
+
+    def _moved(self, gone: int, back: int) -> None:
+        """Say how many tokens left and came, and how many are held now."""
+        now = f"holds {self._session.resident:,}/{self._session.budget:,}"
+        left = [f"forgot {gone:,}" if gone else "nothing forgotten"]
+        came = [f"{back:,} came back"] if back else []
+        self._screen.note(", ".join([*left, *came, now]))
 
     def _say(self, event: Event) -> None:
         if isinstance(event, Switched):

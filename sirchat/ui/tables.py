@@ -17,6 +17,7 @@ from sirchat.snapshot import EDGES, Histogram, TurnShare
 from sirchat.ui.cells import Piece, cut, line_of, quoted
 from sirchat.ui.glance import share_glyph
 from sirchat.ui.theme import ROLE_NAMES, Theme
+from sirchat.why import Standing
 
 _RANKING_WIDTH = 60
 """Cells from a token to its numbers are few, so that the eye finds across."""
@@ -40,6 +41,29 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             nats(row.surprisal),
             significant(row.score),
             " ".join(row.flags),
+        )
+    return table
+
+
+def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableType:
+    """What holds each token, or held it: surprisal x what has not faded = score, and its rank."""
+    table = _table(theme)
+    _columns(table, "position", "turn")
+    table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
+    table.add_column("is", no_wrap=True)
+    _columns(table, "surprisal", "faded to", "score", "rank", "needs")
+    for one in standings:
+        flags = [flag for flag in one.row.flags if flag in ("sink", "pinned")]
+        table.add_row(
+            str(one.row.position),
+            str(one.row.turn),
+            Text(quoted(one.row.text), theme.token(one.row)),
+            ", ".join([one.state, *flags]),
+            nats(one.row.surprisal),
+            f"{one.faded:.0%}",
+            significant(one.row.score),
+            f"{one.rank:,} of {one.held:,}",
+            nats(one.threshold),
         )
     return table
 
