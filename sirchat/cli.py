@@ -15,6 +15,7 @@ import typer
 
 from sirchat import __version__
 from sirchat.cli_eval import eval_app
+from sirchat.cli_sessions import sessions_app
 from sirchat.errors import (
     SirchatError,
     TranscriptError,
@@ -24,11 +25,13 @@ from sirchat.errors import (
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, open_session, profile_of
 from sirchat.memory.policies import policy_class, policy_names
+from sirchat.profile import Profile, changed
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
     from sirchat.progress import Progress
+    from sirchat.saved.store import SessionStore
     from sirchat.session import Session
 
 app = typer.Typer(
@@ -47,6 +50,7 @@ app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
 app.add_typer(eval_app, name="eval", no_args_is_help=True)
+app.add_typer(sessions_app, name="sessions", no_args_is_help=True)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
@@ -67,7 +71,7 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     try:
-        code = app(standalone_mode=False)
+        code = app(args=_with_defaults(sys.argv[1:]), standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except SirchatError as error:
         if debug:
@@ -85,6 +89,15 @@ def main() -> None:
         if debug:
             raise
         _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1)
+
+
+def _with_defaults(arguments: list[str]) -> list[str]:
+    """`--resume` alone means the last session."""
+    pairs = zip(arguments, [*arguments[1:], "-"], strict=False)
+    return [
+        f"{one}=last" if one == "--resume" and after.startswith("-") else one
+        for one, after in pairs
+    ]
 
 
 def _fail(message: str, code: int) -> None:
@@ -108,6 +121,15 @@ def start(
     json: Json = False,
     json_tokens: JsonTokens = False,
     trust_remote_code: Trust = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Take up a saved chat: the last one, or that of ID.", metavar="[ID|last]"
+        ),
+    ] = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="With --resume: read the whole text anew.")
+    ] = False,
     debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -128,15 +150,7 @@ def start(
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
-    profile = profile_of(flags)
-    from sirchat.ui.repl import chat
-    from sirchat.ui.screen import Screen
-
-    def opened(report: "Progress | None") -> "Session":
-        return open_session(profile, trust_remote_code, report)
-
-    with _torn_terminal_is_fine():
-        chat(opened, profile.model, Screen(theme=profile.theme), debug=debug)
+    _chat(flags, resume, rebuild, trust_remote_code, debug)
 
 
 @app.command()
@@ -285,6 +299,40 @@ def policies_check(
     typer.echo(displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract"))
     if broken:
         raise typer.Exit(1)
+
+
+def _chat(
+    flags: dict[str, Any], resume: str | None, rebuild: bool, trust: bool, debug: bool
+) -> None:
+    """Open the chat; a saved one under its own settings, but for those that flags name."""
+    profile, store = (profile_of(flags), None) if resume is None else _saved(resume, flags)
+    from sirchat.ui.repl import chat
+    from sirchat.ui.screen import Screen
+
+    def opened(report: "Progress | None") -> "Session":
+        session = open_session(profile, trust, report)
+        if store is not None:
+            from sirchat.saving import take_up
+
+            take_up(session, store, rebuild=rebuild)
+        return session
+
+    with _torn_terminal_is_fine():
+        chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
+
+
+def _saved(ident: str, flags: dict[str, Any]) -> "tuple[Profile, SessionStore]":
+    """A saved session and its settings, changed by flags."""
+    from sirchat.paths import sessions_dir
+    from sirchat.profile_files import load_profile
+    from sirchat.saved.shelf import find_session
+    from sirchat.saved.store import SessionStore
+    from sirchat.saving import saved_profile
+
+    store = SessionStore.open(find_session(sessions_dir(), ident))
+    given = {name: value for name, value in flags.items() if name != "profile"}
+    named = load_profile(flags["profile"]) if flags.get("profile") else {}
+    return changed(saved_profile(store), "--resume", **{**named, **given}), store
 
 
 def _flag(name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sirchat.engine import Checkpoint
 from sirchat.events import Finish
+from sirchat.records import Checkpoint
 
 UNDO_DEPTH = 64
 """Turns that can be undone, with an archive; without one, one."""
@@ -26,11 +26,20 @@ class Tally:
 
 
 @dataclass
+class Turn:
+    """One message: who spoke, what was said, and how it ended."""
+
+    role: str
+    text: str = ""
+    finish: Finish = "read"
+
+
+@dataclass
 class Conversation:
     """The state of a session beside its engine's.
 
     Attributes:
-        turn_roles: who spoke, turn by turn.
+        turns: what was said; the last one may be under way.
         round: user turns so far.
         in_round: whether a user turn waits for its reply, or for its end.
         system: positions of the system prompt in force.
@@ -40,7 +49,7 @@ class Conversation:
         attempt: how often the last turn was said again, for another reply.
     """
 
-    turn_roles: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     round: int = 0
     in_round: bool = False
     system: range = range(0)
@@ -48,6 +57,11 @@ class Conversation:
     owed: list[int] = field(default_factory=list)
     totals: Tally = field(default_factory=lambda: Tally(0, ""))
     attempt: int = 0
+
+    @property
+    def roles(self) -> list[str]:
+        """Who spoke, turn by turn."""
+        return [turn.role for turn in self.turns]
 
 
 @dataclass(frozen=True)

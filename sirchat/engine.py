@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.errors import SettingError
+from sirchat.memory.archive import Rows
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.holding import Holding, Mark
+from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
-from sirchat.memory.policies.base import Policy
-from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
+from sirchat.records import (
+    Checkpoint,
+    Evicted,
+    Generated,
+    Memory,
+    Place,
+    Read,
+    Restored,
+    Saved,
+    Stopped,
+)
 from sirchat.sampling import Sampler
 from sirchat.scoring import surprisal, surprisal_of
 
@@ -49,39 +58,6 @@ class CausalModel(Protocol):
 
     def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
         """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The settings of what is remembered.
-
-    Attributes:
-        policy: chooses the rows that stay.
-        budget: rows held at most.
-        sinks: first tokens of the stream that always stay.
-        decay: factor on every score when a round closes.
-        archive: bytes that what left the cache may take, so that it can come back; 0 for none.
-        protect: whether the newest E/2 rows of the current round stay whatever the policy says.
-        evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
-            its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
-    """
-
-    policy: Policy
-    budget: int
-    sinks: int = 4
-    decay: float = 1.0
-    archive: int = 0
-    protect: bool = True
-    evict: Literal["room", "turn"] = "room"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A moment of a conversation; `logits` [V] foretell the token that came next."""
-
-    mark: Mark
-    logits: Tensor | None
-    round: int
 
 
 class Engine:
@@ -294,6 +270,37 @@ class Engine:
         self._logits, self._round, self._last = to.logits, to.round, None
         if self.resident > self.budget:
             list(self._hold(self._choice()))
+
+    def save(self) -> Saved:
+        """All that a conversation needs to go on elsewhere, but keys and values."""
+        ledger, logits = self.ledger, self._logits
+        return Saved(
+            rows=ledger.rows(),
+            held=ledger.held_positions.copy(),
+            log_decay=ledger.log_decay,
+            unknown_surprisal=ledger.unknown_surprisal,
+            logits=None if logits is None else logits.float().cpu().numpy(),
+            round=self._round,
+        )
+
+    def load(self, saved: Saved, rows: Rows | None) -> None:
+        """Go on where another engine was; `rows` are keys and values of all that is held.
+
+        Without them, or where some are missing, the held ids are read anew, one behind the other.
+        """
+        self.ledger.load(saved.rows, saved.held, saved.log_decay)
+        self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
+        self._logits = None if saved.logits is None else torch.from_numpy(saved.logits)
+        if rows is not None and np.isin(saved.held, rows.positions).all():
+            self.holding.load(rows)
+            return
+        ids, start = self._held_ids(), 0
+        self.cache.reserve(len(ids))
+        while start < len(ids):
+            piece = ids[start : start + self._rows_per_pass]
+            self._model.forward(piece, self.cache)
+            self.cache.commit(len(piece))
+            start += len(piece)
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""

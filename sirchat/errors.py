@@ -4,6 +4,7 @@
     ├── UsageError          exit code 2: what was asked for can't be asked
     │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
     │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
+    ├── SessionError        a saved session can't be found, opened, read or written
     ├── UndoError           a turn that can't be undone
     ├── ModelError          the model can't be loaded or can't live under a budget
     └── ContextFullError    policy `full` reached the model's context length
@@ -46,6 +47,10 @@ class SettingError(UsageError):
 
 class TranscriptError(UsageError):
     """A transcript can't be read."""
+
+
+class SessionError(SirchatError):
+    """A saved session can't be found, opened, read or written."""
 
 
 class UndoError(SirchatError):

@@ -37,6 +37,11 @@ def history_file() -> Path:
     return state_dir() / "history"
 
 
+def sessions_dir() -> Path:
+    """The saved conversations."""
+    return data_dir() / "sessions"
+
+
 def shipped_profiles_dir() -> Path:
     """The profiles that come with sirchat: in the package, or beside it in a source checkout."""
     packaged = _package() / "profiles"

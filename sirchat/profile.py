@@ -120,6 +120,11 @@ class Profile(BaseModel):
         default="room",
         description="When to forget: whenever room is needed, or only when you speak (SirLLM).",
     )
+    save: bool = Field(default=True, description="Keep the chat on disk, turn by turn.")
+    save_kv: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Save keys and values when the chat ends; auto does so below 256 MiB.",
+    )
     panel: Literal["off", "turn", "live"] = Field(
         default="live",
         description="Show what is remembered while the model speaks, after each turn, or never.",

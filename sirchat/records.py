@@ -1,4 +1,4 @@
-"""What the engine reports while it works: one frozen record for each thing that happens."""
+"""What the engine takes and gives: its settings, what happens while it works, what it saves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,34 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.holding import Mark
+from sirchat.memory.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The settings of what is remembered.
+
+    Attributes:
+        policy: chooses the rows that stay.
+        budget: rows held at most.
+        sinks: first tokens of the stream that always stay.
+        decay: factor on every score when a round closes.
+        archive: bytes that what left the cache may take, so that it can come back; 0 for none.
+        protect: whether the newest E/2 rows of the current round stay whatever the policy says.
+        evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
+            its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
+    """
+
+    policy: Policy
+    budget: int
+    sinks: int = 4
+    decay: float = 1.0
+    archive: int = 0
+    protect: bool = True
+    evict: Literal["room", "turn"] = "room"
 
 
 @dataclass(frozen=True)
@@ -56,4 +84,33 @@ class Place:
     """Where in the conversation ids stand."""
 
     turn: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A moment of a conversation; `logits` [V] foretell the token that came next."""
+
+    mark: Mark
+    logits: Tensor | None
+    round: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A conversation's ledger and what else the next token depends on, but keys and values.
+
+    Attributes:
+        rows: the ledger's rows [seen], as `memory.ledger.ROW`.
+        held: stream positions [n] of the held rows, ascending.
+        log_decay, unknown_surprisal: of the ledger.
+        logits: raw, float32 [V], for the token to come.
+        round: user turns so far.
+    """
+
+    rows: NDArray[np.void]
+    held: NDArray[np.int64]
+    log_decay: float
+    unknown_surprisal: float
+    logits: NDArray[np.float32] | None
     round: int

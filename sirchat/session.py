@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sirchat import __version__
-from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally
+from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally, Turn
 from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
 from sirchat.engine import Engine
 from sirchat.errors import ContextFullError, UndoError
@@ -34,10 +34,11 @@ from sirchat.events import (
     TurnDone,
     Undone,
 )
+from sirchat.memory.archive import Rows
 from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
-from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
+from sirchat.records import Evicted, Generated, Place, Read, Restored, Saved, Stopped
 from sirchat.sampling import Sampler
 from sirchat.settings import (
     build_memory,
@@ -76,6 +77,7 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self._template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
+        self.epoch = 0
         check_budget(profile, model, "budget")
         self.reset()
 
@@ -87,8 +89,36 @@ class Session:
             seed=self.profile.seed,
             ends_sentence=SentenceEnds(self.model.tokenizer),
         )
+        self.epoch += 1
         self._now = Conversation()
         self._moments: list[Moment] = []  # the beginnings of the turns that can be undone
+
+    @property
+    def conversation(self) -> Conversation:
+        """Where the conversation stands; for reading only."""
+        return self._now
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What was said, turn by turn; for reading only."""
+        return self._now.turns
+
+    def save(self) -> Saved:
+        """The engine's state, but keys and values; see `saving`."""
+        return self._engine.save()
+
+    def rows(self) -> Rows:
+        """Keys and values of all that is held or archived."""
+        return self._engine.holding.rows()
+
+    def load(self, saved: Saved, conversation: Conversation, rows: Rows | None) -> None:
+        """Go on where a saved session was; without `rows` the held tokens are read anew.
+
+        Turns of before can't be undone.
+        """
+        self.reset()
+        self._engine.load(saved, rows)
+        self._now = conversation
 
     @property
     def resident(self) -> int:
@@ -116,7 +146,7 @@ class Session:
 
     @property
     def _turns(self) -> int:
-        return len(self._now.turn_roles)
+        return len(self._now.turns)
 
     def start(self) -> Iterator[Event]:
         """The opening record, and what the user should know of this model."""
@@ -231,7 +261,7 @@ class Session:
         )
 
     def _meant(self, target: str, among: Positions) -> Positions:
-        ledger, roles = self._engine.ledger, self._now.turn_roles
+        ledger, roles = self._engine.ledger, self._now.roles
         return positions_of(target, ledger, self._texts, roles, among)
 
     def switch(
@@ -305,7 +335,7 @@ class Session:
             self._engine,
             self.profile,
             self._texts,
-            self._now.turn_roles,
+            self._now.roles,
             model=self.model.name,
             speed=self.speed,
             in_round=self._now.in_round,
@@ -380,7 +410,7 @@ class Session:
     def _settle(self) -> Iterator[Event]:
         """Close a turn that a failure left open, so that the conversation is well-formed again."""
         if self.seen == 0:  # nothing of it was read: it has never been
-            self._now.owed, self._now.turn_roles = [], []
+            self._now.owed, self._now.turns = [], []
         if self._now.owed:
             tally = Tally(max(0, self._turns - 1), "")
             place = Place(tally.index, self._now.round)
@@ -446,7 +476,7 @@ class Session:
 
     def _tally(self, role: str) -> Tally:
         tally = Tally(self._turns, role)
-        self._now.turn_roles.append(role)
+        self._now.turns.append(Turn(role))
         return tally
 
     def _forgot(self, record: Evicted, tally: Tally) -> Event:
@@ -461,6 +491,7 @@ class Session:
         return tuple(record.positions.tolist()), record.resident, record.seen, rows
 
     def _done(self, tally: Tally, text: str) -> TurnDone:
+        self._now.turns[tally.index] = Turn(tally.role, text, tally.finish)
         totals = self._now.totals
         totals.tokens_out += tally.tokens_out
         totals.seconds_prefill += tally.seconds_prefill

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import Field, fields
 from typing import Any
 
-from sirchat.engine import Memory
 from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, parse_size
+from sirchat.records import Memory
 from sirchat.sampling import Sampling
 
 FIXED = ("description", "model", "device", "dtype", "seed")

@@ -26,7 +26,7 @@ def tiny() -> LoadedModel:
 def babbler() -> LoadedModel:
     """Random weights with the bundled tokenizer; it never says its end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
-    return wrap_model("babbler", _random_model(len(tokenizer)), tokenizer)
+    return wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
 
 
 def save_babbler(folder: Path) -> Path:
@@ -47,7 +47,8 @@ def answer(events: list[Event]) -> str:
     return next(e.text for e in events if isinstance(e, TurnDone) and e.role == "assistant")
 
 
-def _random_model(vocab_size: int) -> Any:
+def random_model(vocab_size: int) -> Any:
+    """Random weights, the same each time, that never say a control token."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,

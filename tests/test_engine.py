@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sirchat.engine import Checkpoint, Engine, Memory
+from sirchat.engine import Engine
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, Held, Role
 from sirchat.memory.policies import policy_class, policy_names
@@ -28,7 +28,7 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.full import Full
 from sirchat.memory.policies.sink import Sink
 from sirchat.model import LoadedModel, wrap_model
-from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped
+from sirchat.records import Checkpoint, Evicted, Generated, Memory, Place, Read, Restored, Stopped
 from sirchat.sampling import Sampler, Sampling
 
 Record = Read | Evicted | Restored | Generated | Stopped

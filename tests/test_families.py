@@ -11,14 +11,14 @@ from families import HELD, REFUSED, build, loaded
 from torch import Tensor
 from transformers import DynamicCache
 
-from sirchat.engine import Engine, Memory
+from sirchat.engine import Engine
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.rope import Rotation
 from sirchat.model import LoadedModel, wrap_model
-from sirchat.records import Generated, Place
+from sirchat.records import Generated, Memory, Place
 from sirchat.sampling import Sampler, Sampling
 
 EOS = 2

@@ -12,11 +12,11 @@ import torch
 from families import loaded
 from torch import Tensor
 
-from sirchat.engine import Engine, Memory
+from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.sink import Sink
-from sirchat.records import Evicted, Place, Restored
+from sirchat.records import Evicted, Memory, Place, Restored
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 PLENTY = 10**9

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from sirchat.engine import Engine, Memory
+from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
@@ -26,7 +26,7 @@ from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.reservoir import Reservoir
-from sirchat.records import Place
+from sirchat.records import Memory, Place
 
 SEED = 7
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]

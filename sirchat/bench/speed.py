@@ -19,11 +19,11 @@ import torch
 from transformers import DynamicCache
 
 from sirchat.detokenize import SentenceEnds, TextStream
-from sirchat.engine import Engine, Memory
+from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.model import LoadedModel
-from sirchat.records import Generated, Place
+from sirchat.records import Generated, Memory, Place
 from sirchat.sampling import Sampler, Sampling
 
 _PLACE = Place(turn=0, round=0)

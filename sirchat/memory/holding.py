@@ -118,6 +118,24 @@ class Holding:
         self._archive.truncate(mark.seen)
         self.ledger.truncate(mark.seen, mark.log_decay)
 
+    def rows(self) -> Rows:
+        """Everything that is held or archived, as first written, by ascending position."""
+        positions = self.reachable()
+        held = self.ledger.held_positions
+        elsewhere = np.setdiff1d(positions, held, assume_unique=True)
+        mine = self.cache.first_written(torch.arange(len(held)), held.copy())
+        return _merged(mine, self._archive.fetch(elsewhere)) if len(elsewhere) else mine
+
+    def load(self, rows: Rows) -> None:
+        """Take over saved rows: those that the ledger holds fill the cache, all are archived."""
+        at = np.searchsorted(rows.positions, self.ledger.held_positions)
+        self.cache.replace(rows.take(at))
+        if self._archiving:
+            away = np.setdiff1d(np.arange(len(rows)), at)
+            self._archive.add(rows.take(away))
+            self.ledger.archive(rows.positions[away])
+            self._shrink()
+
     def forget(self, positions: Positions) -> None:
         """Let these rows go for good, from the cache and from the archive."""
         held = self.ledger.held_positions

@@ -44,7 +44,7 @@ class State(IntEnum):
     ARCHIVED = 2
 
 
-_ROW = np.dtype(
+ROW = np.dtype(
     [
         ("token_id", np.int32),
         ("turn", np.int32),
@@ -95,15 +95,15 @@ class Ledger:
 
     Args:
         seed: seeds the arrival keys.
-        unknown_surprisal: nats for a first token that came alone, so that nothing ranks it.
+        unknown_surprisal: nats at which the first token ranks, until others came with it.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
         self.seed = seed
         self.seen = 0
         self.log_decay = 0.0
-        self._unknown_surprisal = unknown_surprisal
-        self._rows = np.zeros(1024, _ROW)
+        self.unknown_surprisal = unknown_surprisal
+        self._rows = np.zeros(1024, ROW)
         self._draw_keys(0)
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
@@ -152,7 +152,7 @@ class Ledger:
     def rank_first_token(self, count: int) -> None:
         """Let the first token, which has no surprisal, rank as the maximum of the first `count`."""
         if count > 1:
-            self._unknown_surprisal = float(self._rows["surprisal"][1:count].max())
+            self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
         """Hold only these rows [k] of the held view; the positions that left, now in `state`."""
@@ -182,6 +182,25 @@ class Ledger:
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
+    def rows(self, start: int = 0) -> NDArray[np.void]:
+        """The rows from position `start` on: a copy, structured as `ROW`."""
+        return self._rows[start : self.seen].copy()
+
+    def load(self, rows: NDArray[np.void], held: NDArray[np.int64], log_decay: float) -> None:
+        """Take over saved rows; those that are not held are gone until they are archived."""
+        self.seen, self.log_decay = len(rows), log_decay
+        self._reserve(len(rows), len(held))
+        self._rows[: len(rows)] = rows
+        self._rows["state"][: len(rows)] = State.GONE
+        self._rows["state"][held] = State.HELD
+        self._held[: len(held)] = held
+        self._held_count = len(held)
+
+    def archive(self, positions: NDArray[np.int64]) -> None:
+        """Note that gone rows at these positions can come back."""
+        gone = positions[self._rows["state"][positions] == State.GONE]
+        self._rows["state"][gone] = State.ARCHIVED
+
     def truncate(self, seen: int, log_decay: float) -> None:
         """Forget that anything was read after the first `seen` tokens; none of it may be held."""
         self._rows["flags"][seen : self.seen] = 0
@@ -201,7 +220,7 @@ class Ledger:
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
-        return np.where(np.isnan(surprisal), self._unknown_surprisal, surprisal)
+        return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
     def log_score_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """log(surprisal x decays since birth); log space, because 0.7^300 underflows."""
@@ -250,7 +269,7 @@ class Ledger:
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)
-            self._rows = np.concatenate([self._rows, np.zeros(size - capacity, _ROW)])
+            self._rows = np.concatenate([self._rows, np.zeros(size - capacity, ROW)])
             self._draw_keys(capacity)
         if held > len(self._held):
             grown = np.zeros(max(held, 2 * len(self._held)), np.int64)

@@ -12,6 +12,8 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.events import Event
 from sirchat.progress import Progress
+from sirchat.saved.store import SessionStore
+from sirchat.saving import Saving
 from sirchat.session import Interrupted, Session
 from sirchat.ui.commands import Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
@@ -27,8 +29,17 @@ Open = Callable[[Progress | None], Session]
 """Loads the model and opens a session, reporting progress."""
 
 
-def chat(open_session: Open, name: str, screen: Screen, *, debug: bool = False) -> None:
+def chat(
+    open_session: Open,
+    name: str,
+    screen: Screen,
+    *,
+    store: SessionStore | None = None,
+    debug: bool = False,
+) -> None:
     """Load the model called `name` and talk until the user leaves.
+
+    The chat is saved where its settings say so; `store` is what it was taken up from.
 
     An error of one turn is shown, and the chat goes on; with `debug` an unexpected one is raised.
     """
@@ -36,18 +47,26 @@ def chat(open_session: Open, name: str, screen: Screen, *, debug: bool = False) 
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        _Chat(session, screen, keys, keyboard, debug).run()
+        saving = Saving(session, store) if store or session.profile.save else None
+        _Chat(session, screen, keys, keyboard, saving, debug).run()
 
 
 class _Chat:
     """One session at the prompt."""
 
     def __init__(
-        self, session: Session, screen: Screen, keys: Input, keyboard: Keyboard, debug: bool
+        self,
+        session: Session,
+        screen: Screen,
+        keys: Input,
+        keyboard: Keyboard,
+        saving: Saving | None,
+        debug: bool,
     ) -> None:
         self._session = session
         self._screen = screen
         self._keyboard = keyboard
+        self._saving = saving
         self._debug = debug
         self._commands = Commands(session, screen)
         self._prompt = Prompt(
@@ -62,15 +81,29 @@ class _Chat:
     def run(self) -> None:
         """Read lines and act on them until the end."""
         self._greet()
-        while True:
-            try:
-                self._keyboard.keep_typed()
-                line = self._prompt.read()
-            except KeyboardInterrupt:
-                self._screen.note("Ctrl-D or /exit leaves")
-                continue
-            if line is None or not self._goes_on_after(line):
-                return
+        try:
+            while True:
+                try:
+                    self._keyboard.keep_typed()
+                    line = self._prompt.read()
+                except KeyboardInterrupt:
+                    self._screen.note("Ctrl-D or /exit leaves")
+                    continue
+                if line is None or not self._goes_on_after(line):
+                    return
+                self._save(Saving.update)
+        finally:
+            self._save(Saving.close)
+
+    def _save(self, step: Callable[[Saving], None]) -> None:
+        """A disk that is full costs the saving, not the chat."""
+        if self._saving is None:
+            return
+        try:
+            step(self._saving)
+        except SirchatError as error:
+            self._screen.error(f"the chat is not saved any more: {error}")
+            self._saving = None
 
     def _greet(self) -> None:
         with LiveTurn(self._session, self._screen) as view:
@@ -81,6 +114,11 @@ class _Chat:
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}: /help, Esc stops a reply, Ctrl-D leaves"
         )
+        if self._session.seen:
+            self._screen.note(
+                f"goes on after {len(self._session.turns)} turns: {self._session.seen:,} tokens "
+                f"seen, {self._session.resident:,} held"
+            )
 
     def _goes_on_after(self, line: Line) -> bool:
         """Act on a line; whatever goes wrong, the conversation is kept."""

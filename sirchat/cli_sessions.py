@@ -1,0 +1,77 @@
+"""The `sirchat sessions` commands."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sirchat.launch import Debug
+from sirchat.paths import open_private, sessions_dir
+from sirchat.ui.text import displayable, displayable_line
+
+sessions_app = typer.Typer(help="Saved chats: list, show, remove, export.")
+
+Ident = Annotated[str, typer.Argument(help="The session: its id, the start of it, or last.")]
+
+
+@sessions_app.command("list")
+def sessions_list() -> None:
+    """The saved chats, newest first."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from sirchat.saved.shelf import list_sessions
+
+    listing = list_sessions(sessions_dir())
+    table = Table("id", "changed", "model", "turns", "begins", box=None)
+    for one in listing.sessions:
+        begins = f"{one.first} (open)" if one.in_use else one.first
+        cells = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", one.model, str(one.turns), begins)
+        table.add_row(*(Text(displayable_line(cell)) for cell in cells))
+    if listing.sessions:
+        Console().print(table)
+    for refused in listing.refused:
+        typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
+
+
+@sessions_app.command("show")
+def sessions_show(ident: Ident, debug: Debug = False) -> None:
+    """A saved chat's text."""
+    from sirchat.saved.shelf import find_session
+    from sirchat.saved.store import SessionStore
+
+    with SessionStore.open(find_session(sessions_dir(), ident)) as store:
+        for turn in store.turns():
+            typer.echo(displayable(f"{turn.role.upper()}: {turn.text}"))
+
+
+@sessions_app.command("rm")
+def sessions_rm(ident: Ident, debug: Debug = False) -> None:
+    """Delete a saved chat and all that was kept of it."""
+    from sirchat.saved.shelf import find_session, remove_session
+
+    path = find_session(sessions_dir(), ident)
+    remove_session(path)
+    typer.echo(displayable_line(f"removed {path.stem}"), err=True)
+
+
+@sessions_app.command("export")
+def sessions_export(
+    ident: Ident,
+    file: Annotated[
+        Path | None, typer.Argument(help="Where to write; default: standard output.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a saved chat as JSON Lines, which `sirchat replay` reads."""
+    from sirchat.saved.shelf import export_session, find_session
+
+    lines = BytesIO()
+    export_session(find_session(sessions_dir(), ident), lines)
+    if file is None:
+        typer.echo(lines.getvalue().decode(), nl=False)
+        return
+    with open_private(file, "wb") as stream:
+        stream.write(lines.getvalue())

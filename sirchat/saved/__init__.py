@@ -1,0 +1,1 @@
+"""Conversations on disk: one file each, and the folder they lie in."""

@@ -1,0 +1,497 @@
+"""A conversation on disk: what was said, one ledger row a token, and the state after the last turn.
+
+SQLite and not JSON Lines: a turn's text, its rows and the new head are one transaction, undo cuts
+all three, a killed writer leaves the last whole turn, and what is deleted is overwritten.
+
+The journal is rolled back and not written ahead, and truncated after every commit, with full
+synchronisation. A commit syncs the journal, then the file, then the truncated journal: once it
+returns, neither a kill nor a power loss takes it back. And then all is in one file: no log holds
+turns that a reader could not see, or text that should be gone. (Under an exclusive lock the mode
+DELETE would keep the old pages in the journal and only spoil its header.)
+
+A store holds its file under an exclusive lock until it is closed or its process dies. Open such
+a file through SQLite only: a process that closes it in any other way drops its own lock on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat import paths
+from sirchat.errors import SessionError
+
+if TYPE_CHECKING:  # a list of sessions needs no torch
+    from torch import Tensor
+
+FORMAT = 1
+SUFFIX = ".sqlite"
+UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError)  # what damaged values raise
+
+_APPLICATION = 0x53495243  # "SIRC", in the header of every file
+_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike, no vowels: no words
+_PATIENCE = 0.5  # seconds: outlasts a reader that lists, not a chat
+
+_TABLES = (
+    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """CREATE TABLE turns
+    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, finish TEXT NOT NULL)""",
+    "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+    """CREATE TABLE head (id INTEGER PRIMARY KEY,
+    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTurn:
+    """One message; `index` counts the turns from 0, `finish` says how it ended."""
+
+    index: int
+    role: str
+    text: str
+    finish: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """What every turn changes.
+
+    Args:
+        seen: tokens of the stream so far; one ledger row each.
+        held: stream positions [n] in the cache, ascending.
+        logits: raw logits [vocabulary] after the last token, where there are any.
+        fields: whatever else the session needs; JSON.
+    """
+
+    seen: int
+    held: NDArray[np.int64]
+    logits: NDArray[np.float32] | None
+    fields: dict[str, Any]
+
+
+class SessionStore:
+    """One saved session, held under an exclusive lock; made by `create` and `open`.
+
+    Every method that writes is durable on return, and raises SessionError where the file can't be
+    written; then nothing of it is written.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        self._kv = path.with_suffix(".safetensors")
+        self._unfinished_kv = path.with_suffix(".safetensors.new")
+        with decoding(path):
+            self.meta: dict[str, Any] = dict(self._about("meta"))
+
+    @classmethod
+    def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
+        """Start a session in a private folder; `meta` is JSON, for good, and of no spoken text.
+
+        Raises SessionError where no file can be made.
+        """
+        about = {"meta": dict(meta), "created": time.time()}
+        values = [(name, json.dumps(value)) for name, value in about.items()]
+        path = _new_file(folder)
+        with explained(path), _closed_on_error(connect(path)) as connection:
+            lock(connection)
+            connection.execute(f"PRAGMA application_id={_APPLICATION}")
+            connection.execute(f"PRAGMA user_version={FORMAT}")
+            for table in _TABLES:
+                connection.execute(table)
+            connection.executemany("INSERT INTO about VALUES (?, ?)", values)
+            connection.execute("COMMIT")
+            _make_durable(connection)
+            _sync(folder)
+            return cls(path, connection)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Continue a session; what a crash left unfinished is finished or taken back.
+
+        Raises SessionError for a file that is missing, no session, of a newer sirchat, in use by
+        another process, or damaged.
+        """
+        refuse_missing(path)
+        with decoding(path), _closed_on_error(connect(path)) as connection:
+            lock(connection)
+            check_format(connection, path)
+            _check_whole(connection, path)
+            connection.execute("COMMIT")
+            _make_durable(connection)
+            store = cls(path, connection)
+            store._unfinished_kv.unlink(missing_ok=True)
+            store._finish_erasing()
+            return store
+
+    @property
+    def id(self) -> str:
+        """The session's name: when it began, and four letters that tell it from others."""
+        return self.path.stem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file free; a second time does nothing."""
+        with suppress(sqlite3.Error):  # an empty journal that stays does no harm
+            self._connection.execute("PRAGMA journal_mode=DELETE")
+        self._connection.close()
+
+    def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
+        """Add turns, the rows [k] of the k tokens since the last head, and the new head.
+
+        `rows` is structured and of flat fields. Rows stay as they are when appended: what changes
+        later, such as which are held, belongs to the head.
+        """
+        with self._transaction():
+            seen = self._seen()
+            _check_count(rows, head.seen - seen)
+            self._put_turns(turns)
+            self._put_rows(seen, rows)
+            self._put_head(head)
+
+    def save_head(self, head: Head) -> None:
+        """Replace the head, where no token was read since."""
+        with self._transaction():
+            if head.seen != self._seen():
+                raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
+            self._put_head(head)
+
+    def turns(self) -> list[SavedTurn]:
+        """All turns in order."""
+        with decoding(self.path):
+            return [SavedTurn(*row) for row in self._all("SELECT * FROM turns ORDER BY turn")]
+
+    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The ledger rows [seen] of the whole stream.
+
+        Raises SessionError where they were written with other fields than `dtype` has.
+        """
+        with decoding(self.path):
+            self._check_fields(dtype)
+            parts = self._all("SELECT data FROM rows ORDER BY start")
+            rows = np.frombuffer(b"".join(data for (data,) in parts), _packed(dtype))
+            _check_count(rows, self._seen())
+            return rows.astype(dtype)
+
+    def head(self) -> Head | None:
+        """The state after the last turn; none in a session that was never written to."""
+        with decoding(self.path):
+            found = self._all("SELECT seen, held, logits, fields FROM head")
+            return _head(*found[0]) if found else None
+
+    def truncate(self, turns: int, seen: int, head: Head) -> None:
+        """Take back every turn from index `turns` on and every row from position `seen` on."""
+        with self._transaction() as connection:
+            if not head.seen == seen <= self._seen():
+                raise ValueError(f"can't cut {self._seen()} rows to {seen}, head at {head.seen}")
+            connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
+            connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
+            self._cut_last_rows(seen)
+            self._put_head(head)
+
+    def replace(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
+        """Rewrite everything, and leave nothing of what was there in any file.
+
+        Saved keys and values go too, for they were computed from it.
+        """
+        _check_count(rows, head.seen)
+        self.drop_kv()
+        with self._transaction() as connection:
+            for table in ("turns", "rows", "head"):
+                connection.execute(f"DELETE FROM {table}")
+            self._put_turns(turns)
+            self._put_rows(0, rows)
+            self._put_head(head)
+            self._put_about("erasing", True)
+        self._finish_erasing()
+
+    def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
+        """Save keys and values beside the session, whole or not at all.
+
+        `stamp` names the state that they belong to. No two tensors may share memory.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        try:
+            paths.open_private(self._unfinished_kv, "wb").close()
+            save_file(whole, self._unfinished_kv, metadata={"stamp": stamp})
+            self._unfinished_kv.chmod(0o600)  # should the library have made a file of its own
+            _sync(self._unfinished_kv)
+            self._unfinished_kv.replace(self._kv)
+            _sync(self.path.parent)
+        except (OSError, SafetensorError) as error:
+            self._unfinished_kv.unlink(missing_ok=True)
+            raise SessionError(f"{self._kv} can't be written: {error}") from None
+
+    def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
+        """The saved keys and values; none where they are missing, damaged or of another stamp."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._kv, "pt") as file:
+                if (file.metadata() or {}).get("stamp") != stamp:
+                    return None
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+
+    def drop_kv(self) -> None:
+        """Delete the saved keys and values."""
+        try:
+            for path in (self._kv, self._unfinished_kv):
+                path.unlink(missing_ok=True)
+            _sync(self.path.parent)
+        except OSError as error:
+            raise SessionError(f"{self._kv} can't be deleted: {error.strerror}") from None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit what is done inside, or take all of it back."""
+        with explained(self.path), self._connection:
+            self._connection.execute("BEGIN")
+            yield self._connection
+
+    def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, values).fetchall()
+
+    def _seen(self) -> int:
+        """The position behind the last row."""
+        found = self._all("SELECT seen FROM head")
+        return int(found[0][0]) if found else 0
+
+    def _put_turns(self, turns: Sequence[SavedTurn]) -> None:
+        values = [(turn.index, turn.role, turn.text, turn.finish) for turn in turns]
+        self._connection.executemany("INSERT INTO turns VALUES (?, ?, ?, ?)", values)
+
+    def _put_rows(self, start: int, rows: NDArray[Any]) -> None:
+        if not len(rows):
+            return
+        if self._about("row") is None:
+            self._put_about("row", _fields(rows.dtype))
+        self._check_fields(rows.dtype)
+        data = rows.astype(_packed(rows.dtype)).tobytes()
+        self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
+
+    def _put_head(self, head: Head) -> None:
+        held = np.asarray(head.held, "<i8").tobytes()
+        logits = None if head.logits is None else np.asarray(head.logits, "<f4").tobytes()
+        values = (head.seen, held, logits, json.dumps(head.fields))
+        self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
+
+    def _cut_last_rows(self, seen: int) -> None:
+        """Shorten the last block of rows, where it reaches beyond `seen`."""
+        for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
+            row = np.dtype([(name, kind) for name, kind in self._about("row")])
+            kept = data[: (seen - start) * row.itemsize]
+            self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
+
+    def _about(self, name: str) -> Any:
+        found = self._all("SELECT value FROM about WHERE name = ?", name)
+        return json.loads(found[0][0]) if found else None
+
+    def _put_about(self, name: str, value: object) -> None:
+        values = (name, json.dumps(value))
+        self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
+
+    def _check_fields(self, dtype: np.dtype[Any]) -> None:
+        written = self._about("row")
+        if written not in (None, _fields(dtype)):
+            raise SessionError(
+                f"{self.path} has ledger rows of other fields than this sirchat reads",
+                hint="open it with the sirchat that wrote it",
+            )
+
+    def _finish_erasing(self) -> None:
+        """Write the file anew, without the pages and gaps where deleted text could linger.
+
+        A mark that this is due is part of the deletion, so that a crash between can't prevent it.
+        """
+        with explained(self.path):
+            if self._about("erasing"):
+                self._connection.execute("VACUUM")
+                self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
+
+
+def connect(path: Path, options: str = "mode=rw", timeout: float = _PATIENCE) -> sqlite3.Connection:
+    """A connection to a file that exists; transactions are begun and ended by hand."""
+    uri = f"{path.absolute().as_uri()}?{options}"
+    return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+
+
+def lock(connection: sqlite3.Connection) -> None:
+    """Begin a transaction and shut out every other process until the connection is closed.
+
+    Exclusive and not merely immediate, which would let a reader hold up a later commit.
+    """
+    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    connection.execute("BEGIN EXCLUSIVE")
+
+
+def is_session(connection: sqlite3.Connection) -> bool:
+    """Whether a file says that it is a session, of whatever version."""
+    return bool(_pragma(connection, "application_id") == _APPLICATION)
+
+
+def check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SessionError for a file that is no session, or one of a newer format."""
+    if not is_session(connection):
+        raise no_session(path)
+    version = _pragma(connection, "user_version")
+    if version > FORMAT:
+        raise SessionError(
+            f"{path} has format {version}, and this sirchat reads formats up to {FORMAT}",
+            hint="use a newer sirchat",
+        )
+
+
+def refuse_missing(path: Path) -> None:
+    """Raise SessionError where there is no such file."""
+    if not path.is_file():
+        raise SessionError(f"there is no saved session {path}")
+
+
+def no_session(path: Path) -> SessionError:
+    """The refusal of a file that sirchat did not write."""
+    return SessionError(f"{path} is not a saved session of sirchat")
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the system refuse into a SessionError of one line."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise session_error(path, error) from None
+    except OSError as error:
+        raise SessionError(f"{path} can't be used: {error.strerror}") from None
+
+
+def session_error(path: Path, error: sqlite3.Error) -> SessionError:
+    """What an error of SQLite means for a session."""
+    match result_code(error):
+        case sqlite3.SQLITE_BUSY:
+            return SessionError(
+                f"{path} is in use by another process", hint="close the other chat first"
+            )
+        case sqlite3.SQLITE_NOTADB:
+            return no_session(path)
+        case sqlite3.SQLITE_CORRUPT:
+            return _damaged(path)
+        case 0 if isinstance(error, sqlite3.OperationalError):  # Python's: text that is not UTF-8
+            return _damaged(path)
+    return SessionError(f"{path} can't be used: {error}")
+
+
+def result_code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0 for an error that Python itself raised."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+@contextmanager
+def decoding(path: Path) -> Iterator[None]:
+    """As `explained`; a value that can't be decoded is damage."""
+    with explained(path):
+        try:
+            yield
+        except UNDECODABLE:
+            raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> SessionError:
+    return SessionError(f"{path} is damaged", hint="restore it from a backup, or remove it")
+
+
+@contextmanager
+def _closed_on_error(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _make_durable(connection: sqlite3.Connection) -> None:
+    """The settings that the head of this module gives reasons for, outside any transaction."""
+    connection.execute("PRAGMA journal_mode=TRUNCATE")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA fullfsync=ON")  # where a plain sync leaves data in the drive's cache
+    connection.execute("PRAGMA secure_delete=ON")
+    connection.execute("PRAGMA temp_store=MEMORY")  # no text in a temporary folder
+
+
+def _check_whole(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SessionError for a file whose pages don't fit together."""
+    if _pragma(connection, "quick_check(1)") != "ok":
+        raise _damaged(path)
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> Any:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _new_file(folder: Path) -> Path:
+    """An empty private file of a name that no other session has."""
+    began = time.strftime("%Y%m%d-%H%M")
+    try:
+        paths.private_dir(folder)
+        while True:
+            letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
+            path = folder / f"{began}-{letters}{SUFFIX}"
+            try:
+                paths.open_private(path, "xb").close()
+            except FileExistsError:
+                continue
+            return path
+    except OSError as error:
+        raise SessionError(f"no session can be saved in {folder}: {error.strerror}") from None
+
+
+def _sync(path: Path) -> None:
+    """Make what is written to a file or folder outlast a power loss."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _check_count(rows: NDArray[Any], expected: int) -> None:
+    if len(rows) != expected:
+        raise ValueError(f"{len(rows)} rows for {expected} tokens")
+
+
+def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same fields without gaps, little-endian: gaps hold whatever lay in memory."""
+    return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
+
+
+def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
+    """Name and type of each field, as JSON gives them back."""
+    return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
+
+
+def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:
+    return Head(
+        seen=seen,
+        held=np.frombuffer(held, "<i8").astype(np.int64),
+        logits=None if logits is None else np.frombuffer(logits, "<f4").astype(np.float32),
+        fields=json.loads(fields),
+    )

@@ -1,0 +1,268 @@
+"""A chat on disk as it goes on: brought up to date after every turn, taken up again by `--resume`.
+
+The store is compared with the session and not told what happened, so that whatever changes the
+conversation (a turn, an undo) is saved in the same way. Keys and values are saved when the chat
+ends; without them the held tokens are read anew, which is nearly the same memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sirchat import __version__, paths
+from sirchat.conversation import Conversation, Tally, Turn
+from sirchat.errors import SessionError
+from sirchat.memory.archive import Rows
+from sirchat.memory.ledger import ROW, Flag
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.records import Saved
+from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.session import Session
+
+KV_BYTES = 256 * 2**20
+"""Keys and values above this are saved only where `save_kv` is on."""
+
+_COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
+"""What tells a row from another that was read in its place."""
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """Tells models apart: configuration, vocabulary, rotations, and a sample of the weights."""
+    digest = hashlib.sha256()
+    config = model.module.config.to_diff_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(volatile, None)
+    digest.update(repr(sorted(config.items(), key=str)).encode())
+    digest.update(str(len(model.tokenizer)).encode())
+    for rotation in (one.key for one in model.rotations):
+        if rotation is not None:
+            digest.update(rotation.inv_freq.numpy().tobytes())
+    for weight in model.module.parameters():
+        digest.update(str(tuple(weight.shape)).encode())
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Saving:
+    """Keeps one session on disk; nothing is written before its first turn is finished.
+
+    Args:
+        session: the one to save.
+        store: where it was taken up from; none for a new one.
+    """
+
+    def __init__(self, session: Session, store: SessionStore | None = None) -> None:
+        self._session = session
+        self._store = store
+        self._epoch = session.epoch
+        self._turns: list[Turn] = list(session.turns) if store else []
+        self._rows = session.save().rows if store else np.zeros(0, ROW)
+
+    @property
+    def path(self) -> Path | None:
+        """Where the session is saved, once it is."""
+        return self._store.path if self._store else None
+
+    def update(self) -> None:
+        """Bring the disk up to date; durable on return. Raises SessionError where it can't be."""
+        if self._epoch != self._session.epoch:  # it was reset: what was said before stays saved
+            self.close()
+            self._store, self._epoch = None, self._session.epoch
+            self._turns, self._rows = [], np.zeros(0, ROW)
+        saved = self._session.save()
+        turns = self._session.turns
+        if not turns and self._store is None:
+            return
+        store = self._store = self._store or self._new()
+        head = _head(saved, self._session)
+        self._cut(store, saved)
+        new = [SavedTurn(n, *_parts(turns[n])) for n in range(len(self._turns), len(turns))]
+        if new or len(self._rows) < len(saved.rows):
+            store.append(new, saved.rows[len(self._rows) :], head)
+        else:
+            store.save_head(head)
+        self._turns, self._rows = list(turns), saved.rows
+
+    def save_kv(self) -> bool:
+        """Save keys and values, if the settings and their size allow; tells whether it did."""
+        mode = self._session.profile.save_kv
+        if self._store is None or mode == "off" or not self._session.seen:
+            return False
+        rows = self._session.rows()
+        size = sum(one.numel() * one.element_size() for one in rows.tensors)
+        if mode == "auto" and size > KV_BYTES:
+            return False
+        stamp = secrets.token_hex(8)
+        self._store.save_kv(_tensors(rows), stamp)
+        self._store.save_head(_head(self._session.save(), self._session, stamp))
+        return True
+
+    def close(self) -> None:
+        """Save keys and values, and let the session go."""
+        if self._store is not None:
+            try:
+                self.save_kv()
+            finally:
+                self._store.close()
+
+    def _new(self) -> SessionStore:
+        model = self._session.model
+        meta = {
+            "model": model.name,
+            "fingerprint": fingerprint(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "sirchat": __version__,
+            "torch": torch.__version__,
+        }
+        return SessionStore.create(paths.private_dir(paths.sessions_dir()), meta)
+
+    def _cut(self, store: SessionStore, saved: Saved) -> None:
+        """Take back what the session took back."""
+        seen = _common(self._rows, saved.rows)
+        same = [one == other for one, other in zip(self._turns, self._session.turns, strict=False)]
+        turns = same.index(False) if False in same else len(same)
+        if (turns, seen) == (len(self._turns), len(self._rows)):
+            return
+        held = saved.held[saved.held < seen]
+        head = Head(seen, held, None, _head(saved, self._session).fields)
+        store.truncate(turns, seen, head)
+        self._turns, self._rows = self._turns[:turns], self._rows[:seen]
+
+
+def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
+    """Let a new session go on where a saved one was; with `rebuild`, read its whole text anew.
+
+    Raises SessionError where the saved one was made with another model or number type.
+    """
+    head = store.head()
+    if head is None:
+        raise SessionError(f"session {store.id} holds no turn yet")
+    if rebuild:
+        _read_again(session, store.turns())
+        saved = session.save()
+        turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
+        store.replace(turns, saved.rows, _head(saved, session))
+        return
+    _check_model(store, session.model)
+    saved, conversation = _restored(store, head)
+    session.load(saved, conversation, _rows(store.load_kv(head.fields["kv"]), session.model))
+
+
+def saved_profile(store: SessionStore) -> Profile:
+    """The settings of a saved session."""
+    head = store.head()
+    return Profile.model_validate(head.fields["profile"]) if head else Profile()
+
+
+def _check_model(store: SessionStore, model: LoadedModel) -> None:
+    """Number types first: the same weights in another type are another fingerprint."""
+    meta, dtype = store.meta, str(model.dtype).removeprefix("torch.")
+    again = "--rebuild reads its text again with this one"
+    if meta["dtype"] != dtype:
+        raise SessionError(
+            f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
+            hint=f"start with --dtype {meta['dtype']}; {again}",
+        )
+    if meta["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
+            hint=f"start with --model {meta['model']}; {again}",
+        )
+
+
+def _read_again(session: Session, turns: list[SavedTurn]) -> None:
+    for turn in turns:
+        if turn.role == "user":
+            list(session.read_user(turn.text))
+        elif turn.role == "assistant":
+            list(session.read_reply(turn.text))
+
+
+def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
+    now = session.conversation
+    pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
+    fields = {
+        "profile": session.profile.model_dump(),
+        "log_decay": saved.log_decay,
+        "unknown_surprisal": saved.unknown_surprisal,
+        "round": saved.round,
+        "pinned": pinned.tolist(),
+        "kv": stamp,
+        "conversation": {
+            "round": now.round,
+            "in_round": now.in_round,
+            "system": [now.system.start, now.system.stop],
+            "reply": asdict(now.reply),
+            "owed": now.owed,
+            "totals": asdict(now.totals),
+            "attempt": now.attempt,
+        },
+    }
+    return Head(len(saved.rows), saved.held, saved.logits, fields)
+
+
+def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
+    fields = head.fields
+    rows = store.rows(ROW)
+    pinned = np.asarray(fields["pinned"], np.int64)
+    rows["flags"] &= ~np.uint8(Flag.PINNED)
+    rows["flags"][pinned] |= np.uint8(Flag.PINNED)
+    saved = Saved(
+        rows=rows,
+        held=head.held,
+        log_decay=fields["log_decay"],
+        unknown_surprisal=fields["unknown_surprisal"],
+        logits=head.logits,
+        round=fields["round"],
+    )
+    now: dict[str, Any] = fields["conversation"]
+    conversation = Conversation(
+        turns=[Turn(one.role, one.text, one.finish) for one in store.turns()],  # type: ignore[arg-type]
+        round=now["round"],
+        in_round=now["in_round"],
+        system=range(*now["system"]),
+        reply=Tally(**now["reply"]),
+        owed=now["owed"],
+        totals=Tally(**now["totals"]),
+        attempt=now["attempt"],
+    )
+    return saved, conversation
+
+
+def _common(one: NDArray[np.void], other: NDArray[np.void]) -> int:
+    """How many first rows are the same in both."""
+    count = min(len(one), len(other))
+    differs = np.zeros(count, bool)
+    for name in _COLUMNS:
+        a, b = one[name][:count], other[name][:count]
+        differs |= (a != b) & ~((a != a) & (b != b))  # NaN is NaN
+    return int(differs.argmax()) if differs.any() else count
+
+
+def _parts(turn: Turn) -> tuple[str, str, str]:
+    return turn.role, turn.text, turn.finish
+
+
+def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
+    named = {str(n): one for n, one in enumerate(rows.tensors)}
+    positions, written_at = (torch.from_numpy(one) for one in (rows.positions, rows.written_at))
+    return {**named, "positions": positions, "written_at": written_at}
+
+
+def _rows(tensors: dict[str, torch.Tensor] | None, model: LoadedModel) -> Rows | None:
+    if tensors is None:
+        return None
+    positions = tensors.pop("positions").numpy()
+    written_at = tensors.pop("written_at").numpy()
+    ordered = [tensors[str(n)].to(model.device) for n in range(len(tensors))]
+    return Rows(positions, written_at, ordered)
