@@ -302,6 +302,12 @@ class Engine:
             self.cache.commit(len(piece))
             start += len(piece)
 
+    def forget(self, positions: NDArray[np.int64]) -> None:
+        """Let these rows go for good, wherever they are, with all that is known of them."""
+        self.holding.forget(positions)
+        self.ledger.erase(positions)
+        self._last = None
+
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""
         if self._grows or not self._memory.policy.honours_pins:

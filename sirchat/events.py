@@ -134,6 +134,15 @@ class Pinned(Event):
 
 
 @dataclass(frozen=True)
+class Erased(Event):
+    """So many tokens are gone for good, from memory, archive and the saved text."""
+
+    kind: ClassVar[str] = "forget"
+    tokens: int
+    resident: int
+
+
+@dataclass(frozen=True)
 class Undone(Event):
     """Turn `turn` and all after it have never been; `text` is what the user had said."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class Saving:
         self._session = session
         self._store = store
         self._epoch = session.epoch
-        self._turns: list[Turn] = list(session.turns) if store else []
+        self._erasures = session.erasures
+        self._turns: list[Turn] = deepcopy(session.turns) if store else []
         self._rows = session.save().rows if store else np.zeros(0, ROW)
 
     @property
@@ -85,13 +87,18 @@ class Saving:
             return
         store = self._store = self._store or self._new()
         head = _head(saved, self._session)
+        if self._erasures != self._session.erasures:
+            _rewrite(store, self._session)
+            self._erasures = self._session.erasures
+            self._turns, self._rows = deepcopy(turns), saved.rows
+            return
         self._cut(store, saved)
         new = [SavedTurn(n, *_parts(turns[n])) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
         else:
             store.save_head(head)
-        self._turns, self._rows = list(turns), saved.rows
+        self._turns, self._rows = deepcopy(turns), saved.rows
 
     def save_kv(self) -> bool:
         """Save keys and values, if the settings and their size allow; tells whether it did."""
@@ -149,9 +156,7 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
         _read_again(session, store.turns())
-        saved = session.save()
-        turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
-        store.replace(turns, saved.rows, _head(saved, session))
+        _rewrite(store, session)
         return
     _check_model(store, session.model)
     saved, conversation = _restored(store, head)
@@ -186,6 +191,13 @@ def _read_again(session: Session, turns: list[SavedTurn]) -> None:
             list(session.read_user(turn.text))
         elif turn.role == "assistant":
             list(session.read_reply(turn.text))
+
+
+def _rewrite(store: SessionStore, session: Session) -> None:
+    """Save all of it anew; nothing of what was there stays in any file."""
+    saved = session.save()
+    turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
+    store.replace(turns, saved.rows, _head(saved, session))
 
 
 def _head(saved: Saved, session: Session, stamp: str = "") -> Head:

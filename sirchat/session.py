@@ -23,6 +23,7 @@ from sirchat.events import (
     CameBack,
     Delta,
     Ended,
+    Erased,
     Event,
     Forgot,
     Notice,
@@ -48,7 +49,7 @@ from sirchat.settings import (
     refuse_fixed,
 )
 from sirchat.snapshot import Positions, Snapshot, take_snapshot, token_rows
-from sirchat.targets import positions_of
+from sirchat.targets import positions_of, turn_meant, unquoted, without
 from sirchat.template import Template, TurnIds
 from sirchat.why import Standing, standings
 
@@ -77,7 +78,7 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self._template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
-        self.epoch = 0
+        self.epoch = self.erasures = 0
         check_budget(profile, model, "budget")
         self.reset()
 
@@ -249,6 +250,33 @@ class Session:
         yield Pinned(len(positions), pinned, self.resident)
         if not self._engine.memory.policy.honours_pins:
             yield Notice(f"policy {self.profile.policy} makes no use of pins")
+
+    def forget(self, target: str) -> Iterator[Event]:
+        """Erase what `target` means: from cache, archive, ledger, text, and what could be undone.
+
+        What was read after it has seen it, and stays. Raises UsageError where nothing is meant.
+        """
+        positions = self._meant(target, np.arange(self.seen))
+        turn = turn_meant(target, self._now.roles)
+        self._engine.forget(positions)
+        for n, one in enumerate(self._now.turns):
+            if turn is None:
+                one.text = without(target, one.text)
+            elif n == turn:
+                one.text = ""
+        if turn is None and self.profile.system:
+            system = without(target, self.profile.system)
+            self.profile = self.profile.model_copy(update={"system": system or None})
+        self._moments = []
+        self.erasures += 1
+        yield Erased(len(positions), self.resident)
+
+    def said(self, target: str) -> str:
+        """The text that `target` means: a turn's, or itself."""
+        turn = turn_meant(target, self._now.roles)
+        if turn is None:
+            return unquoted(target)
+        return self._now.turns[turn].text if 0 <= turn < self._turns else ""
 
     def why(self, target: str) -> list[Standing]:
         """Where the tokens stand that `target` means, held or not; raises UsageError for none."""

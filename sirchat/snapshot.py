@@ -138,7 +138,7 @@ def token_rows(
         TokenRow(
             position=position,
             id=token_id,
-            text=text,
+            text="" if flags & Flag.ERASED else text,
             turn=turn,
             role=Role(role).name.lower(),
             surprisal=None if surprisal != surprisal else surprisal,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sirchat.errors import UsageError, shown
-from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.snapshot import Positions, Texts
 
 
@@ -21,13 +21,12 @@ def positions_of(
     a text, wherever it was said, in any case. `roles` has one entry for each turn. What the chat
     template wrote is never meant. Raises UsageError where nothing is.
     """
-    said = among[ledger.column("role")[among] != Role.TEMPLATE]
-    found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
-    if found is None:
-        positions = _occurrences(_unquoted(target.strip()), ledger, texts, said)
+    is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
+    said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
+    turn = turn_meant(target, roles)
+    if turn is None:
+        positions = _occurrences(unquoted(target), ledger, texts, said)
     else:
-        users = [n for n, role in enumerate(roles) if role == "user"]
-        turn = int(found[1]) if found[1] else max(users, default=-1)
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
         raise UsageError(f"{shown(target)} is nowhere in what can be remembered")
@@ -52,6 +51,22 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     return said[chosen]
 
 
-def _unquoted(text: str) -> str:
+def without(target: str, text: str) -> str:
+    """`text` with all that `target`, a text, names taken out."""
+    return re.sub(re.escape(unquoted(target)), "", text, flags=re.IGNORECASE)
+
+
+def turn_meant(target: str, roles: Sequence[str]) -> int | None:
+    """The turn that `target` means; None where it is a text; -1 for the last where none is."""
+    found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
+    if found is None:
+        return None
+    users = [n for n, role in enumerate(roles) if role == "user"]
+    return int(found[1]) if found[1] else max(users, default=-1)
+
+
+def unquoted(target: str) -> str:
+    """A text as it is meant, without the quotes around it."""
+    text = target.strip()
     quoted = len(text) > 2 and text[0] == text[-1] == '"'
     return text[1:-1] if quoted else text

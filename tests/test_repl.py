@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.history import InMemory
 from sirchat.ui.screen import Screen
 from tests.chatting import session
 from tests.terminal import Shared, Terminal, pager_into
@@ -129,7 +130,7 @@ def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
 def test_three_words_leave(line: str) -> None:
     with pytest.raises(Leave):
-        Commands(session(), Screen(io.StringIO(), io.StringIO())).run(line)
+        Commands(session(), Screen(io.StringIO(), io.StringIO()), InMemory()).run(line)
 
 
 def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:

@@ -30,10 +30,11 @@ class Role(IntEnum):
 
 
 class Flag(IntFlag):
-    """What else is known of a token; `ANCHOR` ends a sentence."""
+    """What else is known of a token; `ANCHOR` ends a sentence, an `ERASED` one is unknown."""
 
     PINNED = 1
     ANCHOR = 2
+    ERASED = 4
 
 
 class State(IntEnum):
@@ -200,6 +201,13 @@ class Ledger:
         """Note that gone rows at these positions can come back."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
+
+    def erase(self, positions: NDArray[np.int64]) -> None:
+        """Keep nothing of what these rows were; they must be neither held nor archived."""
+        rows = self._rows
+        rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
+        rows["flags"][positions] = Flag.ERASED
+        rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
         """Forget that anything was read after the first `seen` tokens; none of it may be held."""

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.events import TokenRow, Undone
+from sirchat.events import Erased, TokenRow, Undone
 from sirchat.profile import policy_names
 from sirchat.session import Session
+from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
@@ -39,8 +40,9 @@ class Retry(Exception):
 class Commands:
     """The commands of one chat."""
 
-    def __init__(self, session: Session, screen: Screen) -> None:
+    def __init__(self, session: Session, screen: Screen, history: Typed) -> None:
         self._session = session
+        self._history = history
         self._screen = screen
         self._switching = Switching(session, screen)
 
@@ -176,6 +178,17 @@ class Commands:
     def do_unpin(self, rest: str) -> None:
         """TEXT|last|turn N: let these words, what you said last, or a turn go again."""
         self._switching.pin(rest, pinned=False)
+
+    def do_forget(self, rest: str) -> None:
+        """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
+        said = self._session.said(rest)
+        for event in self._session.forget(rest):
+            if isinstance(event, Erased):
+                self._history.forget(said)
+                self._screen.note(
+                    f"{event.tokens:,} tokens erased; "
+                    f"holds {event.resident:,}/{self._session.budget:,}"
+                )
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""

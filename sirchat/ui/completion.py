@@ -75,7 +75,7 @@ class SlashCompleter(Completer):
                 yield from _PANEL
             case ["tokens"]:
                 yield from _TOKENS
-            case ["pin" | "unpin" | "why"]:
+            case ["pin" | "unpin" | "why" | "forget"]:
                 yield from _TARGETS
             case ["show" | "set"]:
                 yield from self._settings()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from prompt_toolkit import PromptSession
@@ -11,7 +10,7 @@ from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer
 from prompt_toolkit.filters import Condition, has_focus, is_searching
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
@@ -19,7 +18,6 @@ from prompt_toolkit.layout.processors import Processor, Transformation, Transfor
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
-from sirchat import paths
 from sirchat.ui.text import displayable
 
 _FENCE = '"""'
@@ -179,27 +177,6 @@ class Prompt:
         buffer.insert_text(data)
         if begins:  # set last: every change of the text is held against it
             self._pasted = data
-
-
-def input_history(complain: Callable[[str], None]) -> History:
-    """A private file; a folder that can't be written costs the history, not the chat."""
-    path = paths.history_file()
-    try:
-        paths.private_dir(path.parent)
-        paths.open_private(path, "a").close()
-    except OSError as error:
-        complain(f"the input history is not kept: {error}")
-        return InMemoryHistory()
-    return _PrivateHistory(str(path))
-
-
-class _PrivateHistory(FileHistory):
-    """A file that stays private even when made anew; one that can't be written is done without."""
-
-    def store_string(self, string: str) -> None:
-        with suppress(OSError):
-            paths.open_private(paths.history_file(), "a").close()
-            super().store_string(string)
 
 
 class _Filtered(Processor):

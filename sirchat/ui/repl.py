@@ -17,11 +17,12 @@ from sirchat.saving import Saving
 from sirchat.session import Interrupted, Session
 from sirchat.ui.commands import Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.history import input_history
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
-from sirchat.ui.prompt import Line, Prompt, input_history
+from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.toolbar import toolbar
 
@@ -68,13 +69,14 @@ class _Chat:
         self._keyboard = keyboard
         self._saving = saving
         self._debug = debug
-        self._commands = Commands(session, screen)
+        history = input_history(screen.note)
+        self._commands = Commands(session, screen, history)
         self._prompt = Prompt(
             keys,
             _output(screen),
             completer=SlashCompleter(session),
             toolbar=lambda: toolbar(session),
-            history=input_history(screen.note),
+            history=history,
             has_colours=lambda: screen.has_colours,
         )
 

@@ -1,0 +1,64 @@
+"""What was typed before: a private file, out of which a text can be erased."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+from sirchat import paths
+
+
+class Typed(History):
+    """Lines typed at the prompt, of this chat and of those before."""
+
+    def forget(self, text: str) -> None:
+        """Erase every entry that contains `text`, in any case. Raises OSError."""
+        self._loaded_strings = [one for one in self._loaded_strings if not _has(one, text)]
+
+
+class InMemory(Typed, InMemoryHistory):
+    """Lost when the chat ends."""
+
+    def forget(self, text: str) -> None:
+        super().forget(text)
+        self._storage = [one for one in self._storage if not _has(one, text)]
+
+
+class _Private(Typed, FileHistory):
+    """A file that stays private even when made anew; one that can't be written is done without."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            paths.open_private(paths.history_file(), "a").close()
+            super().store_string(string)
+
+    def forget(self, text: str) -> None:
+        super().forget(text)
+        entries = [one for one in self.load_history_strings() if not _has(one, text)]
+        path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
+        try:
+            paths.open_private(paths.history_file().with_name("history.new"), "w").close()
+            for entry in reversed(entries):
+                FileHistory.store_string(self, entry)
+            os.replace(self.filename, path)
+        finally:
+            self.filename = path
+
+
+def _has(entry: str, text: str) -> bool:
+    return bool(text) and text.lower() in entry.lower()
+
+
+def input_history(complain: Callable[[str], None]) -> Typed:
+    """A private file; a folder that can't be written costs the history, not the chat."""
+    path = paths.history_file()
+    try:
+        paths.private_dir(path.parent)
+        paths.open_private(path, "a").close()
+    except OSError as error:
+        complain(f"the input history is not kept: {error}")
+        return InMemory()
+    return _Private(str(path))
