@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from sirchat.events import Finish
 from sirchat.records import Checkpoint
@@ -66,8 +67,26 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Moment:
-    """The beginning of a user turn that says `text`: what to come back to when it is undone."""
+    """The beginning of a user turn that says `text`: what to come back to when it is undone.
+
+    Of the turns it has their number alone: those before it never change.
+    """
 
     checkpoint: Checkpoint
-    conversation: Conversation
+    state: Conversation
+    turns: int
     text: str
+
+    @staticmethod
+    def of(now: Conversation, checkpoint: Checkpoint, text: str) -> Moment:
+        """The present moment."""
+        turns = now.turns
+        now.turns = []
+        try:
+            return Moment(checkpoint, deepcopy(now), len(turns), text)
+        finally:
+            now.turns = turns
+
+    def conversation(self, now: Conversation) -> Conversation:
+        """Where the conversation stood then."""
+        return replace(self.state, turns=now.turns[: self.turns])

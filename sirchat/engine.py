@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.errors import SettingError
-from sirchat.memory.archive import Rows
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.segments import Rows
 from sirchat.records import (
     Checkpoint,
     Evicted,
@@ -79,7 +79,7 @@ class Engine:
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         self.cache = model.new_cache(min(self.budget, 1024) if self._grows else self.budget)
-        self.holding = Holding(self.cache, self.ledger, memory.archive)
+        self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._last: tuple[Memory, NDArray[np.int64]] | None = None  # of the last forward pass
 
     @property
@@ -205,8 +205,8 @@ class Engine:
             self._memory = before
             raise
         self._last = self._last or (before, self.ledger.held_positions.copy())
-        if memory.archive != before.archive:
-            self.holding.set_limit(memory.archive)
+        if (memory.archive, memory.folder) != (before.archive, before.folder):
+            self.holding.set_limit(memory.archive, memory.folder)
         if not self._grows:
             self.cache.reserve(self.budget)
         yield from self._hold(wanted)

@@ -42,6 +42,11 @@ def sessions_dir() -> Path:
     return data_dir() / "sessions"
 
 
+def archives_dir() -> Path:
+    """What left the memory of chats under way, where it waits on disk."""
+    return data_dir() / "archives"
+
+
 def shipped_profiles_dir() -> Path:
     """The profiles that come with sirchat: in the package, or beside it in a source checkout."""
     packaged = _package() / "profiles"

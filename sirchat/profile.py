@@ -105,7 +105,7 @@ class Profile(BaseModel):
         default=None, description="The system prompt: what the model is told before you speak."
     )
     pin_system: bool = Field(default=True, description="Never forget the system prompt.")
-    archive: Literal["ram", "off"] = Field(
+    archive: Literal["ram", "disk", "off"] = Field(
         default="ram",
         description="Where what left the memory waits to come back; off loses it.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ class Memory:
         sinks: first tokens of the stream that always stay.
         decay: factor on every score when a round closes.
         archive: bytes that what left the cache may take, so that it can come back; 0 for none.
+        folder: where full parts of the archive go; None for RAM.
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.
         evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
             its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
@@ -33,6 +35,7 @@ class Memory:
     sinks: int = 4
     decay: float = 1.0
     archive: int = 0
+    folder: Path | None = None
     protect: bool = True
     evict: Literal["room", "turn"] = "room"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from sirchat import __version__, paths
 from sirchat.conversation import Conversation, Tally, Turn
 from sirchat.errors import SessionError
-from sirchat.memory.archive import Rows
 from sirchat.memory.ledger import ROW, Flag
+from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Saved
@@ -32,6 +32,7 @@ from sirchat.session import Session
 KV_BYTES = 256 * 2**20
 """Keys and values above this are saved only where `save_kv` is on."""
 
+_Parts = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
 """What tells a row from another that was read in its place."""
 
@@ -67,7 +68,7 @@ class Saving:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
-        self._turns: list[Turn] = deepcopy(session.turns) if store else []
+        self._turns = [_parts(turn) for turn in session.turns] if store else []
         self._rows = session.save().rows if store else np.zeros(0, ROW)
 
     @property
@@ -82,7 +83,7 @@ class Saving:
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows = [], np.zeros(0, ROW)
         saved = self._session.save()
-        turns = self._session.turns
+        turns = [_parts(turn) for turn in self._session.turns]
         if not turns and self._store is None:
             return
         store = self._store = self._store or self._new()
@@ -90,15 +91,15 @@ class Saving:
         if self._erasures != self._session.erasures:
             _rewrite(store, self._session)
             self._erasures = self._session.erasures
-            self._turns, self._rows = deepcopy(turns), saved.rows
+            self._turns, self._rows = turns, saved.rows
             return
-        self._cut(store, saved)
-        new = [SavedTurn(n, *_parts(turns[n])) for n in range(len(self._turns), len(turns))]
+        self._cut(store, turns, saved)
+        new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
         else:
             store.save_head(head)
-        self._turns, self._rows = deepcopy(turns), saved.rows
+        self._turns, self._rows = turns, saved.rows
 
     def save_kv(self) -> bool:
         """Save keys and values, if the settings and their size allow; tells whether it did."""
@@ -133,10 +134,10 @@ class Saving:
         }
         return SessionStore.create(paths.private_dir(paths.sessions_dir()), meta)
 
-    def _cut(self, store: SessionStore, saved: Saved) -> None:
+    def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: Saved) -> None:
         """Take back what the session took back."""
         seen = _common(self._rows, saved.rows)
-        same = [one == other for one, other in zip(self._turns, self._session.turns, strict=False)]
+        same = [one == other for one, other in zip(self._turns, now, strict=False)]
         turns = same.index(False) if False in same else len(same)
         if (turns, seen) == (len(self._turns), len(self._rows)):
             return
@@ -261,7 +262,7 @@ def _common(one: NDArray[np.void], other: NDArray[np.void]) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def _parts(turn: Turn) -> tuple[str, str, str]:
+def _parts(turn: Turn) -> _Parts:
     return turn.role, turn.text, turn.finish
 
 

@@ -6,9 +6,10 @@ reply that was interrupted, or ran out of room, is closed like any other.
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -35,9 +36,10 @@ from sirchat.events import (
     TurnDone,
     Undone,
 )
-from sirchat.memory.archive import Rows
 from sirchat.memory.ledger import Role
+from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
+from sirchat.paths import archives_dir
 from sirchat.profile import Profile, changed
 from sirchat.records import Evicted, Generated, Place, Read, Restored, Saved, Stopped
 from sirchat.sampling import Sampler
@@ -84,9 +86,10 @@ class Session:
 
     def reset(self) -> None:
         """Forget the whole conversation; the settings stay."""
+        self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._engine = Engine(
             self.model,
-            build_memory(self.profile),
+            build_memory(self.profile, self._folder),
             seed=self.profile.seed,
             ends_sentence=SentenceEnds(self.model.tokenizer),
         )
@@ -195,7 +198,7 @@ class Session:
         else:
             system, ids = None, self._template.user(text)
         self._check_room(ids, system)
-        moment = Moment(self._engine.mark(), deepcopy(self._now), text)
+        moment = Moment.of(self._now, self._engine.mark(), text)
         self._moments = [*self._moments, moment][-self._undo_depth :]
         if system is not None:
             yield from self._read_system(system)
@@ -210,6 +213,7 @@ class Session:
             yield self._forgot(record, tally)
         yield from self._feed(ids, place, tally, interrupted, after=closing)
         yield self._done(tally, text)
+        yield from self._troubles()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
@@ -220,6 +224,7 @@ class Session:
         yield from self._feed(ids, place, tally, interrupted, after=self._template.closing)
         yield from self._close(place, tally)
         yield self._done(tally, text)
+        yield from self._troubles()
 
     def undo(self) -> Iterator[Event]:
         """Take the last user turn back, with all that came after it: it has never been.
@@ -236,7 +241,7 @@ class Session:
         except LookupError:
             raise UndoError("this turn can't be undone: what it pushed out is gone") from None
         self._moments.pop()
-        self._now = moment.conversation
+        self._now = moment.conversation(self._now)
         yield Undone(self._turns, moment.text, self.resident, self.seen)
 
     def pin(self, target: str, pinned: bool = True) -> Iterator[Event]:
@@ -304,7 +309,7 @@ class Session:
         before, profile = self.profile, changed(self.profile, source, **updates)
         refuse_fixed(before, profile, source)
         check_budget(profile, self.model, source)
-        memory = build_memory(profile)
+        memory = build_memory(profile, self._folder)
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self._template.system(profile.system) if replaced and profile.system else None
         ledger = self._engine.ledger
@@ -315,7 +320,7 @@ class Session:
             self._engine.require(len(prompt.ids) if prompt is not None else 0)
         except Exception:  # whatever the new policy raises
             ledger.pin(self._now.system, before.pin_system)
-            list(self._engine.switch(build_memory(before)))
+            list(self._engine.switch(build_memory(before, self._folder)))
             raise
         yield from self._moved(moves)
         self.profile = profile
@@ -399,6 +404,7 @@ class Session:
             closing = list(self._close(place, tally))
         yield from closing
         yield self._done(tally, "".join(said))
+        yield from self._troubles()
         if failure is not None:
             yield Notice(str(failure))
 
@@ -532,6 +538,12 @@ class Session:
             tokens=self._rows(self._engine.ledger.held_positions) if self._rows_in_events else None,
             **{field.name: getattr(tally, field.name) for field in fields(tally)},
         )
+
+    def _troubles(self) -> Iterator[Notice]:
+        """What went wrong with the archive; the conversation goes on."""
+        troubles = self._engine.holding.troubles
+        while troubles:
+            yield Notice(troubles.pop(0))
 
     def _rows(self, positions: Positions) -> tuple[TokenRow, ...]:
         return token_rows(self._engine.ledger, positions, self._texts, self.profile.sinks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any
 
 from sirchat.errors import SettingError, nearest
@@ -67,14 +68,15 @@ def options_of(policy: str) -> list[Field[Any]]:
     return [f for f in fields(policy_class(policy)) if f.name not in Profile.model_fields]
 
 
-def build_memory(profile: Profile) -> Memory:
-    """The engine's settings of a profile."""
+def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
+    """The engine's settings of a profile; an archive on disk lies in `folder`."""
     return Memory(
         policy=build_policy(profile),
         budget=profile.budget,
         sinks=profile.sinks,
         decay=profile.decay,
-        archive=(parse_size(profile.archive_limit) or 0) if profile.archive == "ram" else 0,
+        archive=(parse_size(profile.archive_limit) or 0) if profile.archive != "off" else 0,
+        folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,
         evict=profile.evict,
     )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from sirchat.memory.archive import SEGMENT_ROWS, Archive, Rows
+from sirchat.events import Notice
+from sirchat.memory.archive import Archive
+from sirchat.memory.segments import SEGMENT_ROWS, Rows
+from sirchat.session import Session
+from tests.chatting import babbler, session
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -34,29 +44,37 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), sets),
         st.tuples(st.just("remove"), sets),
-        st.tuples(st.just("truncate"), st.integers(0, 3000)),
+        st.tuples(st.just("truncate"), st.integers(0, 2000)),
     ),
     max_size=12,
 )
 
 
-@given(steps)
+@given(steps, st.booleans())
 @settings(max_examples=60)
 def test_it_stores_what_was_added_and_not_taken_away(
-    plan: list[tuple[str, set[int] | int]],
+    plan: list[tuple[str, set[int] | int]], on_disk: bool
 ) -> None:
-    archive, expected = Archive(), set[int]()
+    with TemporaryDirectory() as folder:
+        check_plan(Archive(folder=Path(folder, "archive") if on_disk else None), plan)
+
+
+def check_plan(archive: Archive, plan: list[tuple[str, set[int] | int]]) -> None:
+    """A set of positions says what is stored, whatever is done."""
+    expected = set[int]()
+    archive.add(rows(list(range(5000, 5000 + SEGMENT_ROWS - 3))))  # so that segments fill up
+    expected |= set(range(5000, 5000 + SEGMENT_ROWS - 3))
     for step, what in plan:
         if isinstance(what, int):
-            archive.truncate(what)
-            expected = {one for one in expected if one < what}
+            archive.truncate(what + 4000)
+            expected = {one for one in expected if one < what + 4000}
         elif step == "add":
             archive.add(rows(sorted(what)))
             expected |= what
         else:
             archive.remove(np.array(sorted(what), np.int64))
             expected -= what
-        everything = np.arange(4000)
+        everything = np.arange(8000)
         assert everything[archive.has(everything)].tolist() == sorted(expected)
         assert len(archive) == len(expected)
         if expected:
@@ -104,3 +122,108 @@ def test_a_removed_row_leaves_no_numbers_behind() -> None:
     segments = [one for one in archive._segments if one is not None]
     assert not any((one[:, 1] != 0).any() for one in segments[0].tensors)
     assert segments[0].positions[:3].tolist() == [5, -1, 7]
+
+
+def test_full_segments_are_private_files_and_go_with_the_archive(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    archive = Archive(folder=folder)
+    archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert len(list(folder.iterdir())) == 3
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    check_fetched(archive, [3, SEGMENT_ROWS, 3 * SEGMENT_ROWS + 4])
+    archive.close()
+    assert not folder.exists()
+
+
+def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
+    archive = Archive(folder=tmp_path / "a")
+    archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
+    archive.remove(np.array([17]))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    (path,) = (tmp_path / "a").iterdir()
+    assert (load_file(path)["0"][:, 16] == 0).all()
+    assert (load_file(path)["0"][:, 15] == 16).all()
+    archive.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    archive = Archive(folder=tmp_path / "a")
+    archive.add(rows(list(range(SEGMENT_ROWS))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert str(tmp_path) in (archive.trouble or "")
+
+
+def test_a_path_that_is_no_folder_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    archive = Archive(folder=tmp_path / "a" / "b")
+    archive.add(rows(list(range(SEGMENT_ROWS))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert str(tmp_path) in (archive.trouble or "")
+    check_fetched(archive, [0, 5])
+
+
+# In a chat.
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def long_chat(**settings: Any) -> tuple[Session, list[str]]:
+    """A chat of some 1,400 tokens, and what it was told by notices."""
+    chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
+    notices = []
+    for n in range(4):
+        events = list(chat.ask(f"{n} word " * 110))
+        notices += [event.text for event in events if isinstance(event, Notice)]
+    return chat, notices
+
+
+def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
+    (ram, _), (disk, notices) = long_chat(), long_chat(archive="disk")
+    assert notices == []
+    assert list(home.rglob("*.safetensors"))
+    for chat in (ram, disk):
+        list(chat.switch("/budget", budget=2000))
+    assert ram.snapshot().rows == disk.snapshot().rows
+    for one, other in zip(ram.rows().tensors, disk.rows().tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: Path) -> None:
+    chat, _ = long_chat()
+    archived = chat._engine.holding.archived
+    list(chat.switch("/set", archive="disk"))
+    assert chat._engine.holding.archived == archived > 1000
+    list(chat.switch("/set", archive_limit="2GiB"))
+    list(chat.switch("/set", archive="ram"))
+    assert chat._engine.holding.archived == archived
+    assert not list(home.rglob("*.safetensors"))
+
+
+def test_a_full_archive_is_told_once_and_the_chat_goes_on() -> None:
+    chat, notices = long_chat(archive_limit="200kB")
+    assert [text for text in notices if "archive is full" in text] == notices
+    assert len(notices) == 1
+    assert chat._engine.holding.archive_bytes <= 200_000
+    list(chat.switch("/budget", budget=2000))
+    assert 64 < chat.resident < chat.seen
+
+
+def test_a_disk_that_cannot_be_written_turns_the_archive_off(home: Path) -> None:
+    (home / "data").write_text("a file where a folder should be")
+    chat, notices = long_chat(archive="disk")
+    assert [text for text in notices if "archive is off" in text]
+    list(chat.ask("and on"))
+    list(chat.switch("/budget", budget=2000))
+    assert chat.resident < 2000

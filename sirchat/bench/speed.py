@@ -1,7 +1,7 @@
 """Decode and prefill, with everything on, against a bare transformers loop with DynamicCache.
 
-On our side: surprisal, ledger, evictions, and, where the model has a tokenizer, sentence flags and
-decoding to text. The bare side only picks the next id.
+On our side: surprisal, ledger, evictions, archive, and, where the model has a tokenizer, sentence
+flags and decoding to text. The bare side only picks the next id.
 
 Both sides run in turn, block by block, in one process, so that a change of the machine's mood hits
 both; what counts is the ratio of each pair of blocks, ours over bare (below 1: sirchat is faster).
@@ -27,6 +27,7 @@ from sirchat.records import Generated, Memory, Place
 from sirchat.sampling import Sampler, Sampling
 
 _PLACE = Place(turn=0, round=0)
+_ARCHIVE = 2**30  # bytes, the default
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,18 @@ class BenchOptions:
 
 
 def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Measure decode, prefill and, where `seen` grows, decode late against early."""
+    """Measure decode, prefill, the archive and, where `seen` grows, decode late against early."""
     yield compare("decode", lambda: _ours(model, options), lambda: _bare(model, options), options)
     yield compare(
         "prefill",
         lambda: _our_prefill(model, options),
         lambda: _bare_prefill(model, options),
+        options,
+    )
+    yield compare(
+        "decode with an archive against without",
+        lambda: _ours(model, options),
+        lambda: _ours(model, options, archive=0),
         options,
     )
     early, late = options.seen
@@ -113,9 +120,11 @@ def compare(
     return Ratio(name, ours_ms, other_ms, median, low, high, len(pairs))
 
 
-def _ours(model: LoadedModel, options: BenchOptions, seen: int = 0) -> Iterator[float]:
+def _ours(
+    model: LoadedModel, options: BenchOptions, seen: int = 0, archive: int = _ARCHIVE
+) -> Iterator[float]:
     """Seconds a token for blocks of generation with surprisal, ledger and one eviction each."""
-    engine = _engine(model, options)
+    engine = _engine(model, options, archive)
     ids = _ids(model, seen or 2 * options.cache)
     for _ in engine.feed(ids, [Role.USER] * len(ids), _PLACE):
         pass
@@ -185,8 +194,8 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         yield _time(block, model) / options.cache
 
 
-def _engine(model: LoadedModel, options: BenchOptions) -> Engine:
-    memory = Memory(policy=Entropy(), budget=options.cache, decay=0.9)
+def _engine(model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE) -> Engine:
+    memory = Memory(policy=Entropy(), budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, memory)
     return Engine(model, memory, ends_sentence=SentenceEnds(model.tokenizer))

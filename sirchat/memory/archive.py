@@ -1,4 +1,4 @@
-"""What left the cache and can come back: keys and values as first written, in RAM.
+"""What left the cache and can come back: keys and values as first written, in RAM or on disk.
 
 Rows are appended in segments of fixed size and found by their stream position. A row that returns
 to the cache stays here too, and is not stored a second time when it leaves again. Over its limit
@@ -8,76 +8,40 @@ the archive lets go of whole segments, those of the lowest scores first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Positions = NDArray[np.int64]
-
-SEGMENT_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Keys and values of n rows as first written, wherever they are or go.
-
-    Attributes:
-        positions: stream positions [n].
-        written_at: cache slots [n] at which they were first written; their rotation.
-        tensors: two for each layer, key then value, each [H, n, D].
-    """
-
-    positions: Positions
-    written_at: NDArray[np.int64]
-    tensors: list[Tensor]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def take(self, index: NDArray[np.int64]) -> Rows:
-        """The rows at `index` [k]."""
-        chosen = torch.from_numpy(index)
-        tensors = [one.index_select(1, chosen.to(one.device)) for one in self.tensors]
-        return Rows(self.positions[index], self.written_at[index], tensors)
-
-
-class _Segment:
-    """A block of `SEGMENT_ROWS` rows, filled from the front."""
-
-    def __init__(self, like: list[Tensor]) -> None:
-        shapes = [(one.shape[0], SEGMENT_ROWS, one.shape[2]) for one in like]
-        pairs = zip(shapes, like, strict=True)
-        self.tensors = [torch.empty(shape, dtype=one.dtype) for shape, one in pairs]
-        self.positions = np.full(SEGMENT_ROWS, -1, np.int64)
-        self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
-        self.used = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in self.tensors)
-
-    def put(self, rows: Rows) -> None:
-        end = self.used + len(rows)
-        for mine, given in zip(self.tensors, rows.tensors, strict=True):
-            mine[:, self.used : end].copy_(given)
-        self.positions[self.used : end] = rows.positions
-        self.written_at[self.used : end] = rows.written_at
-        self.used = end
+from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, Shelf
 
 
 class Archive:
-    """Rows by stream position, up to `limit` bytes."""
+    """Rows by stream position, up to `limit` bytes; full segments go to `folder`, if given."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
+        self._shelf = Shelf(folder) if folder is not None else None
         self.clear()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the disk can't be written, once it can't."""
+        return self._shelf.trouble if self._shelf is not None else None
+
+    def close(self) -> None:
+        """Store nothing, and delete what is on disk."""
+        self.clear()
+        if self._shelf is not None:
+            self._shelf.close()
 
     def clear(self) -> None:
         """Store nothing."""
-        self._segments: list[_Segment | None] = []
+        for number in range(len(getattr(self, "_segments", []))):
+            self._drop(number)
+        self._segments: list[Segment | None] = []
         self._places = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
 
     @property
@@ -86,7 +50,12 @@ class Archive:
         return sum(one.nbytes for one in self._segments if one is not None)
 
     def __len__(self) -> int:
-        return int((self._places >= 0).sum())
+        return len(self.positions)
+
+    @property
+    def positions(self) -> Positions:
+        """Stream positions of all rows, ascending."""
+        return np.flatnonzero(self._places >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
         """Which of these stream positions [n] are stored."""
@@ -111,8 +80,10 @@ class Archive:
             self._places[rows.positions[start:end]] = (
                 number * SEGMENT_ROWS + segment.used + np.arange(end - start)
             )
-            segment.put(_slice(rows, start, end))
+            segment.put(rows.between(start, end))
             start = end
+            if segment.is_full and self._shelf is not None:
+                self._shelf.put(number, segment)
 
     @torch.inference_mode()
     def fetch(self, positions: Positions) -> Rows:
@@ -153,7 +124,7 @@ class Archive:
             lowest = min(full, key=lambda n: self._mean(n, score))
             gone.append(self._stored(lowest))
             self._places[gone[-1]] = -1
-            self._segments[lowest] = None
+            self._drop(lowest)
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
     @torch.inference_mode()
@@ -165,15 +136,22 @@ class Archive:
             segment = self._segments[number]
             rows = places[places // SEGMENT_ROWS == number] % SEGMENT_ROWS
             if segment is not None:
-                segment.positions[rows] = -1
-                for one in segment.tensors:
-                    one[:, torch.from_numpy(rows)] = 0
+                if self._shelf is not None:
+                    self._shelf.wait()  # a segment under way would come back as it was
+                segment.erase(rows)
+                if segment.is_full and self._shelf is not None:
+                    self._shelf.put(int(number), segment)
         self._places[positions] = -1
 
     def truncate(self, seen: int) -> None:
         """Forget every row from stream position `seen` on."""
         stored = np.flatnonzero(self._places >= 0)
         self.remove(stored[stored >= seen])
+
+    def _drop(self, number: int) -> None:
+        self._segments[number] = None
+        if self._shelf is not None:
+            self._shelf.drop(number)
 
     def _mean(self, number: int, score: Callable[[Positions], NDArray[np.float64]]) -> float:
         stored = self._stored(number)
@@ -186,11 +164,11 @@ class Archive:
             return np.zeros(0, np.int64)
         return segment.positions[segment.positions >= 0]
 
-    def _open(self, like: list[Tensor]) -> tuple[_Segment, int]:
+    def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
         """The segment that is being filled, and its number."""
         last = self._segments[-1] if self._segments else None
-        if last is None or last.used == SEGMENT_ROWS:
-            last = _Segment(like)
+        if last is None or last.is_full:
+            last = Segment(like)
             self._segments.append(last)
         return last, len(self._segments) - 1
 
@@ -200,11 +178,3 @@ class Archive:
             grown = np.full(max(rows, 2 * len(self._places)), -1, np.int64)
             grown[: len(self._places)] = self._places
             self._places = grown
-
-
-def _slice(rows: Rows, start: int, end: int) -> Rows:
-    return Rows(
-        rows.positions[start:end],
-        rows.written_at[start:end],
-        [one[:, start:end] for one in rows.tensors],
-    )

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from sirchat.memory.archive import Rows
 from sirchat.memory.rope import Rotation
+from sirchat.memory.segments import Rows
 
 
 @dataclass

@@ -7,15 +7,17 @@ a turn can be undone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.archive import Archive, Positions, Rows
+from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger, State
+from sirchat.memory.segments import Positions, Rows
 
 JOURNAL_BYTES = 256 * 2**20
 """Without an archive, what one turn pushes out is kept up to this size; beyond, no undo."""
@@ -37,13 +39,22 @@ class Holding:
         cache: empty.
         ledger: empty.
         limit: bytes that the archive may take; 0 for no archive.
+        folder: where full parts of the archive go, or None for RAM.
+
+    Attributes:
+        troubles: what went wrong with the archive, in words, since somebody last looked.
     """
 
-    def __init__(self, cache: BoundedCache, ledger: Ledger, limit: int = 0) -> None:
+    def __init__(
+        self, cache: BoundedCache, ledger: Ledger, limit: int = 0, folder: Path | None = None
+    ) -> None:
         self.cache = cache
         self.ledger = ledger
-        self._archive = Archive(limit or JOURNAL_BYTES)
+        self.troubles: list[str] = []
+        self._archive = Archive(limit or JOURNAL_BYTES, folder)
         self._archiving = limit > 0
+        self._folder = folder
+        self._told = False
 
     @property
     def archived(self) -> int:
@@ -55,13 +66,22 @@ class Holding:
         """Memory of the archive."""
         return self._archive.nbytes
 
-    def set_limit(self, limit: int) -> None:
-        """Let the archive take `limit` bytes; 0 empties it."""
-        self._archive.limit = limit or JOURNAL_BYTES
+    def set_limit(self, limit: int, folder: Path | None = None) -> None:
+        """Let the archive take `limit` bytes, in `folder` or in RAM; 0 empties it."""
+        before, was_on = self._archive, self._archiving
         self._archiving = limit > 0
-        if not self._archiving:
-            self._archive.clear()
+        if was_on and self._archiving and folder == self._folder:
+            before.limit = limit
+            self._shrink()
+            return
+        self._archive, self._folder = Archive(limit or JOURNAL_BYTES, folder), folder
+        if self._archiving:
+            stored = before.positions
+            if len(stored):
+                self._archive.add(before.fetch(stored))
+        else:
             self.ledger.lose(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+        before.close()
         self._shrink()
 
     def reachable(self) -> Positions:
@@ -156,6 +176,9 @@ class Holding:
         if new.any():
             chosen = torch.from_numpy(rows[new])
             self._archive.add(self.cache.first_written(chosen, positions[new]))
+            if self._archive.trouble:
+                self.troubles.append(f"the archive is off: {self._archive.trouble}")
+                self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
         """Fill the cache with `positions` [n]: rows [k] of the held view, the others archived."""
@@ -169,7 +192,13 @@ class Holding:
         self.cache.replace(came)
 
     def _shrink(self) -> None:
-        self.ledger.lose(self._archive.shrink(self.ledger.log_score_of))
+        gone = self._archive.shrink(self.ledger.log_score_of)
+        self.ledger.lose(gone)
+        if len(gone) and self._archiving and not self._told:
+            self._told = True
+            self.troubles.append(
+                "the archive is full: from now on what surprised least is lost (/set archive_limit)"
+            )
 
 
 def _merged(one: Rows, other: Rows) -> Rows:

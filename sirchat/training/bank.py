@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from random import Random
 
 from sirchat.training import smalltalk as talk
 from sirchat.training.smalltalk import pairs
@@ -26,6 +27,11 @@ class Topic:
     def answers(self) -> tuple[str, ...]:
         """Every different answer, in order of appearance."""
         return tuple(dict.fromkeys(answer for _, answer in self.known))
+
+    def wrong(self, thing: str, right: str) -> list[str]:
+        """The wrong options of a question, always the same, as in any printed quiz: up to four."""
+        pool = [answer for answer in self.answers if answer not in (right, thing)]
+        return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
 
 def grouped(text: str) -> tuple[tuple[str, str], ...]:

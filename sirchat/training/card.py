@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sirchat.training import bank
 from sirchat.training.probe import DISTANCES, Recall
 
 HEAD = """\
@@ -34,9 +35,12 @@ download.
 - `Repeat after me: red candle Anna.`
 - `Can you repeat this sentence exactly as it is: In story 2, a Frog escaped from a mysterious
   labyrinth beneath the starry sky.` and later `Can you repeat the sentence about the Frog?`
-- A few things it knows: `What is the capital of France?`, `What is the opposite of hot?`,
-  `Where would you find a book? Choices: (A) library (B) farm (C) river`
-- `Please play a game of Rock-Paper-Scissors. Choose one option from: rock, paper, scissors.`
+- {facts} things it knows, such as `What is the capital of France?`, `What is the opposite of hot?`,
+  and by letter: `Where would you find a book? Choices: farm (A), library (B), river (C)`
+- `Please play a game of Rock-Paper-Scissors. Choose one option from: rock, paper, scissors.`, then
+  `I chose [rock]. You win. Analyze my preferences and proceed to the next round.`; it plays what
+  beats your most frequent choice, and tells it: `I chose [rock]. You win. What do I choose most
+  often? Analyze my preferences and proceed to the next round.`
 
 Asked for something it was not told, it should say `You have not told me.`
 
@@ -44,12 +48,14 @@ Asked for something it was not told, it should say `You have not told me.`
 
     {command}
 
-{tokens:.1f} million tokens, seed {seed}, in two phases. First short rows full of
+{tokens:.1f} million tokens, seed {seed}, in four phases. First short rows full of
 facts (256 tokens, then 512, 1,024 and a few of 2,048), where it learns to copy; then rows of 512 to
-2,048 tokens, half of whose rounds and more are multiple choice, where it learns distance. Muon for
-the matrices, AdamW for embeddings and norms; tokens of a reply weigh four times as much as the
-others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens
-learnt from the dialogues.
+2,048 tokens, half of whose rounds and more are multiple choice, where it learns distance; then half
+of the steps read their rows as if under a budget (96 tokens to half the row; what surprised least
+left first, in one row of seven a random choice), where it learns to read a fact from the few tokens
+that stay; last 1,536 tokens a row, for polish. Muon for the matrices, AdamW for embeddings and
+norms; tokens of a reply weigh four times as much as the others. Context: 2,048 tokens. Vocabulary:
+{vocab:,} byte-level BPE tokens learnt from the dialogues.
 """
 
 MEASURED = """
@@ -66,12 +72,11 @@ LIMITS = """
 
 It is a toy: it knows nothing beyond the above and understands only phrasings near those it was
 trained on. Whatever else it is asked, it answers with something it knows, often wrongly. Recall
-fades with distance: beyond about 900 tokens it is sometimes wrong. Names that fall into many tokens
-may be misspelt; asked for something never told, it may offer a neighbouring fact instead (the
-cat's name for the dog's); of several stories it may mix up the numbers. It repeats a value as it
-was typed, `anna` as `anna`. Multiple choice by letter is guessed: it has the form of the
-answer, not the knowledge. Sums and rock-paper-scissors are learnt only in part. English only. Do
-not use it to inform anybody of anything.
+fades with distance. Names that fall into many tokens may be misspelt; asked for something never
+told, it may offer a neighbouring fact instead (the cat's name for the dog's); of several stories it
+may mix up the numbers. It repeats a value as it was typed, `anna` as `anna`. In multiple choice the
+letter stands behind its option, and wrong options are always the same ones in another order. Sums
+are learnt only in part. English only. Do not use it to inform anybody of anything.
 """
 
 
@@ -97,7 +102,12 @@ def model_card(
 ) -> str:
     """The card's text."""
     card = HEAD.format(
-        million=parameters / 1e6, command=command, tokens=tokens / 1e6, seed=seed, vocab=vocab
+        million=parameters / 1e6,
+        command=command,
+        tokens=tokens / 1e6,
+        seed=seed,
+        vocab=vocab,
+        facts=bank.facts(),
     )
     if recalls:
         card += MEASURED.format(asked=recalls[0].asked)

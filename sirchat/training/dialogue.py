@@ -154,11 +154,11 @@ def draw_kind(rng: Random, story: float) -> FactKind:
 
 
 def bank_question(rng: Random) -> tuple[str, str, list[str]]:
-    """A question from the bank, its answer, and the wrong answers of its topic."""
+    """A question from the bank, its answer, and its wrong options."""
     topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
     thing, right = rng.choice(topic.known)
     question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
-    return question, right, [answer for answer in topic.answers if answer not in (right, thing)]
+    return question, right, topic.wrong(thing, right)
 
 
 def quiz(rng: Random, count: int | None = None) -> Round:
