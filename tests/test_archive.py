@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,7 +57,9 @@ def test_it_stores_what_was_added_and_not_taken_away(
     plan: list[tuple[str, set[int] | int]], on_disk: bool
 ) -> None:
     with TemporaryDirectory() as folder:
-        check_plan(Archive(folder=Path(folder, "archive") if on_disk else None), plan)
+        archive = Archive(folder=Path(folder, "archive") if on_disk else None)
+        with closing(archive):
+            check_plan(archive, plan)
 
 
 def check_plan(archive: Archive, plan: list[tuple[str, set[int] | int]]) -> None:
