@@ -25,7 +25,7 @@ from sirchat.errors import (
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, open_session, profile_of
 from sirchat.memory.policies import policy_class, policy_names
-from sirchat.profile import Profile, changed
+from sirchat.profile import Profile, changed, parse_value
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable, displayable_line
 
@@ -92,12 +92,14 @@ def main() -> None:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """`--resume` alone means the last session."""
-    pairs = zip(arguments, [*arguments[1:], "-"], strict=False)
-    return [
-        f"{one}=last" if one == "--resume" and after.startswith("-") else one
-        for one, after in pairs
-    ]
+    """`--resume` alone, in front of any command, means the last session."""
+    commands = [group.name for group in app.registered_groups] + ["replay", "bench"]
+    own = next((n for n, one in enumerate(arguments) if one in commands), len(arguments))
+    front = arguments[:own]
+    for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
+        if one == "--resume" and then.startswith("-"):
+            front[n] = "--resume=last"
+    return front + arguments[own:]
 
 
 def _fail(message: str, code: int) -> None:
@@ -140,11 +142,16 @@ def start(
     about_transcripts = [name for name, used in given.items() if used]
     if context.invoked_subcommand is not None:
         misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
+        misplaced += ["resume"] * (resume is not None) + ["rebuild"] * rebuild
         if misplaced:
             flag, command = _flag(misplaced[0]), context.invoked_subcommand
             raise UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
         return
+    if rebuild and resume is None:
+        raise UsageError("--rebuild goes with --resume")
     if not sys.stdin.isatty():
+        if resume is not None:
+            raise UsageError("--resume is for chats, and standard input is no terminal")
         _replay("standard input", flags, feed, format, json, json_tokens, trust_remote_code)
         return
     if about_transcripts:
@@ -304,8 +311,12 @@ def policies_check(
 def _chat(
     flags: dict[str, Any], resume: str | None, rebuild: bool, trust: bool, debug: bool
 ) -> None:
-    """Open the chat; a saved one under its own settings, but for those that flags name."""
-    profile, store = (profile_of(flags), None) if resume is None else _saved(resume, flags)
+    """Open the chat; a saved one under its own settings, and then those that flags name."""
+    later: dict[str, Any] = {}
+    if resume is None:
+        profile, store = profile_of(flags), None
+    else:
+        profile, store, later = _saved(resume, flags, at_once=rebuild)
     from sirchat.ui.repl import chat
     from sirchat.ui.screen import Screen
 
@@ -315,24 +326,38 @@ def _chat(
             from sirchat.saving import take_up
 
             take_up(session, store, rebuild=rebuild)
+        if later:
+            list(session.switch("--resume", **later))
         return session
 
     with _torn_terminal_is_fine():
         chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
 
 
-def _saved(ident: str, flags: dict[str, Any]) -> "tuple[Profile, SessionStore]":
-    """A saved session and its settings, changed by flags."""
+_AT_ONCE = ("model", "device", "dtype", "panel", "theme", "save", "save_kv")
+"""Settings of a saved chat that other ones replace before it is taken up."""
+
+
+def _saved(
+    ident: str, flags: dict[str, Any], *, at_once: bool
+) -> "tuple[Profile, SessionStore, dict[str, Any]]":
+    """A saved session, the settings to open it with, and those to switch to afterwards."""
     from sirchat.paths import sessions_dir
     from sirchat.profile_files import load_profile
     from sirchat.saved.shelf import find_session
     from sirchat.saved.store import SessionStore
     from sirchat.saving import saved_profile
+    from sirchat.settings import FIXED
 
     store = SessionStore.open(find_session(sessions_dir(), ident))
-    given = {name: value for name, value in flags.items() if name != "profile"}
     named = load_profile(flags["profile"]) if flags.get("profile") else {}
-    return changed(saved_profile(store), "--resume", **{**named, **given}), store
+    given = {key: value for key, value in named.items() if key not in FIXED}
+    for key, value in flags.items():
+        if key != "profile":
+            given[key] = parse_value(key, value) if isinstance(value, str) else value
+    first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
+    rest = {key: value for key, value in given.items() if key not in first}
+    return changed(saved_profile(store), "--resume", **first), store, rest
 
 
 def _flag(name: str) -> str:

@@ -44,6 +44,7 @@ class Conversation:
         round: user turns so far.
         in_round: whether a user turn waits for its reply, or for its end.
         system: positions of the system prompt in force.
+        prompt: its text.
         reply: the one under way, or the last.
         owed: ids that must follow before the next turn.
         totals: of the whole conversation.
@@ -54,6 +55,7 @@ class Conversation:
     round: int = 0
     in_round: bool = False
     system: range = range(0)
+    prompt: str | None = None
     reply: Tally = field(default_factory=lambda: Tally(0, ""))
     owed: list[int] = field(default_factory=list)
     totals: Tally = field(default_factory=lambda: Tally(0, ""))

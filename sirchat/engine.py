@@ -205,29 +205,35 @@ class Engine:
             self._memory = before
             raise
         self._last = self._last or (before, self.ledger.held_positions.copy())
-        if (memory.archive, memory.folder) != (before.archive, before.folder):
-            self.holding.set_limit(memory.archive, memory.folder)
         if not self._grows:
             self.cache.reserve(self.budget)
-        yield from self._hold(wanted)
+        moves = list(self._hold(wanted))
+        if (memory.archive, memory.folder) != (before.archive, before.folder):
+            self.holding.set_limit(memory.archive, memory.folder)
+        yield from moves
 
     def pin(self, positions: NDArray[np.int64], pinned: bool) -> Iterator[Evicted | Restored]:
         """Pin rows that are held or archived, or let them go; then choose from all there is.
 
         Raises SettingError, changing nothing, when the pins would leave too little room.
         """
+        flags = self.ledger.column("flags")[: self.ledger.seen].copy()
         if pinned:
-            flags = self.ledger.column("flags")[positions]
-            new = (flags & Flag.PINNED == 0) & (positions >= self._sinks())
+            new = (flags[positions] & Flag.PINNED == 0) & (positions >= self._sinks())
             self.check_pins(int(new.sum()))
         self.ledger.pin(positions, pinned)
+        try:
+            chosen = self._choice()
+        except Exception:  # whatever a policy raises
+            self.ledger.column("flags")[:] = flags
+            raise
         self._last = None
-        yield from self._hold(self._choice())
+        yield from self._hold(chosen)
 
     def _wanted(self, before: Memory) -> NDArray[np.int64]:
         """The positions that are to be held after a switch."""
         now = self._memory
-        if self._last is not None and self._last[0] == now:
+        if self._last is not None and self._last[0] == now and self.holding.has(self._last[1]):
             return self._last[1]
         same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
         if same and self.resident <= self.budget:
@@ -283,7 +289,7 @@ class Engine:
             round=self._round,
         )
 
-    def load(self, saved: Saved, rows: Rows | None) -> None:
+    def load(self, saved: Saved, rows: Rows | None, device: torch.device) -> None:
         """Go on where another engine was; `rows` are keys and values of all that is held.
 
         Without them, or where some are missing, the held ids are read anew, one behind the other.
@@ -292,7 +298,7 @@ class Engine:
         self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
         self._logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
-            self.holding.load(rows)
+            self.holding.load(rows, device)
             return
         ids, start = self._held_ids(), 0
         self.cache.reserve(len(ids))
@@ -318,7 +324,7 @@ class Engine:
         if pins > allowed:
             raise SettingError(
                 f"{pins} tokens are to be pinned, but budget {self.budget} allows {allowed}",
-                hint="raise the budget, shorten the system prompt, or set pin_system to false",
+                hint="raise the budget, /unpin something, or set pin_system to false",
             )
 
     def require(self, count: int) -> None:
@@ -343,11 +349,10 @@ class Engine:
             return np.zeros(len(at), bool)
         return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
-    def _room(self) -> int:
-        """E: the rows that neither sinks nor pins take."""
-        return max(
-            _LEAST_ROOM, self.budget - self._sinks() - self._pins(self.ledger.held_positions)
-        )
+    def _room(self, at: NDArray[np.int64] | None = None) -> int:
+        """E: the rows that neither sinks nor pins, of the held ones or those at `at`, take."""
+        pins = self._pins(self.ledger.held_positions if at is None else at)
+        return max(_LEAST_ROOM, self.budget - self._sinks() - pins)
 
     def _block(self) -> int:
         """Rows freed at once while generating; never so many that protected rows would go."""
@@ -361,7 +366,7 @@ class Engine:
         protected = (at < self._sinks()) | self._pinned(at)
         if self._memory.protect and protect_round:
             current = self.ledger.column("round")[at] == self._round
-            protected |= current & (at >= self.ledger.seen - self._room() // 2)
+            protected |= current & (at >= self.ledger.seen - self._room(at) // 2)
         return self.ledger.view(at, sinks=self._sinks(), protected=protected)
 
     def _keep(self, num_keep: int) -> Evicted:

@@ -106,9 +106,10 @@ class Saving:
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
-        rows = self._session.rows()
-        size = sum(one.numel() * one.element_size() for one in rows.tensors)
-        if mode == "auto" and size > KV_BYTES:
+        limit = KV_BYTES if mode == "auto" else None
+        rows = self._session.rows(limit)
+        if rows is None:
+            self._store.drop_kv()
             return False
         stamp = secrets.token_hex(8)
         self._store.save_kv(_tensors(rows), stamp)
@@ -116,23 +117,20 @@ class Saving:
         return True
 
     def close(self) -> None:
-        """Save keys and values, and let the session go."""
-        if self._store is not None:
-            try:
+        """Save what is not saved yet, keys and values too, and let the session go."""
+        store = self._store
+        try:
+            if self._epoch == self._session.epoch:
+                self.update()
+                store = self._store
                 self.save_kv()
-            finally:
-                self._store.close()
+        finally:
+            if store is not None:
+                store.close()
 
     def _new(self) -> SessionStore:
-        model = self._session.model
-        meta = {
-            "model": model.name,
-            "fingerprint": fingerprint(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "sirchat": __version__,
-            "torch": torch.__version__,
-        }
-        return SessionStore.create(paths.private_dir(paths.sessions_dir()), meta)
+        folder = paths.private_dir(paths.sessions_dir())
+        return SessionStore.create(folder, _meta(self._session.model))
 
     def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: Saved) -> None:
         """Take back what the session took back."""
@@ -142,8 +140,11 @@ class Saving:
         if (turns, seen) == (len(self._turns), len(self._rows)):
             return
         held = saved.held[saved.held < seen]
-        head = Head(seen, held, None, _head(saved, self._session).fields)
-        store.truncate(turns, seen, head)
+        fields = _head(saved, self._session).fields
+        fields["pinned"] = [one for one in fields["pinned"] if one < seen]
+        fields["conversation"] |= {"in_round": False, "owed": []}
+        store.drop_kv()
+        store.truncate(turns, seen, Head(seen, held, None, fields))
         self._turns, self._rows = self._turns[:turns], self._rows[:seen]
 
 
@@ -157,17 +158,34 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
         _read_again(session, store.turns())
-        _rewrite(store, session)
+        _rewrite(store, session, _meta(session.model))
         return
     _check_model(store, session.model)
     saved, conversation = _restored(store, head)
-    session.load(saved, conversation, _rows(store.load_kv(head.fields["kv"]), session.model))
+    session.load(saved, conversation, _rows(store.load_kv(head.fields["kv"])))
 
 
 def saved_profile(store: SessionStore) -> Profile:
     """The settings of a saved session."""
     head = store.head()
-    return Profile.model_validate(head.fields["profile"]) if head else Profile()
+    try:
+        return Profile.model_validate(head.fields["profile"]) if head else Profile()
+    except ValueError:
+        raise SessionError(
+            f"session {store.id} has settings that this sirchat does not know",
+            hint="sirchat sessions export writes its text, which replay reads",
+        ) from None
+
+
+def _meta(model: LoadedModel) -> dict[str, Any]:
+    """What a session was made with."""
+    return {
+        "model": model.name,
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "sirchat": __version__,
+        "torch": torch.__version__,
+    }
 
 
 def _check_model(store: SessionStore, model: LoadedModel) -> None:
@@ -194,11 +212,11 @@ def _read_again(session: Session, turns: list[SavedTurn]) -> None:
             list(session.read_reply(turn.text))
 
 
-def _rewrite(store: SessionStore, session: Session) -> None:
+def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
     """Save all of it anew; nothing of what was there stays in any file."""
     saved = session.save()
     turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
-    store.replace(turns, saved.rows, _head(saved, session))
+    store.replace(turns, saved.rows, _head(saved, session), meta)
 
 
 def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
@@ -215,6 +233,7 @@ def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
             "round": now.round,
             "in_round": now.in_round,
             "system": [now.system.start, now.system.stop],
+            "prompt": now.prompt,
             "reply": asdict(now.reply),
             "owed": now.owed,
             "totals": asdict(now.totals),
@@ -244,6 +263,7 @@ def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
         round=now["round"],
         in_round=now["in_round"],
         system=range(*now["system"]),
+        prompt=now["prompt"],
         reply=Tally(**now["reply"]),
         owed=now["owed"],
         totals=Tally(**now["totals"]),
@@ -272,10 +292,9 @@ def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
     return {**named, "positions": positions, "written_at": written_at}
 
 
-def _rows(tensors: dict[str, torch.Tensor] | None, model: LoadedModel) -> Rows | None:
+def _rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
     if tensors is None:
         return None
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
-    ordered = [tensors[str(n)].to(model.device) for n in range(len(tensors))]
-    return Rows(positions, written_at, ordered)
+    return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])

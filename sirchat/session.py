@@ -19,7 +19,7 @@ from sirchat import __version__
 from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally, Turn
 from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
 from sirchat.engine import Engine
-from sirchat.errors import ContextFullError, UndoError
+from sirchat.errors import ContextFullError, UndoError, UsageError
 from sirchat.events import (
     CameBack,
     Delta,
@@ -111,9 +111,12 @@ class Session:
         """The engine's state, but keys and values; see `saving`."""
         return self._engine.save()
 
-    def rows(self) -> Rows:
-        """Keys and values of all that is held or archived."""
-        return self._engine.holding.rows()
+    def rows(self, limit: int | None = None) -> Rows | None:
+        """Keys and values of all that is held or archived, on the CPU.
+
+        Of what is held alone, if all take more than `limit` bytes; None if that does, too.
+        """
+        return self._engine.holding.rows(limit)
 
     def load(self, saved: Saved, conversation: Conversation, rows: Rows | None) -> None:
         """Go on where a saved session was; without `rows` the held tokens are read anew.
@@ -121,7 +124,7 @@ class Session:
         Turns of before can't be undone.
         """
         self.reset()
-        self._engine.load(saved, rows)
+        self._engine.load(saved, rows, self.model.device)
         self._now = conversation
 
     @property
@@ -233,7 +236,8 @@ class Session:
         such turn, or something it had pushed out is gone.
         """
         if not self._moments:
-            hint = "" if self.seen == 0 else "more turns can be undone with /set archive ram"
+            off = self.seen and self.profile.archive == "off"
+            hint = "more turns can be undone with /set archive ram" if off else ""
             raise UndoError("there is no turn to undo", hint=hint)
         moment = self._moments[-1]
         try:
@@ -242,6 +246,9 @@ class Session:
             raise UndoError("this turn can't be undone: what it pushed out is gone") from None
         self._moments.pop()
         self._now = moment.conversation(self._now)
+        if self._now.prompt != self.profile.system and self.seen:
+            self.profile = self.profile.model_copy(update={"system": self._now.prompt})
+            self._engine.ledger.pin(self._now.system, self.profile.pin_system)
         yield Undone(self._turns, moment.text, self.resident, self.seen)
 
     def pin(self, target: str, pinned: bool = True) -> Iterator[Event]:
@@ -261,8 +268,13 @@ class Session:
 
         What was read after it has seen it, and stays. Raises UsageError where nothing is meant.
         """
-        positions = self._meant(target, np.arange(self.seen))
         turn = turn_meant(target, self._now.roles)
+        try:
+            positions = self._meant(target, np.arange(self.seen))
+        except UsageError:
+            if turn is not None or not self._says(unquoted(target)):
+                raise
+            positions = np.zeros(0, np.int64)  # a turn that was interrupted has unread text
         self._engine.forget(positions)
         for n, one in enumerate(self._now.turns):
             if turn is None:
@@ -272,16 +284,17 @@ class Session:
         if turn is None and self.profile.system:
             system = without(target, self.profile.system)
             self.profile = self.profile.model_copy(update={"system": system or None})
+        elif turn is not None and self._now.turns[turn].role == "system":
+            self.profile = self.profile.model_copy(update={"system": None})
+        self._now.prompt = self.profile.system
         self._moments = []
         self.erasures += 1
         yield Erased(len(positions), self.resident)
 
-    def said(self, target: str) -> str:
-        """The text that `target` means: a turn's, or itself."""
-        turn = turn_meant(target, self._now.roles)
-        if turn is None:
-            return unquoted(target)
-        return self._now.turns[turn].text if 0 <= turn < self._turns else ""
+    def _says(self, text: str) -> bool:
+        """Whether a text was said, read or not."""
+        said = [self.profile.system or "", *(turn.text for turn in self._now.turns)]
+        return bool(text) and any(text.lower() in one.lower() for one in said)
 
     def why(self, target: str) -> list[Standing]:
         """Where the tokens stand that `target` means, held or not; raises UsageError for none."""
@@ -313,19 +326,21 @@ class Session:
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self._template.system(profile.system) if replaced and profile.system else None
         ledger = self._engine.ledger
-        ledger.pin(self._now.system, profile.pin_system and not replaced)
+        flags = ledger.column("flags")[: self.seen].copy()
+        if replaced or profile.pin_system != before.pin_system:
+            ledger.pin(self._now.system, profile.pin_system and not replaced)
         try:
             pins = len(prompt.ids) if prompt is not None and profile.pin_system else 0
             moves = list(self._engine.switch(memory, pins))
             self._engine.require(len(prompt.ids) if prompt is not None else 0)
         except Exception:  # whatever the new policy raises
-            ledger.pin(self._now.system, before.pin_system)
+            ledger.column("flags")[:] = flags
             list(self._engine.switch(build_memory(before, self._folder)))
             raise
         yield from self._moved(moves)
         self.profile = profile
         if replaced:
-            self._now.system = range(0)
+            self._now.system, self._now.prompt = range(0), None
         restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
         yield from self._changes(before, restored)
         if prompt is not None:
@@ -463,6 +478,7 @@ class Session:
             yield from self._feed(ids, place, tally, interrupted, pinned=self.profile.pin_system)
         finally:  # what was read is pinned, and can be let go, however the reading ended
             self._now.system = range(start, self.seen)
+            self._now.prompt = self.profile.system
         yield self._done(tally, self.profile.system or "")
 
     def _feed(

@@ -14,7 +14,7 @@ from sirchat.profile import Profile, parse_size
 from sirchat.records import Memory
 from sirchat.sampling import Sampling
 
-FIXED = ("description", "model", "device", "dtype", "seed")
+FIXED = ("description", "model", "device", "dtype", "seed", "save")
 """Settings that hold for a whole conversation; the others change live."""
 
 

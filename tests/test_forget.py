@@ -139,6 +139,35 @@ def test_what_was_typed_is_forgotten_too(home: Path, in_a_file: bool) -> None:
         assert [one.name for one in path.parent.iterdir()] == ["history"]
 
 
+def test_a_whole_line_is_forgotten_without_others_that_contain_it() -> None:
+    history = InMemory()
+    for line in ("which is it", "this thing", "hi", "budget plan"):
+        history.append_string(line)
+    assert history.forget("hi", whole=True) == 1
+    assert history.get_strings() == ["which is it", "this thing", "budget plan"]
+
+
+def test_a_system_prompt_is_forgotten_with_its_turn() -> None:
+    chat = session(babbler(), system=f"The word is {SECRET}.", **SMALL)
+    list(chat.ask("red"))
+    list(chat.forget("turn 0"))
+    assert chat.profile.system is None
+
+
+def test_what_was_said_but_never_read_is_forgotten_too(home: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    list(chat.ask("red"))
+    list(chat.ask("word " * 300 + SECRET, lambda: True))
+    saving.update()
+    assert SECRET not in everything_seen(chat)
+    assert files_with(home, SECRET)
+    list(chat.forget(SECRET))
+    saving.update()
+    assert files_with(home, SECRET) == []
+    saving.close()
+
+
 def test_after_a_forget_in_a_chat_no_file_has_it(home: Path) -> None:
     with Terminal(home=home) as chat:
         chat.say(f"The secret word is {SECRET}.")

@@ -132,6 +132,43 @@ def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
     assert engine.resident == 64
 
 
+def test_what_the_archive_let_go_of_is_not_asked_for() -> None:
+    engine = talked(memory("sink", 200, archive=1))
+    list(engine.switch(memory("sink", 64, archive=1)))
+    list(engine.switch(memory("sink", 200, archive=1)))
+    assert engine.resident == 64
+    other = talked(memory("sink", 200))
+    for budget, archive in ((64, PLENTY), (64, 0), (64, PLENTY), (200, PLENTY)):
+        list(other.switch(memory("sink", budget, archive)))
+    assert other.resident == 64
+
+
+def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
+    engine = talked(memory("sink", 64))
+    list(engine.switch(memory("sink", 150, archive=0)))
+    assert engine.resident == 150
+    assert engine.holding.archived == 0
+
+
+@pytest.mark.parametrize("policy", ["sink", "random", "entropy"])
+def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
+    engine = talked(memory(policy, 128))
+    away = np.setdiff1d(np.arange(4, engine.ledger.seen), engine.ledger.held_positions)[:63]
+    list(engine.pin(away, True))
+    assert np.isin(away, engine.ledger.held_positions).all()
+    assert engine.resident == 128
+
+
+def test_turns_undone_leave_nothing_in_the_archive() -> None:
+    engine = talked(memory("sink", 64))
+    before = engine.holding.archive_bytes
+    for turn in range(30):
+        mark = engine.mark()
+        talk(engine, 7 + turn, count=100)
+        engine.undo(mark)
+    assert engine.holding.archive_bytes <= 2 * before
+
+
 def test_turning_the_archive_off_empties_it() -> None:
     engine = talked(memory("sink", 64))
     assert engine.holding.archived == engine.ledger.seen - engine.resident

@@ -143,3 +143,14 @@ def test_without_an_archive_what_left_is_gone() -> None:
     assert {one.state for one in chat.why("7351")} == {"gone"}
     with pytest.raises(UsageError):
         list(chat.pin("7351"))
+
+
+def test_a_system_prompt_that_was_let_go_stays_so_whatever_else_is_switched() -> None:
+    chat = session(babbler(), system="You are brief.", **SMALL)
+    list(chat.ask("red"))
+    list(chat.pin("turn 0", pinned=False))
+    list(chat.switch("/decay", decay=0.9))
+    assert not any("pinned" in one.row.flags for one in chat.why("turn 0"))
+    list(chat.pin("turn 0"))
+    list(chat.switch("/set", temperature=0.5))
+    assert all("pinned" in one.row.flags for one in chat.why("turn 0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sirchat.cli import _with_defaults
 from sirchat.errors import SessionError
 from sirchat.memory.archive import Rows
 from sirchat.model import LoadedModel, wrap_model
@@ -71,7 +73,8 @@ def state(chat: Session) -> dict[str, Any]:
     }
 
 
-def contents(rows: Rows) -> list[Any]:
+def contents(rows: Rows | None) -> list[Any]:
+    assert rows is not None
     return [rows.positions.tolist(), rows.written_at.tolist(), *(t.tolist() for t in rows.tensors)]
 
 
@@ -198,6 +201,51 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     assert state(third) == state(again)
 
 
+def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:2])
+    saving.close()
+    store = SessionStore.open(find_session(folder, "last"))
+    again = Session(tiny(), saved_profile(store).model_copy(update={"model": "tiny"}))
+    take_up(again, store, rebuild=True)
+    store.close()
+    third, store = resumed(folder, tiny())
+    store.close()
+    assert third.snapshot().rows == again.snapshot().rows
+    with pytest.raises(SessionError, match="--model tiny"):
+        resumed(folder, babbler())
+
+
+def test_closing_saves_what_was_not_saved_yet(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:1])
+    talk(chat, None, SAYINGS[1:2])
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert state(again) == state(chat)
+
+
+def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:6])
+    a_row = chat._engine.cache.first_written(torch.arange(1), chat.save().held[:1]).nbytes
+    monkeypatch.setattr("sirchat.saving.KV_BYTES", 100 * a_row)
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert again._engine.holding.archived == 0 < chat._engine.holding.archived
+    assert again.snapshot().rows == chat.snapshot().rows
+    for one in (chat, again):
+        list(one.ask("and on"))
+    assert again.turns == chat.turns
+
+
 def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Saving(chat)
@@ -218,6 +266,7 @@ def test_models_are_told_apart_by_their_weights() -> None:
     assert fingerprint(wrap_model("copy", other, model.tokenizer)) != fingerprint(model)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_killed_chat_has_every_finished_turn_and_goes_on(folder: Path, tmp_path: Path) -> None:
     """Each run is a process of its own; `SIRCHAT_KILLS` says how many."""
     model = babbler()
@@ -285,6 +334,52 @@ def test_a_chat_goes_on_where_it_was_left(tmp_path: Path) -> None:
     assert "Anna" not in run("sessions", "list").stdout
 
 
+def test_flags_change_the_settings_of_a_chat_that_goes_on(tmp_path: Path) -> None:
+    with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
+        for _ in range(2):
+            chat.say("Tell me a joke. " * 6)
+            chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
+    with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
+        stats = chat.ask("/stats")
+        seen, held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) of 512", stats)[0]
+        assert seen == held
+        assert "policy entropy" in stats
+        chat.say("/exit")
+        assert chat.ended() == 0
+    with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
+        assert chat.ended() == 2
+        assert "seed" in chat.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--resume", "last"), "standard input"),
+        (("--rebuild",), "--resume"),
+        (("--resume", "x", "sessions", "list"), "before sessions"),
+        (("sessions", "show", "nothing"), "no saved session"),
+    ],
+)
+def test_what_cannot_be_taken_up_is_refused_in_one_line(
+    arguments: tuple[str, ...], word: str
+) -> None:
+    done = run(*arguments, text="Hello!\n")
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert word in done.stderr
+
+
+def test_resume_alone_means_the_last_one_but_not_behind_a_command() -> None:
+    assert _with_defaults(["--resume"]) == ["--resume=last"]
+    assert _with_defaults(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _with_defaults(["--resume", "x"]) == ["--resume", "x"]
+    assert _with_defaults(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _with_defaults([]) == []
+
+
 def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.say("Hello!")
@@ -304,9 +399,3 @@ def test_a_chat_that_is_not_to_be_saved_is_not(tmp_path: Path) -> None:
         chat.say("/exit")
         assert chat.ended() == 0
     assert not list((tmp_path / "data").glob("**/*"))
-
-
-def test_a_session_that_is_not_there_costs_one_line() -> None:
-    done = run("sessions", "show", "nothing")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1

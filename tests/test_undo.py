@@ -150,3 +150,18 @@ def test_carried_logits_are_those_of_then() -> None:
     assert logits is not None
     assert chat._engine.logits is not None
     assert torch.equal(chat._engine.logits, logits)
+
+
+def test_the_system_prompt_of_then_is_in_force_again() -> None:
+    chat = session(babbler(), system="Be brief.", **SMALL)
+    list(chat.ask("one"))
+    list(chat.ask("two"))
+    list(chat.switch("/system", system="Be loud."))
+    undo(chat)
+    assert chat.profile.system == "Be brief."
+    pinned = [row.text for row in chat.snapshot().rows if "pinned" in row.flags]
+    assert "brief" in "".join(pinned)
+    list(chat.switch("/system", system="Be loud."))
+    pinned = [row.text for row in chat.snapshot().rows if "pinned" in row.flags]
+    assert "loud" in "".join(pinned)
+    assert "brief" not in "".join(pinned)

@@ -138,8 +138,11 @@ class Archive:
             if segment is not None:
                 if self._shelf is not None:
                     self._shelf.wait()  # a segment under way would come back as it was
+                was_full = segment.is_full
                 segment.erase(rows)
-                if segment.is_full and self._shelf is not None:
+                if segment.is_empty and was_full:
+                    self._drop(int(number))
+                elif was_full and self._shelf is not None:
                     self._shelf.put(int(number), segment)
         self._places[positions] = -1
 

@@ -117,10 +117,14 @@ class Holding:
         ledger = self.ledger
         return Mark(ledger.seen, ledger.held_positions.copy(), ledger.log_decay)
 
+    def has(self, positions: Positions) -> bool:
+        """Whether all of these rows are held or stored."""
+        missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
+        return bool(self._archive.has(missing).all())
+
     def can_undo(self, mark: Mark) -> bool:
         """Whether every row that was held at `mark` can still be had."""
-        missing = np.setdiff1d(mark.held, self.ledger.held_positions, assume_unique=True)
-        return bool(self._archive.has(missing).all())
+        return self.has(mark.held)
 
     def undo(self, mark: Mark) -> None:
         """Go back to `mark`: what was read since has never been.
@@ -138,18 +142,26 @@ class Holding:
         self._archive.truncate(mark.seen)
         self.ledger.truncate(mark.seen, mark.log_decay)
 
-    def rows(self) -> Rows:
-        """Everything that is held or archived, as first written, by ascending position."""
+    def rows(self, limit: int | None = None) -> Rows | None:
+        """Everything that is held or archived, as first written, by ascending position, on the CPU.
+
+        What is held alone, if all takes more than `limit` bytes; None if that does, too.
+        """
         positions = self.reachable()
         held = self.ledger.held_positions
+        a_row = self.cache.first_written(torch.arange(min(1, len(held))), held[:1].copy()).nbytes
+        if limit is not None and len(held) * a_row > limit:
+            return None
+        mine = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
         elsewhere = np.setdiff1d(positions, held, assume_unique=True)
-        mine = self.cache.first_written(torch.arange(len(held)), held.copy())
-        return _merged(mine, self._archive.fetch(elsewhere)) if len(elsewhere) else mine
+        if not len(elsewhere) or (limit is not None and len(positions) * a_row > limit):
+            return mine
+        return _merged(mine, self._archive.fetch(elsewhere))
 
-    def load(self, rows: Rows) -> None:
-        """Take over saved rows: those that the ledger holds fill the cache, all are archived."""
+    def load(self, rows: Rows, device: torch.device) -> None:
+        """Take over saved rows: those that the ledger holds fill the cache, on `device`."""
         at = np.searchsorted(rows.positions, self.ledger.held_positions)
-        self.cache.replace(rows.take(at))
+        self.cache.replace(rows.take(at).to(device))
         if self._archiving:
             away = np.setdiff1d(np.arange(len(rows)), at)
             self._archive.add(rows.take(away))

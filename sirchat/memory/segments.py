@@ -37,6 +37,15 @@ class Rows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys and values, in bytes."""
+        return sum(one.numel() * one.element_size() for one in self.tensors)
+
+    def to(self, device: torch.device | str) -> Rows:
+        """The same rows on a device."""
+        return Rows(self.positions, self.written_at, [one.to(device) for one in self.tensors])
+
     def take(self, index: NDArray[np.int64]) -> Rows:
         """The rows at `index` [k]."""
         chosen = torch.from_numpy(index)
@@ -81,6 +90,13 @@ class Segment:
         self.tensors = [one.clone() for one in self.tensors]  # what a file holds can't be written
         for one in self.tensors:
             one[:, torch.from_numpy(rows)] = 0
+        while self.used and self.positions[self.used - 1] < 0:
+            self.used -= 1  # what is free at the end is filled anew
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all of its rows were erased."""
+        return not (self.positions >= 0).any()
 
 
 class Shelf:

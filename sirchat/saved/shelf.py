@@ -129,7 +129,8 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _last(folder: Path) -> Path:
-    sessions = list_sessions(folder).sessions
+    listed = list_sessions(folder).sessions
+    sessions = [one for one in listed if not one.in_use] or listed
     if not sessions:
         raise SessionError(f"there is no saved session in {folder}")
     return sessions[0].path

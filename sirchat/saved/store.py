@@ -205,10 +205,16 @@ class SessionStore:
             self._cut_last_rows(seen)
             self._put_head(head)
 
-    def replace(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
+    def replace(
+        self,
+        turns: Sequence[SavedTurn],
+        rows: NDArray[Any],
+        head: Head,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
         """Rewrite everything, and leave nothing of what was there in any file.
 
-        Saved keys and values go too, for they were computed from it.
+        Saved keys and values go too, for they were computed from it. `meta` changes if given.
         """
         _check_count(rows, head.seen)
         self.drop_kv()
@@ -219,6 +225,9 @@ class SessionStore:
             self._put_rows(0, rows)
             self._put_head(head)
             self._put_about("erasing", True)
+            if meta is not None:
+                self._put_about("meta", dict(meta))
+                self.meta = dict(meta)
         self._finish_erasing()
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
@@ -466,7 +475,9 @@ def _new_file(folder: Path) -> Path:
 
 def _sync(path: Path) -> None:
     """Make what is written to a file or folder outlast a power loss."""
-    opened = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # there, folders can't be opened
+        return
+    opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(opened)
     finally:

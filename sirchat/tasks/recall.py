@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
@@ -18,7 +18,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
 from sirchat.tasks.asking import ask, read
-from sirchat.training.dialogue import Dialogue, Fact, Style, draw_fact, quiz
+from sirchat.training.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 from sirchat.training.probe import PROBED, QUIET
 
 Ask = Literal["told", "corrected", "untold"]
@@ -129,7 +129,7 @@ def _conversation(kind: str, between: int, options: RecallOptions, rng: Random) 
     told = [talk.tell_one(fact, style)]
     later = [quiz(rng, _CHOICES) for _ in range(between)]
     if options.ask == "corrected":
-        told.append(talk.tell_one(_other(fact, style, rng), style))
+        told.append(talk.tell_one(other_value(rng, fact, style), style))
         later.insert(between // 2, told[1])
     question, answer = (
         talk.ask_untold() if options.ask == "untold" else talk.ask((kind, fact.subject))
@@ -143,14 +143,6 @@ def _conversation(kind: str, between: int, options: RecallOptions, rng: Random) 
         question=question.text,
         answer=answer.text,
     )
-
-
-def _other(fact: Fact, style: Style, rng: Random) -> Fact:
-    """Another value for a told fact."""
-    while True:
-        other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
-        if other.value.lower() != fact.value.lower():
-            return other
 
 
 def _hold(

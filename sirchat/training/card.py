@@ -48,14 +48,15 @@ Asked for something it was not told, it should say `You have not told me.`
 
     {command}
 
-{tokens:.1f} million tokens, seed {seed}, in four phases. First short rows full of
+{tokens:.1f} million tokens, seed {seed}, in five phases. First short rows full of
 facts (256 tokens, then 512, 1,024 and a few of 2,048), where it learns to copy; then rows of 512 to
 2,048 tokens, half of whose rounds and more are multiple choice, where it learns distance; then half
 of the steps read their rows as if under a budget (96 tokens to half the row; what surprised least
 left first, in one row of seven a random choice), where it learns to read a fact from the few tokens
-that stay; last 1,536 tokens a row, for polish. Muon for the matrices, AdamW for embeddings and
-norms; tokens of a reply weigh four times as much as the others. Context: 2,048 tokens. Vocabulary:
-{vocab:,} byte-level BPE tokens learnt from the dialogues.
+that stay; twice more with 1,536 tokens a row, for play, corrections and what was never told. Muon
+for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four times as much as the
+others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens learnt from the
+dialogues.
 """
 
 MEASURED = """

@@ -146,6 +146,14 @@ def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
     return Fact(kind, subject, value, rng.randint(1, 9))
 
 
+def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
+    """Another value for a told fact."""
+    while True:
+        other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
+        if other.value.lower() != fact.value.lower():
+            return other
+
+
 def draw_kind(rng: Random, story: float) -> FactKind:
     """A kind by weight; story sentences, being long, have a share of their own."""
     if rng.random() < story:
@@ -299,6 +307,9 @@ class Dialogue:
     def tell(self) -> Round:
         """Tell a new fact or two in one message, or correct an old one."""
         style = Style.draw(self.rng)
+        old = [fact for fact in self.facts.values() if fact.kind.updates]
+        if old and self.rng.random() < 0.18:
+            return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
         fact = self.new_fact(style)
         if fact is None:
             return self.small_talk()
@@ -391,9 +402,9 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """Ask for what was never told, half of the time for a neighbour of something told."""
+        """Ask for what was never told, mostly for a neighbour of something told."""
         told = [fact.kind for fact in self.facts.values() if fact.kind.subject]
-        near = bool(told) and self.rng.random() < 0.5
+        near = bool(told) and self.rng.random() < 0.6
         for _ in range(8):
             kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix.story)
             fact = draw_fact(self.rng, kind, Style())

@@ -102,7 +102,11 @@ GAPS = Phase(
 _SLOWEST = Mix(0.1, 0.13, 0.01, game=0.03, story=0.12, quiz=0.48, untold=0.1, long_list=0.3)
 POLISH = Phase(500, (Stage(1.0, 1536, _SLOWEST, gaps=0.35),), peak=0.5)
 
-PHASES = (COPYING, DISTANCE, GAPS, POLISH)
+# Corrections and neighbours: the newer value counts, and the cat's name is not the dog's.
+_NEIGHBOURS = replace(_SLOWEST, tell=0.14, ask=0.15, quiz=0.42, untold=0.12)
+MENDING = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
+
+PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
 WARMUP_STEPS = 100

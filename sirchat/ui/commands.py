@@ -16,6 +16,7 @@ from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.events import Erased, TokenRow, Undone
 from sirchat.profile import policy_names
 from sirchat.session import Session
+from sirchat.targets import turn_meant, unquoted
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
@@ -181,10 +182,22 @@ class Commands:
 
     def do_forget(self, rest: str) -> None:
         """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
-        said = self._session.said(rest)
-        for event in self._session.forget(rest):
+        turns = self._session.turns
+        turn = turn_meant(rest, [one.role for one in turns])
+        typed = 0
+        if turn is None:
+            typed = self._history.forget(unquoted(rest)) - 1  # this command is among them
+        elif 0 <= turn < len(turns) and turns[turn].role == "user":
+            self._history.forget(turns[turn].text, whole=True)
+        try:
+            events = list(self._session.forget(rest))
+        except UsageError:
+            if typed < 1:
+                raise
+            self._screen.note(f"erased from what was typed: {typed:,} lines; it was never read")
+            return
+        for event in events:
             if isinstance(event, Erased):
-                self._history.forget(said)
                 self._screen.note(
                     f"{event.tokens:,} tokens erased; "
                     f"holds {event.resident:,}/{self._session.budget:,}"

@@ -14,17 +14,22 @@ from sirchat import paths
 class Typed(History):
     """Lines typed at the prompt, of this chat and of those before."""
 
-    def forget(self, text: str) -> None:
-        """Erase every entry that contains `text`, in any case. Raises OSError."""
-        self._loaded_strings = [one for one in self._loaded_strings if not _has(one, text)]
+    def forget(self, text: str, *, whole: bool = False) -> int:
+        """Erase every entry that contains `text`, in any case, or that is it as a `whole`.
+
+        Returns how many there were. Raises OSError.
+        """
+        before = len(self._loaded_strings)
+        self._loaded_strings = [x for x in self._loaded_strings if not _has(x, text, whole)]
+        return before - len(self._loaded_strings)
 
 
 class InMemory(Typed, InMemoryHistory):
     """Lost when the chat ends."""
 
-    def forget(self, text: str) -> None:
-        super().forget(text)
-        self._storage = [one for one in self._storage if not _has(one, text)]
+    def forget(self, text: str, *, whole: bool = False) -> int:
+        self._storage = [one for one in self._storage if not _has(one, text, whole)]
+        return super().forget(text, whole=whole)
 
 
 class _Private(Typed, FileHistory):
@@ -35,9 +40,8 @@ class _Private(Typed, FileHistory):
             paths.open_private(paths.history_file(), "a").close()
             super().store_string(string)
 
-    def forget(self, text: str) -> None:
-        super().forget(text)
-        entries = [one for one in self.load_history_strings() if not _has(one, text)]
+    def forget(self, text: str, *, whole: bool = False) -> int:
+        entries = [x for x in self.load_history_strings() if not _has(x, text, whole)]
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
             paths.open_private(paths.history_file().with_name("history.new"), "w").close()
@@ -46,9 +50,13 @@ class _Private(Typed, FileHistory):
             os.replace(self.filename, path)
         finally:
             self.filename = path
+            paths.history_file().with_name("history.new").unlink(missing_ok=True)
+        return super().forget(text, whole=whole)
 
 
-def _has(entry: str, text: str) -> bool:
+def _has(entry: str, text: str, whole: bool) -> bool:
+    if whole:
+        return entry.strip() == text.strip()
     return bool(text) and text.lower() in entry.lower()
 
 

@@ -48,7 +48,7 @@ def chat(
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        saving = Saving(session, store) if store or session.profile.save else None
+        saving = Saving(session, store) if session.profile.save else None
         _Chat(session, screen, keys, keyboard, saving, debug).run()
 
 
@@ -103,7 +103,9 @@ class _Chat:
             return
         try:
             step(self._saving)
-        except SirchatError as error:
+        except Exception as error:  # whatever it is, the chat goes on
+            if self._debug:
+                raise
             self._screen.error(f"the chat is not saved any more: {error}")
             self._saving = None
 
