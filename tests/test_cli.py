@@ -161,7 +161,7 @@ def test_bench_prints_ratios_as_json() -> None:
     done = run("bench", "--json", "--cache", "64", "--rounds", "2", "--seen", "100,300")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
-    assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode"]
+    assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode", "decode"]
     assert all(r["low"] <= r["median"] <= r["high"] for r in results)
 
 
