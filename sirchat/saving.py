@@ -32,6 +32,9 @@ from sirchat.session import Session
 KV_BYTES = 256 * 2**20
 """Keys and values above this are saved only where `save_kv` is on."""
 
+_VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+"""Entries of a configuration that are not the model's own, or set when it is saved."""
+
 _Parts = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
 """What tells a row from another that was read in its place."""
@@ -41,7 +44,7 @@ def fingerprint(model: LoadedModel) -> str:
     """Tells models apart: configuration, vocabulary, rotations, and a sample of the weights."""
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
-    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+    for volatile in _VOLATILE:
         config.pop(volatile, None)
     digest.update(repr(sorted(config.items(), key=str)).encode())
     digest.update(str(len(model.tokenizer)).encode())

@@ -257,8 +257,11 @@ def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder
         resumed(folder, in_bfloat16())
 
 
-def test_models_are_told_apart_by_their_weights() -> None:
+def test_models_are_told_apart_by_their_weights(tmp_path: Path) -> None:
     model = babbler()
+    before = fingerprint(model)
+    model.module.save_pretrained(tmp_path / "saved")
+    assert fingerprint(model) == before
     other = random_model(len(model.tokenizer))
     assert fingerprint(wrap_model("copy", other, model.tokenizer)) == fingerprint(model)
     with torch.no_grad():
