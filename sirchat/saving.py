@@ -11,7 +11,6 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,11 +72,6 @@ class Saving:
         self._erasures = session.erasures
         self._turns = [_parts(turn) for turn in session.turns] if store else []
         self._rows = session.save().rows if store else np.zeros(0, ROW)
-
-    @property
-    def path(self) -> Path | None:
-        """Where the session is saved, once it is."""
-        return self._store.path if self._store else None
 
     def update(self) -> None:
         """Bring the disk up to date; durable on return. Raises SessionError where it can't be."""

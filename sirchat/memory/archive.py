@@ -24,6 +24,7 @@ class Archive:
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
         self._shelf = Shelf(folder) if folder is not None else None
+        self._segments: list[Segment | None] = []
         self.clear()
 
     @property
@@ -39,9 +40,9 @@ class Archive:
 
     def clear(self) -> None:
         """Store nothing."""
-        for number in range(len(getattr(self, "_segments", []))):
+        for number in range(len(self._segments)):
             self._drop(number)
-        self._segments: list[Segment | None] = []
+        self._segments = []
         self._places = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
 
     @property
@@ -148,7 +149,7 @@ class Archive:
 
     def truncate(self, seen: int) -> None:
         """Forget every row from stream position `seen` on."""
-        stored = np.flatnonzero(self._places >= 0)
+        stored = self.positions
         self.remove(stored[stored >= seen])
 
     def _drop(self, number: int) -> None:

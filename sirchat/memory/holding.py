@@ -122,16 +122,12 @@ class Holding:
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self._archive.has(missing).all())
 
-    def can_undo(self, mark: Mark) -> bool:
-        """Whether every row that was held at `mark` can still be had."""
-        return self.has(mark.held)
-
     def undo(self, mark: Mark) -> None:
         """Go back to `mark`: what was read since has never been.
 
         Raises LookupError, changing nothing, when a row of then is gone.
         """
-        if not self.can_undo(mark):
+        if not self.has(mark.held):
             raise LookupError("some of the rows that were held then are gone")
         before = self.ledger.held_positions
         since = before >= mark.seen
