@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from sirchat.errors import ModelError, SettingError
 from sirchat.training import bank
 from sirchat.training.dialogue import (
+    UNTOLD,
     Dialogue,
     Message,
     Mix,
@@ -273,6 +274,35 @@ def test_a_shorter_training_has_the_same_phases_in_proportion(steps: int) -> Non
     assert abs(first - steps * COPYING.steps / RECIPE_STEPS) <= 1
 
 
+def test_facts_far_apart_are_asked_for_at_the_end_with_one_that_was_never_told() -> None:
+    mix = replace(MIX, apart=1.0, quiz=0.5)
+    told = asked = declined = corrected = 0
+    for seed in range(40):
+        messages = list(dialogue(Random(seed), 20, mix))
+        keys = {one.fact for one in messages if one.role == "user" and one.fact}
+        tail = messages[-2 * (len(keys) + 3) :]
+        told += len(keys)
+        asked += len({one.fact for one in tail if one.role == "assistant" and one.fact} & keys)
+        declined += any(one.text == UNTOLD for one in tail)
+        corrected += len([one for one in messages if one.role == "user" and one.fact]) > len(keys)
+    assert declined == 40
+    assert asked >= 0.95 * told
+    assert 5 <= corrected <= 30
+
+
+def test_stories_in_a_row_are_numbered_and_some_are_asked_for() -> None:
+    mix = replace(MIX, series=1.0)
+    for seed in range(20):
+        messages = list(dialogue(Random(seed), 20, mix))
+        told = [one.text for one in messages if "exactly as it is" in one.text]
+        numbers = [int(re.findall(r"story (\d+)", text)[0]) for text in told]
+        assert numbers == list(range(numbers[0], numbers[0] + len(told)))
+        assert len(told) >= 3
+        answers = [one for one in messages if one.role == "assistant" and one.recall == "story"]
+        assert len(answers) == min(4, len(told))
+        assert all(any(one.text.rstrip(".") in text for text in told) for one in answers)
+
+
 def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer) -> None:
     model = build_model(SIZES["micro"], len(tokenizer), 0, 0, 4, 5)
     renderer = Renderer(tokenizer)
@@ -322,6 +352,24 @@ def test_resuming_equals_an_uninterrupted_training(tmp_path: Path) -> None:
     )
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_finished_weights_are_the_mean_of_those_before_and_after_the_last_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = replace(PHASES[-1], keep=0.25)
+    assert PHASES[-1].keep > 0
+    monkeypatch.setattr("sirchat.training.schedule.PHASES", (*PHASES[:-1], kept))
+    steps = RECIPE_STEPS // 100  # so few that the last phase has some
+    list(train(options(tmp_path, steps)))
+    checkpoints = tmp_path / "model.checkpoints"
+    before = load_file(checkpoints / "before.safetensors")
+    after = load_file(max(checkpoints.glob("step-*")) / "model.safetensors")
+    made = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    mean = 0.25 * before[name] + 0.75 * after[name]
+    torch.testing.assert_close(made[name].float(), mean, rtol=8e-3, atol=1e-5)
 
 
 def test_no_steps_exports_an_untrained_model(tmp_path: Path) -> None:

@@ -48,12 +48,15 @@ Asked for something it was not told, it should say `You have not told me.`
 
     {command}
 
-{tokens:.1f} million tokens, seed {seed}, in five phases. First short rows full of
+{tokens:.1f} million tokens, seed {seed}, in eight phases. First short rows full of
 facts (256 tokens, then 512, 1,024 and a few of 2,048), where it learns to copy; then rows of 512 to
 2,048 tokens, half of whose rounds and more are multiple choice, where it learns distance; then half
 of the steps read their rows as if under a budget (96 tokens to half the row; what surprised least
 left first, in one row of seven a random choice), where it learns to read a fact from the few tokens
-that stay; twice more with 1,536 tokens a row, for play, corrections and what was never told. Muon
+that stay; twice more with 1,536 tokens a row, for play, corrections and what was never told; then
+conversations that tell facts at their start and ask for them at their end, beside one that was
+never told; stories in a row; and once more both. The weights after each of the last two are
+averaged with those before it (0.6 and 0.5 of the new ones), which recalls more than either. Muon
 for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four times as much as the
 others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens learnt from the
 dialogues.
@@ -74,10 +77,11 @@ LIMITS = """
 It is a toy: it knows nothing beyond the above and understands only phrasings near those it was
 trained on. Whatever else it is asked, it answers with something it knows, often wrongly. Recall
 fades with distance. Names that fall into many tokens may be misspelt; asked for something never
-told, it may offer a neighbouring fact instead (the cat's name for the dog's); of several stories it
-may mix up the numbers. It repeats a value as it was typed, `anna` as `anna`. In multiple choice the
-letter stands behind its option, and wrong options are always the same ones in another order. Sums
-are learnt only in part. English only. Do not use it to inform anybody of anything.
+told, it may offer a neighbouring fact instead (the cat's name for the dog's), and mostly does so
+for a story; of several stories it does not know which number was whose. It repeats a value as it
+was typed, `anna` as `anna`. In multiple choice the letter stands behind its option, and wrong
+options are always the same ones in another order. Sums are learnt only in part. English only. Do
+not use it to inform anybody of anything.
 """
 
 

@@ -50,6 +50,23 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
+def save_before(folder: Path, model: LlamaForCausalLM) -> None:
+    """Write the weights as they are at the beginning of a phase, over those of an earlier one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".before.safetensors"
+    save_model(model, str(temporary))
+    os.replace(temporary, folder / "before.safetensors")
+
+
+@torch.no_grad()
+def mix_before(folder: Path, model: LlamaForCausalLM, share: float) -> None:
+    """Let the weights of then have a `share` in those of now."""
+    before = copy.deepcopy(model)
+    load_model(before, str(folder / "before.safetensors"))
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        now.lerp_(then, share)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     return sorted(folder.glob("step-*"))

@@ -50,6 +50,9 @@ class Mix:
     `game` is the share of rounds that begin a match of rock-paper-scissors. `quiz` rounds are
     multiple choice from the bank, `untold` ask for what was never told; `story` is the share of
     story sentences among told facts, `long_list` that of five or six items among shopping lists.
+    `apart` is the share of conversations with facts at their start and questions at their end,
+    `subjects` that of facts which others can be confused with (pets, friends) beyond their weight,
+    `series` that of conversations which tell several stories and ask for some of them.
     """
 
     tell: float
@@ -60,6 +63,9 @@ class Mix:
     quiz: float = 0.0
     untold: float = 0.0
     long_list: float = 0.0
+    apart: float = 0.0
+    subjects: float = 0.0
+    series: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +160,14 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
             return other
 
 
-def draw_kind(rng: Random, story: float) -> FactKind:
+def draw_kind(rng: Random, mix: Mix) -> FactKind:
     """A kind by weight; story sentences, being long, have a share of their own."""
-    if rng.random() < story:
+    if rng.random() < mix.story:
         return STORY
-    return rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
+    kinds = KINDS
+    if mix.subjects and rng.random() < mix.subjects:
+        kinds = tuple(kind for kind in KINDS if kind.subject)
+    return rng.choices(kinds, [kind.weight for kind in kinds])[0]
 
 
 def bank_question(rng: Random) -> tuple[str, str, list[str]]:
@@ -277,6 +286,12 @@ class Dialogue:
         """`rounds` rounds, then a question for each fact (six at most) that was never asked."""
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
+        if self.mix.apart and self.rng.random() < self.mix.apart:
+            yield from self.far_apart(rounds)
+            return
+        if self.mix.series and self.rng.random() < self.mix.series:
+            yield from self.several_stories(rounds)
+            return
         done = 0
         while done < rounds:
             for pair in self.some_rounds():
@@ -284,6 +299,43 @@ class Dialogue:
                 yield from pair
         for key in [key for key in self.facts if not self.asked.get(key)][:6]:
             yield from self.ask(key)
+
+    def far_apart(self, rounds: int) -> Iterator[Message]:
+        """Facts, then other matters, then a question for each and for something never told.
+
+        In a third of these conversations a fact is corrected on the way.
+        """
+        for _ in range(self.rng.choice((1, 1, 2, 3))):
+            yield from self.tell()
+        between = max(1, round(0.85 * rounds) - 4)  # rows are cut; the questions must still fit
+        turn = self.rng.randrange(3 * between)
+        for number in range(between):
+            yield from self.correct() if number == turn else self.other_matter()
+        last = [*map(self.ask, self.facts), self.ask_untold()]
+        self.rng.shuffle(last)
+        for pair in last:
+            yield from pair
+
+    def several_stories(self, rounds: int) -> Iterator[Message]:
+        """Numbered stories one after the other; then some are asked for, and one never told."""
+        count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
+        first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
+        while len(self.facts) < count:
+            fact = draw_fact(self.rng, STORY, Style())
+            if (STORY.key, fact.subject) not in self.facts:
+                yield from self.tell_one(replace(fact, number=first + len(self.facts)), Style())
+            if self.rng.random() < 0.1:
+                yield from self.small_talk()
+        last = [self.ask(key) for key in self.rng.sample(list(self.facts), min(count, 4))]
+        if self.rng.random() < 0.3:
+            last.append(self.ask_untold())
+        self.rng.shuffle(last)
+        for pair in last:
+            yield from pair
+
+    def other_matter(self) -> Round:
+        """A round that tells nothing and asks for nothing told."""
+        return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
         """One round by the mix, or one game."""
@@ -309,7 +361,7 @@ class Dialogue:
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
-            return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
+            return self.correct(style)
         fact = self.new_fact(style)
         if fact is None:
             return self.small_talk()
@@ -318,6 +370,14 @@ class Dialogue:
             if second is not None:
                 return self.tell_both(fact, second, style)
         return self.tell_one(fact, style)
+
+    def correct(self, style: Style | None = None) -> Round:
+        """Give a told fact another value, if any can be corrected."""
+        style = style or Style.draw(self.rng)
+        old = [fact for fact in self.facts.values() if fact.kind.updates]
+        if not old:
+            return self.other_matter()
+        return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
         """A fact whose place is free, or, a third of the time, one that replaces an old value."""
@@ -332,7 +392,7 @@ class Dialogue:
 
     def draw(self, style: Style) -> Fact:
         """Any fact; some shopping lists are long ones."""
-        fact = draw_fact(self.rng, draw_kind(self.rng, self.mix.story), style)
+        fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
         may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
         if may_be_long and self.rng.random() < self.mix.long_list:
             items = item_list(self.rng.sample(w.GROCERIES, self.rng.choice((5, 6))))
@@ -406,7 +466,7 @@ class Dialogue:
         told = [fact.kind for fact in self.facts.values() if fact.kind.subject]
         near = bool(told) and self.rng.random() < 0.6
         for _ in range(8):
-            kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix.story)
+            kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix)
             fact = draw_fact(self.rng, kind, Style())
             if (fact.kind.key, fact.subject) not in self.facts:
                 return reply(self.question(fact), UNTOLD, "untold")

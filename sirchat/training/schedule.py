@@ -50,12 +50,14 @@ class Stage:
 class Phase:
     """A training of its own: stages, and a learning rate that rises and falls once.
 
-    `steps` in the whole recipe; `peak` is a factor on the optimizers' learning rates.
+    `steps` in the whole recipe; `peak` is a factor on the optimizers' learning rates; `keep` is
+    the share that the weights before it have in those that the training ends with.
     """
 
     steps: int
     stages: tuple[Stage, ...]
     peak: float = 1.0
+    keep: float = 0.0
 
 
 # Short dialogues full of facts come first: a small model finds copying there, and only there.
@@ -106,7 +108,21 @@ POLISH = Phase(500, (Stage(1.0, 1536, _SLOWEST, gaps=0.35),), peak=0.5)
 _NEIGHBOURS = replace(_SLOWEST, tell=0.14, ask=0.15, quiz=0.42, untold=0.12)
 MENDING = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
 
-PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING)
+# What remained: facts told at the start of a long conversation and asked at its end, beside what
+# was never told; names that belong to somebody; and small talk, which the others hardly have.
+_APART = replace(_NEIGHBOURS, ask=0.18, quiz=0.38, untold=0.05, apart=0.5, subjects=0.3)
+SETTLING = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
+
+# Several stories in a row, as in the retrieval paper: which hero did what, and in which one.
+_SERIES = replace(_APART, apart=0.35, series=0.3)
+# The mean of the weights before and after recalls more than either.
+STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
+
+# Once more what was told far back against what never was, stories among it.
+_LAST = replace(_APART, tell=0.12, ask=0.15, apart=0.6, subjects=0.35, story=0.2, quiz=0.4)
+SIFTING = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
+
+PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING, SETTLING, STORIES, SIFTING)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
 WARMUP_STEPS = 100

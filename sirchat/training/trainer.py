@@ -14,12 +14,18 @@ from transformers import LlamaForCausalLM
 
 from sirchat.errors import SettingError
 from sirchat.training.card import model_card
-from sirchat.training.checkpoint import export, load_checkpoint, save_checkpoint
+from sirchat.training.checkpoint import (
+    export,
+    load_checkpoint,
+    mix_before,
+    save_before,
+    save_checkpoint,
+)
 from sirchat.training.gaps import Gaps, draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer, span_matches
-from sirchat.training.schedule import RECIPE_STEPS, SIZES, SizeName, moment_at
+from sirchat.training.schedule import COPYING, RECIPE_STEPS, SIZES, SizeName, moment_at
 from sirchat.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -102,8 +108,12 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
-        if moment_at(step, self.options.steps).step == 0:
+        moment = moment_at(step, self.options.steps)
+        if moment.step == 0:
+            self.end_phase(step)
             self.begin_phase()
+            if moment.phase.keep:
+                save_before(self.options.checkpoints, self.model)
         self.set_learning_rate(step)
         gaps = self.gaps(step, batch)
         visible, lost = (gaps.visible, gaps.lost) if gaps else (None, None)
@@ -114,6 +124,12 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
+
+    def end_phase(self, done: int) -> None:
+        """After `done` steps, let the weights of before have their share, if they keep one."""
+        phase = moment_at(done - 1, self.options.steps).phase if done else COPYING
+        if phase.keep:
+            mix_before(self.options.checkpoints, self.model, phase.keep)
 
     def begin_phase(self) -> None:
         """Go on from the weights as they would be exported, with new optimizers."""
@@ -165,6 +181,7 @@ class Trainer:
     def finish(self) -> None:
         """Export the model with its tokenizer and card."""
         self.model.eval()
+        self.end_phase(self.options.steps)
         export(self.options.out, self.model, self.tokenizer, self.card())
 
 
