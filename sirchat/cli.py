@@ -25,7 +25,7 @@ from sirchat.errors import (
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, open_session, profile_of
 from sirchat.memory.policies import policy_class, policy_names
-from sirchat.profile import Profile, changed, parse_value
+from sirchat.profile import Profile, changed, parse_size, parse_value
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
 from sirchat.ui.text import displayable, displayable_line
 
@@ -126,7 +126,8 @@ def start(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Take up a saved chat: the last one, or that of ID.", metavar="[ID|last]"
+            help="Take up a saved chat: the last one, or that of an id or a name.",
+            metavar="[ID|NAME|last]",
         ),
     ] = None,
     rebuild: Annotated[
@@ -193,6 +194,17 @@ def bench(
     panel: Annotated[
         bool, typer.Option("--panel", help="Measure the live panel instead, on against off.")
     ] = False,
+    index: Annotated[
+        bool, typer.Option("--index", help="Measure searches by index instead, against exact ones.")
+    ] = False,
+    archived: Annotated[
+        int, typer.Option(min=10_000, help="With --index: archived tokens to search.")
+    ] = 1_000_000,
+    limits: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="Measure what the archive takes over so many instead."),
+    ] = None,
+    archive_limit: Annotated[str, typer.Option(help="Limit of that archive.")] = "256MiB",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -209,7 +221,15 @@ def bench(
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=(int(early), int(late)))
     loaded = bench_model(model, profile.device, profile.dtype)
-    print_bench(loaded, options, panel=panel, as_json=json)
+    if limits is not None:
+        from sirchat.bench.limits import print_limits
+
+        limit = parse_size(
+            changed(profile, "--archive-limit", archive_limit=archive_limit).archive_limit
+        )
+        print_limits(loaded, limits, limit or 0, as_json=json)
+        return
+    print_bench(loaded, options, panel=panel, archived=archived * index, as_json=json)
 
 
 @train_app.command("tiny")

@@ -12,26 +12,22 @@ from sirchat.ui.text import displayable, displayable_line
 
 sessions_app = typer.Typer(help="Saved chats: list, show, remove, export.")
 
-Ident = Annotated[str, typer.Argument(help="The session: its id, the start of it, or last.")]
+Ident = Annotated[
+    str, typer.Argument(help="The session: its id, the start of it, its name, or last.")
+]
 
 
 @sessions_app.command("list")
 def sessions_list() -> None:
     """The saved chats, newest first."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from sirchat.saved.shelf import list_sessions
+    from sirchat.ui.sessions_table import draw_sessions
 
     listing = list_sessions(sessions_dir())
-    table = Table("id", "changed", "model", "turns", "begins", box=None)
-    for one in listing.sessions:
-        begins = f"{one.first} (open)" if one.in_use else one.first
-        cells = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", one.model, str(one.turns), begins)
-        table.add_row(*(Text(displayable_line(cell)) for cell in cells))
     if listing.sessions:
-        Console().print(table)
+        Console().print(draw_sessions(listing.sessions))
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 

@@ -66,6 +66,24 @@ class Conversation:
         """Who spoke, turn by turn."""
         return [turn.role for turn in self.turns]
 
+    @property
+    def last(self) -> int:
+        """The last turn; 0 also where there is none yet."""
+        return max(0, len(self.turns) - 1)
+
+    def begin(self, role: str) -> Tally:
+        """One turn more."""
+        tally = Tally(len(self.turns), role)
+        self.turns.append(Turn(role))
+        return tally
+
+    def finish(self, tally: Tally, text: str) -> None:
+        """Take note of what was said in a turn, and of what it cost."""
+        self.turns[tally.index] = Turn(tally.role, text, tally.finish)
+        self.totals.tokens_out += tally.tokens_out
+        self.totals.seconds_prefill += tally.seconds_prefill
+        self.totals.seconds_decode += tally.seconds_decode
+
 
 @dataclass(frozen=True)
 class Moment:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +22,13 @@ from sirchat.errors import SettingError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.recall import choose
 from sirchat.memory.segments import Rows
 from sirchat.records import (
     Checkpoint,
+    Choice,
     Evicted,
+    Found,
     Generated,
     Memory,
     Place,
@@ -40,6 +45,8 @@ LOGITS_BYTES = 256 * 2**20
 
 _LEAST_ROOM = 8
 """Rows that sinks and pins must leave to the conversation."""
+
+_NONE = np.zeros(0, np.int64)
 
 
 class CausalModel(Protocol):
@@ -80,7 +87,8 @@ class Engine:
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         self.cache = model.new_cache(min(self.budget, 1024) if self._grows else self.budget)
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
-        self._last: tuple[Memory, NDArray[np.int64]] | None = None  # of the last forward pass
+        self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
+        self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
 
     @property
     def memory(self) -> Memory:
@@ -93,9 +101,28 @@ class Engine:
         return self._model.context_length if self._grows else self._memory.budget
 
     @property
+    def reserve(self) -> int:
+        """Rows of the budget that are kept free for what is recalled."""
+        recall = self._memory.recall
+        if recall is None or self._grows:
+            return 0
+        pins = self._pins(self.ledger.held_positions)
+        return most_recalled(recall.n, self.budget - self._sinks() - pins)
+
+    @property
     def resident(self) -> int:
         """Rows in the cache."""
         return self.cache.length
+
+    @property
+    def recalled(self) -> int:
+        """Rows in the cache that came back for this round."""
+        return self.resident - self._own
+
+    @property
+    def recalled_positions(self) -> NDArray[np.int64]:
+        """Stream positions, ascending, of what came back for this round, in any layer."""
+        return np.unique(np.concatenate([self.ledger.recalled, *self._layers]))
 
     @property
     def logits(self) -> Tensor | None:
@@ -149,7 +176,7 @@ class Engine:
                 return
             if self._grows:
                 self.require(1 + reserve)
-            elif self.resident >= self.budget:
+            elif self._own >= self._base:
                 yield from self.make_room(self._block())
             self._read([token_id], [Role.ASSISTANT], place, pinned=False)
             position = self.ledger.seen - 1
@@ -158,16 +185,16 @@ class Engine:
 
     def make_room(self, count: int) -> Iterator[Evicted]:
         """Forget what the policy does not keep, so that `count` more rows fit in the budget."""
-        if self.resident + count > self.budget:
-            yield self._keep(self.budget - count)
+        if self._own + count > self._base:
+            yield self._keep(self._base - count)
 
     def open_turn(self, count: int, max_new_tokens: int, place: Place) -> Iterator[Evicted]:
         """Make room for a user turn of `count` ids and its reply, where `evict` is "turn"."""
         self._round = place.round
-        wanted = self.budget - count - max_new_tokens
-        if self._memory.evict == "turn" and not self._grows and self.resident > wanted:
+        wanted = self._base - count - max_new_tokens
+        if self._memory.evict == "turn" and not self._grows and self._own > wanted:
             num_keep = max(wanted, int(self._held().protected.sum()))
-            if num_keep < self.resident:
+            if num_keep < self._own:
                 yield self._keep(num_keep)
 
     def close_round(self) -> None:
@@ -182,12 +209,12 @@ class Engine:
         """
         held = self._held(protect_round=in_round)
         count = min(self._block(), int((~held.protected).sum()))
-        if self._grows or not count or self.resident + 2 * self._block() <= self.budget:
+        if self._grows or not count or self._own + 2 * self._block() <= self._base:
             return np.zeros(0, np.int64)
         rows = self._memory.policy.keep(held, len(held) - count)
         leaves = np.ones(len(held), bool)
         leaves[rows.numpy()] = False
-        return self.ledger.held_positions[leaves]
+        return self._own_positions[leaves]
 
     def switch(self, memory: Memory, pins: int = 0) -> Iterator[Evicted | Restored]:
         """Change the settings; the cache then holds what the new ones choose from all there is.
@@ -204,12 +231,14 @@ class Engine:
         except Exception:  # whatever the new policy raises
             self._memory = before
             raise
-        self._last = self._last or (before, self.ledger.held_positions.copy())
+        self._last = self._last or (before, self._held_now)
         if not self._grows:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
         if (memory.archive, memory.folder) != (before.archive, before.folder):
             self.holding.set_limit(memory.archive, memory.folder)
+        if memory.recall is None or memory.recall.index == "off":
+            self.holding.archive.index = None
         yield from moves
 
     def pin(self, positions: NDArray[np.int64], pinned: bool) -> Iterator[Evicted | Restored]:
@@ -230,40 +259,58 @@ class Engine:
         self._last = None
         yield from self._hold(chosen)
 
-    def _wanted(self, before: Memory) -> NDArray[np.int64]:
-        """The positions that are to be held after a switch."""
-        now = self._memory
-        if self._last is not None and self._last[0] == now and self.holding.has(self._last[1]):
-            return self._last[1]
+    def _wanted(self, before: Memory) -> Choice:
+        """What is to be held after a switch."""
+        now, last = self._memory, self._last
+        if last is not None and last[0] == now and self.holding.has(last[1].held):
+            return last[1]
         same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
-        if same and self.resident <= self.budget:
-            return self.ledger.held_positions
+        fits = self._own <= self._base and self.recalled <= self.reserve
+        if same and fits and (before.recall is None) == (now.recall is None):
+            return self._held_now
         return self._choice()
 
-    def _choice(self) -> NDArray[np.int64]:
-        """What the policy keeps of everything that is held or archived."""
+    @property
+    def _held_now(self) -> Choice:
+        ledger = self.ledger
+        return Choice(ledger.held_positions.copy(), ledger.recalled, self._layers)
+
+    def _choice(self) -> Choice:
+        """What the policy keeps of everything that is held or archived; the reserve is empty."""
         reachable = self.holding.reachable()
-        if len(reachable) <= self.budget:
-            return reachable
+        if len(reachable) <= self._base:
+            return Choice(reachable, _NONE)
         if self._grows:  # not all of it fits: go on from what is held
             self.require(0)
-            return self.ledger.held_positions
+            return Choice(self.ledger.held_positions.copy(), _NONE)
         view = self._view(reachable)
-        chosen: NDArray[np.int64] = reachable[self._chosen(view, self.budget).numpy()]
-        return chosen
+        return Choice(reachable[self._chosen(view, self._base).numpy()], _NONE)
 
-    def _hold(self, positions: NDArray[np.int64]) -> Iterator[Evicted | Restored]:
-        if np.array_equal(positions, self.ledger.held_positions):
-            return
-        gone, came = self.holding.hold(positions)
+    def _hold(self, choice: Choice) -> Iterator[Evicted | Restored]:
+        gone, came = _NONE, _NONE
+        if not np.array_equal(choice.held, self.ledger.held_positions):
+            gone, came = self.holding.hold(choice.held)
+            self._layers = ()
+        self.ledger.recall(choice.recalled)
+        self._insert(choice.layers)
         if len(gone):
             yield Evicted(gone, self.resident, self.ledger.seen)
         if len(came):
             yield Restored(came, self.resident, self.ledger.seen)
 
+    def _insert(self, layers: tuple[NDArray[np.int64], ...]) -> None:
+        """Let each layer have its own rows in the reserve, after the sinks."""
+        if layers is self._layers:
+            return
+        self._layers = layers
+        if layers:
+            self.holding.insert(int((self.ledger.held_positions < self._sinks()).sum()), layers)
+        else:
+            self.cache.remove()
+
     def mark(self) -> Checkpoint:
         """The present moment, at the beginning of a turn, to come back to."""
-        return Checkpoint(self.holding.mark(), self._logits, self._round)
+        return Checkpoint(self.holding.mark(), self._logits, self._round, self._held_now)
 
     def undo(self, to: Checkpoint) -> None:
         """Go back: what was read or generated since has never been. The settings stay.
@@ -273,9 +320,31 @@ class Engine:
         """
         self.cache.reserve(len(to.mark.held))
         self.holding.undo(to.mark)
+        self._layers = ()
+        self.ledger.recall(to.choice.recalled)
+        with suppress(LookupError):  # what a layer had for itself may be gone by now
+            self._insert(to.choice.layers)
         self._logits, self._round, self._last = to.logits, to.round, None
-        if self.resident > self.budget:
+        if self.recalled > self.reserve or self._own > self._base:
             list(self._hold(self._choice()))
+
+    def bring(self, found: Found) -> None:
+        """Fill the reserve with what was found; what was there for the last round leaves."""
+        recall = self._memory.recall
+        if recall is None:
+            return
+        one = partial(choose, positions=found.positions, n=self.reserve, span=recall.span)
+        if found.layers is None:
+            chosen = one(found.scores)
+            list(self._hold(Choice(np.union1d(self._own_positions, chosen), chosen)))
+        else:
+            layers = tuple(one(scores) for scores in found.layers)
+            list(self._hold(Choice(self._own_positions, _NONE, layers if len(layers[0]) else ())))
+
+    def release(self) -> None:
+        """Empty the reserve."""
+        if self.recalled:
+            list(self._hold(Choice(self._own_positions, _NONE)))
 
     def save(self) -> Saved:
         """All that a conversation needs to go on elsewhere, but keys and values."""
@@ -287,6 +356,7 @@ class Engine:
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
             round=self._round,
+            recalled=ledger.recalled.copy(),
         )
 
     def load(self, saved: Saved, rows: Rows | None, device: torch.device) -> None:
@@ -294,7 +364,7 @@ class Engine:
 
         Without them, or where some are missing, the held ids are read anew, one behind the other.
         """
-        self.ledger.load(saved.rows, saved.held, saved.log_decay)
+        self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
         self._logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
@@ -311,6 +381,7 @@ class Engine:
     def forget(self, positions: NDArray[np.int64]) -> None:
         """Let these rows go for good, wherever they are, with all that is known of them."""
         self.holding.forget(positions)
+        self._layers = ()
         self.ledger.erase(positions)
         self._last = None
 
@@ -336,6 +407,22 @@ class Engine:
     def _grows(self) -> bool:
         return not self._memory.policy.bounded
 
+    @property
+    def _base(self) -> int:
+        """Rows that the policy may hold: the budget without the reserve."""
+        return self.budget - self.reserve
+
+    @property
+    def _own(self) -> int:
+        """Held rows that are not in the reserve."""
+        return self.ledger.held_count - len(self.ledger.recalled)
+
+    @property
+    def _own_positions(self) -> NDArray[np.int64]:
+        """Stream positions [n], ascending, of the held rows that are not in the reserve."""
+        held, recalled = self.ledger.held_positions, self.ledger.recalled
+        return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
+
     def _sinks(self) -> int:
         return self._memory.sinks if self._memory.policy.honours_sinks else 0
 
@@ -352,14 +439,14 @@ class Engine:
     def _room(self, at: NDArray[np.int64] | None = None) -> int:
         """E: the rows that neither sinks nor pins, of the held ones or those at `at`, take."""
         pins = self._pins(self.ledger.held_positions if at is None else at)
-        return max(_LEAST_ROOM, self.budget - self._sinks() - pins)
+        return max(_LEAST_ROOM, self._base - self._sinks() - pins)
 
     def _block(self) -> int:
         """Rows freed at once while generating; never so many that protected rows would go."""
-        return min(max(8, self.budget // 16), self._room() // 2)
+        return min(max(8, self._base // 16), self._room() // 2)
 
     def _held(self, *, protect_round: bool = True) -> Held:
-        return self._view(self.ledger.held_positions, protect_round=protect_round)
+        return self._view(self._own_positions, protect_round=protect_round)
 
     def _view(self, at: NDArray[np.int64], *, protect_round: bool = True) -> Held:
         """Rows at `at` [n] as the policy sees them, with what must stay."""
@@ -370,7 +457,12 @@ class Engine:
         return self.ledger.view(at, sinks=self._sinks(), protected=protected)
 
     def _keep(self, num_keep: int) -> Evicted:
-        gone = self.holding.keep(self._chosen(self._held(), num_keep))
+        """Forget all but `num_keep` rows, and what is in the reserve."""
+        rows = self._chosen(self._held(), num_keep)
+        if len(self.ledger.recalled):
+            stays = np.union1d(self._own_positions[rows.numpy()], self.ledger.recalled)
+            rows = torch.from_numpy(np.searchsorted(self.ledger.held_positions, stays))
+        gone = self.holding.keep(rows)
         return Evicted(gone, self.resident, self.ledger.seen)
 
     def _chosen(self, rows: Held, num_keep: int) -> Tensor:
@@ -432,6 +524,14 @@ class Engine:
         self.ledger.append(
             list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
         )
+
+
+def most_recalled(n: int, room: int) -> int:
+    """How many of n rows the reserve gets, of the `room` beside sinks and pins.
+
+    At most three quarters: the conversation itself needs room to be read.
+    """
+    return max(0, min(n, 3 * room // 4, room - _LEAST_ROOM))
 
 
 def _is_choice(rows: Tensor, held: Held, num_keep: int) -> bool:

@@ -112,6 +112,25 @@ class CameBack(Event):
 
 
 @dataclass(frozen=True)
+class Recalled(Event):
+    """Archived tokens at these stream positions came back for turn `turn` and its reply.
+
+    `scores` say how well each fits, in units of the measure, weighted; what had come back for the
+    turn before, at `released`, has left. With scope layer a position may be back in some layers.
+    """
+
+    kind: ClassVar[str] = "recall"
+    turn: int
+    measure: str
+    positions: tuple[int, ...]
+    scores: tuple[float, ...]
+    released: tuple[int, ...]
+    resident: int
+    seen: int
+    tokens: tuple[TokenRow, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Switched(Event):
     """A setting changed; `restored` tokens came back."""
 
@@ -182,9 +201,9 @@ def to_json(event: Event) -> dict[str, Any]:
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)
-        if field.name == "tokens":
-            if value is None:
-                continue
+        if field.name == "tokens" and value is None:
+            continue
+        if field.name == "tokens" and isinstance(value, tuple):
             value = [{f.name: getattr(row, f.name) for f in fields(row)} for row in value]
         out[_RENAMED.get(field.name, field.name)] = value
     return out

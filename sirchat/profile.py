@@ -25,6 +25,9 @@ from sirchat.yaml12 import parse_scalar
 _SPARE = 16  # the least number of cache slots beside the sinks
 
 
+BEST_RECALL = "attention"
+"""What `recall: on` means: the measure that did best in `sirchat eval retrieval`."""
+
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -112,6 +115,31 @@ class Profile(BaseModel):
     archive_limit: str = Field(
         default="1GiB", description="The most room that the archive takes, such as 512MiB."
     )
+    recall: Literal["off", "mips", "cosine", "cosine-pairwise", "attention", "random"] = Field(
+        default="off",
+        description="Bring archived tokens back for each turn: by which measure they are chosen.",
+    )
+    recall_n: int = Field(
+        default=200, ge=1, description="Tokens of the budget that are kept for what comes back."
+    )
+    recall_weight: Literal["none", "surprisal"] = Field(
+        default="surprisal",
+        description="Multiply a token's measure by how surprising it was, or leave it as it is.",
+    )
+    recall_span: int = Field(
+        default=0, ge=0, description="Neighbours on each side of a token that come back with it."
+    )
+    recall_scope: Literal["token", "layer"] = Field(
+        default="token", description="One choice of tokens for all layers, or one for each."
+    )
+    recall_query: Literal["turn", "recent"] = Field(
+        default="turn",
+        description="Look for what the turn asks, read once to search; or for the recent tokens.",
+    )
+    recall_index: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Search through an index (faiss), or all; auto: above 100,000 archived tokens.",
+    )
     protect: bool = Field(
         default=True,
         description="Keep the newest part of the current round, whatever the policy says.",
@@ -147,9 +175,17 @@ class Profile(BaseModel):
     @classmethod
     def _known_policy(cls, name: str) -> str:
         name = policies.ALIASES.get(name, name)
-        if ":" in name or name in policy_names():
+        if ":" in name or policies.is_policy(name):
             return name
         raise PydanticCustomError("policy", "unknown policy")
+
+    @field_validator("recall", mode="before")
+    @classmethod
+    def _on_or_off(cls, value: object) -> object:
+        """`on` is the measure that recalls best; YAML says true for it."""
+        return {"on": BEST_RECALL, "true": BEST_RECALL, "false": "off"}.get(
+            str(value).lower(), value
+        )
 
     @field_validator("archive_limit")
     @classmethod
@@ -167,6 +203,18 @@ class Profile(BaseModel):
         if self.recent > budget:
             rule = f"recent ({self.recent}) must be at most the budget ({budget})"
             raise PydanticCustomError("fit", "{rule}", {"keys": ("recent", "budget"), "rule": rule})
+        if self.recall != "off" and self.archive == "off":
+            rule = "recall needs an archive (ram or disk) to bring tokens back from"
+            keys = ("recall", "archive")
+            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+        if self.recall == "attention" and self.recall_query == "recent":
+            rule = "recall by attention hears what the turn asks: recall_query turn"
+            keys = ("recall", "recall_query")
+            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+        if self.recall_index == "on" and self.recall_scope == "layer":
+            rule = "an index finds one choice for all layers: recall_scope token"
+            keys = ("recall_index", "recall_scope")
+            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
         return self
 
 

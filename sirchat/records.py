@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sirchat.memory.holding import Mark
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.recall import Recall
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Memory:
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.
         evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
             its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
+        recall: how archived rows come back for a turn; None for not at all. Its n rows are a
+            reserve of the budget's, which the policy does without.
     """
 
     policy: Policy
@@ -38,6 +41,7 @@ class Memory:
     folder: Path | None = None
     protect: bool = True
     evict: Literal["room", "turn"] = "room"
+    recall: Recall | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,18 @@ class Restored:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What a search found: the candidates at `positions` [n], ascending, and their scores [n].
+
+    `layers` has the scores of each layer [layers, n] where each makes a choice of its own.
+    """
+
+    positions: NDArray[np.int64]
+    scores: Tensor
+    layers: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Generated:
     """One generated token, already in the cache; surprisal in nats, before temperature."""
 
@@ -91,12 +107,28 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What the cache holds.
+
+    Attributes:
+        held: stream positions [n], ascending.
+        recalled: those of them that are in the reserve.
+        layers: for each layer, the positions of its own in the reserve; empty without any.
+    """
+
+    held: NDArray[np.int64]
+    recalled: NDArray[np.int64]
+    layers: tuple[NDArray[np.int64], ...] = ()
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A moment of a conversation; `logits` [V] foretell the token that came next."""
 
     mark: Mark
     logits: Tensor | None
     round: int
+    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -109,6 +141,7 @@ class Saved:
         log_decay, unknown_surprisal: of the ledger.
         logits: raw, float32 [V], for the token to come.
         round: user turns so far.
+        recalled: positions among `held` that came back for the last round.
     """
 
     rows: NDArray[np.void]
@@ -117,3 +150,4 @@ class Saved:
     unknown_surprisal: float
     logits: NDArray[np.float32] | None
     round: int
+    recalled: NDArray[np.int64]

@@ -2,12 +2,13 @@
 
 The store is compared with the session and not told what happened, so that whatever changes the
 conversation (a turn, an undo) is saved in the same way. Keys and values are saved when the chat
-ends; without them the held tokens are read anew, which is nearly the same memory.
+ends or is asked to; without them the held tokens are read anew, which is nearly the same memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Saved
+from sirchat.saved.names import tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 from sirchat.session import Session
 
@@ -63,6 +65,9 @@ class Saving:
     Args:
         session: the one to save.
         store: where it was taken up from; none for a new one.
+
+    Attributes:
+        name: what the user calls it; it is on disk after the next update.
     """
 
     def __init__(self, session: Session, store: SessionStore | None = None) -> None:
@@ -70,33 +75,58 @@ class Saving:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
-        self._turns = [_parts(turn) for turn in session.turns] if store else []
-        self._rows = session.save().rows if store else np.zeros(0, ROW)
+        self.name = store.name if store else ""
+        # As they are on disk, and not in the session: that may have gone on since.
+        self._turns = [(one.role, one.text, one.finish) for one in store.turns()] if store else []
+        self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
+        self._head = store.head() if store else None
+
+    @property
+    def id(self) -> str:
+        """The session's id; empty where nothing of it is on disk."""
+        if self._store is None or self._epoch != self._session.epoch:
+            return ""
+        return self._store.id
+
+    def unname(self, said: str, *, whole: bool) -> bool:
+        """Drop the name if it tells of what is to be forgotten; says whether it did.
+
+        `said` is some words, or a turn as a `whole`.
+        """
+        if not tells_of(self.name, said, whole=whole):
+            return False
+        self.name = ""
+        return True
 
     def update(self) -> None:
         """Bring the disk up to date; durable on return. Raises SessionError where it can't be."""
         if self._epoch != self._session.epoch:  # it was reset: what was said before stays saved
             self.close()
             self._store, self._epoch = None, self._session.epoch
-            self._turns, self._rows = [], np.zeros(0, ROW)
+            self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
+            self.name = ""
         saved = self._session.save()
         turns = [_parts(turn) for turn in self._session.turns]
         if not turns and self._store is None:
             return
         store = self._store = self._store or self._new()
-        head = _head(saved, self._session)
+        if store.name != self.name:
+            store.rename(self.name)
         if self._erasures != self._session.erasures:
             _rewrite(store, self._session)
             self._erasures = self._session.erasures
-            self._turns, self._rows = turns, saved.rows
+            self._turns, self._rows, self._head = turns, saved.rows, None
             return
         self._cut(store, turns, saved)
+        head = _head(saved, self._session)
         new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
+        elif _same(head, self._head):  # then keys and values that were saved still belong to it
+            store.check_place()
         else:
             store.save_head(head)
-        self._turns, self._rows = turns, saved.rows
+        self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
         """Save keys and values, if the settings and their size allow; tells whether it did."""
@@ -110,20 +140,24 @@ class Saving:
             return False
         stamp = secrets.token_hex(8)
         self._store.save_kv(_tensors(rows), stamp)
-        self._store.save_head(_head(self._session.save(), self._session, stamp))
+        head = _head(self._session.save(), self._session, stamp)
+        self._store.save_head(head)
+        self._head = head
         return True
 
     def close(self) -> None:
         """Save what is not saved yet, keys and values too, and let the session go."""
-        store = self._store
         try:
             if self._epoch == self._session.epoch:
                 self.update()
-                store = self._store
                 self.save_kv()
         finally:
-            if store is not None:
-                store.close()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give the file free, as it is; nothing is saved after this."""
+        if self._store is not None:
+            self._store.close()
 
     def _new(self) -> SessionStore:
         folder = paths.private_dir(paths.sessions_dir())
@@ -138,11 +172,12 @@ class Saving:
             return
         held = saved.held[saved.held < seen]
         fields = _head(saved, self._session).fields
-        fields["pinned"] = [one for one in fields["pinned"] if one < seen]
+        for name in ("pinned", "recalled"):
+            fields[name] = [one for one in fields[name] if one < seen]
         fields["conversation"] |= {"in_round": False, "owed": []}
         store.drop_kv()
         store.truncate(turns, seen, Head(seen, held, None, fields))
-        self._turns, self._rows = self._turns[:turns], self._rows[:seen]
+        self._turns, self._rows, self._head = self._turns[:turns], self._rows[:seen], None
 
 
 def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
@@ -157,7 +192,7 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         _read_again(session, store.turns())
         _rewrite(store, session, _meta(session.model))
         return
-    _check_model(store, session.model)
+    check_model(store, session.model)
     saved, conversation = _restored(store, head)
     session.load(saved, conversation, _rows(store.load_kv(head.fields["kv"])))
 
@@ -185,19 +220,23 @@ def _meta(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _check_model(store: SessionStore, model: LoadedModel) -> None:
-    """Number types first: the same weights in another type are another fingerprint."""
+def check_model(store: SessionStore, model: LoadedModel) -> None:
+    """Raise SessionError where a saved session was made with another model or number type.
+
+    Number types first: the same weights in another type are another fingerprint.
+    """
     meta, dtype = store.meta, str(model.dtype).removeprefix("torch.")
-    again = "--rebuild reads its text again with this one"
+    again = f"sirchat --resume {store.id}"
+    rebuild = "--rebuild reads its text again with the model that is loaded"
     if meta["dtype"] != dtype:
         raise SessionError(
             f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
-            hint=f"start with --dtype {meta['dtype']}; {again}",
+            hint=f"{again} --dtype {meta['dtype']} takes it up; {rebuild}",
         )
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
-            hint=f"start with --model {meta['model']}; {again}",
+            hint=f"{again} --model {meta['model']} takes it up; {rebuild}",
         )
 
 
@@ -225,6 +264,7 @@ def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
         "pinned": pinned.tolist(),
+        "recalled": saved.recalled.tolist(),
         "kv": stamp,
         "conversation": {
             "round": now.round,
@@ -240,6 +280,15 @@ def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
     return Head(len(saved.rows), saved.held, saved.logits, fields)
 
 
+def _same(head: Head, other: Head | None) -> bool:
+    """Whether two heads tell of the same state, wherever its keys and values are."""
+    if other is None or head.seen != other.seen:
+        return False
+    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
+    fields = [json.dumps({**one.fields, "kv": ""}, sort_keys=True) for one in (head, other)]
+    return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
+
+
 def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
     fields = head.fields
     rows = store.rows(ROW)
@@ -253,6 +302,7 @@ def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
         unknown_surprisal=fields["unknown_surprisal"],
         logits=head.logits,
         round=fields["round"],
+        recalled=np.asarray(fields.get("recalled", []), np.int64),
     )
     now: dict[str, Any] = fields["conversation"]
     conversation = Conversation(

@@ -1,16 +1,16 @@
 """A conversation: turns in, events out, settings that switch in the middle.
 
-Nobody but the session touches the engine. After every event the conversation is well-formed: a
-reply that was interrupted, or ran out of room, is closed like any other.
+Nobody but the session and its parts touches the engine: a turn under way is an `open_turn`, and
+`recollection`, `forgetting` and `switching` do what their names say. After every event the
+conversation is well-formed: a reply that was interrupted, or ran out of room, is closed like any
+other.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,43 +19,26 @@ from sirchat import __version__
 from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally, Turn
 from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
 from sirchat.engine import Engine
-from sirchat.errors import ContextFullError, UndoError, UsageError
-from sirchat.events import (
-    CameBack,
-    Delta,
-    Ended,
-    Erased,
-    Event,
-    Forgot,
-    Notice,
-    Pinned,
-    Reading,
-    Started,
-    Switched,
-    TokenRow,
-    TurnDone,
-    Undone,
-)
-from sirchat.memory.ledger import Role
+from sirchat.errors import UndoError
+from sirchat.events import Ended, Erased, Event, Notice, Pinned, Started, TokenRow, Undone
+from sirchat.forgetting import erase_text, tokens_to_erase
 from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
+from sirchat.open_turn import Interrupted, OpenTurn
 from sirchat.paths import archives_dir
-from sirchat.profile import Profile, changed
-from sirchat.records import Evicted, Generated, Place, Read, Restored, Saved, Stopped
+from sirchat.profile import Profile
+from sirchat.recollection import Recollection
+from sirchat.records import Restored, Saved
+from sirchat.reports import Reports
 from sirchat.sampling import Sampler
-from sirchat.settings import (
-    build_memory,
-    build_sampling,
-    check_budget,
-    has_effect,
-    refuse_fixed,
-)
-from sirchat.snapshot import Positions, Snapshot, take_snapshot, token_rows
-from sirchat.targets import positions_of, turn_meant, unquoted, without
+from sirchat.settings import build_memory, build_sampling, check_budget, check_recall
+from sirchat.snapshot import Positions, Snapshot, take_snapshot
+from sirchat.switching import all_or_nothing, switched
+from sirchat.targets import positions_of
 from sirchat.template import Template, TurnIds
 from sirchat.why import Standing, standings
 
-Interrupted = Callable[[], bool]
+__all__ = ["Interrupted", "Session"]
 
 
 class Session:
@@ -82,6 +65,7 @@ class Session:
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = self.erasures = 0
         check_budget(profile, model, "budget")
+        check_recall(profile, model, "recall")
         self.reset()
 
     def reset(self) -> None:
@@ -96,6 +80,7 @@ class Session:
         self.epoch += 1
         self._now = Conversation()
         self._moments: list[Moment] = []  # the beginnings of the turns that can be undone
+        self._recollection = Recollection(self._engine, self.model)
 
     @property
     def conversation(self) -> Conversation:
@@ -138,6 +123,14 @@ class Session:
         return self._engine.ledger.seen
 
     @property
+    def recalled(self) -> dict[int, float]:
+        """What came back for this round: how well each fits, by position, best first.
+
+        After an undo or a resume the tokens are known, and not how well they fit: 0.
+        """
+        return self._recollection.fits
+
+    @property
     def budget(self) -> int:
         """Tokens that may be held."""
         return self._engine.budget
@@ -150,10 +143,6 @@ class Session:
     @property
     def _undo_depth(self) -> int:
         return UNDO_DEPTH if self.profile.archive != "off" else 1
-
-    @property
-    def _turns(self) -> int:
-        return len(self._now.turns)
 
     def start(self) -> Iterator[Event]:
         """The opening record, and what the user should know of this model."""
@@ -208,26 +197,23 @@ class Session:
         self._now.round += 1
         self._now.attempt = 0
         self._now.in_round = True
-        tally = self._tally("user")
-        place = Place(tally.index, self._now.round)
+        turn = self._begin("user")
         closing = self._template.closing
-        wanted = self.profile.max_new_tokens + len(closing)
-        for record in self._engine.open_turn(len(ids.ids), wanted, place):
-            yield self._forgot(record, tally)
-        yield from self._feed(ids, place, tally, interrupted, after=closing)
-        yield self._done(tally, text)
-        yield from self._troubles()
+        yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
+        yield from self._recollection.renew(turn, ids, self._reports)
+        yield from turn.read(ids, interrupted, after=closing)
+        yield turn.done(text)
+        yield from self._reports.troubles()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
-        tally = self._tally("assistant")
-        ids = self._template.assistant(text)
-        place = Place(tally.index, self._now.round)
-        self._engine.require(len(ids.ids) + len(self._template.closing))
-        yield from self._feed(ids, place, tally, interrupted, after=self._template.closing)
-        yield from self._close(place, tally)
-        yield self._done(tally, text)
-        yield from self._troubles()
+        ids, closing = self._template.assistant(text), self._template.closing
+        self._engine.require(len(ids.ids) + len(closing))
+        turn = self._begin("assistant")
+        yield from turn.read(ids, interrupted, after=closing)
+        yield from turn.close(closing)
+        yield turn.done(text)
+        yield from self._reports.troubles()
 
     def undo(self) -> Iterator[Event]:
         """Take the last user turn back, with all that came after it: it has never been.
@@ -249,7 +235,7 @@ class Session:
         if self._now.prompt != self.profile.system and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
-        yield Undone(self._turns, moment.text, self.resident, self.seen)
+        yield Undone(len(self.turns), moment.text, self.resident, self.seen)
 
     def pin(self, target: str, pinned: bool = True) -> Iterator[Event]:
         """Never forget what `target` means, or let it go; `targets.positions_of` says how.
@@ -258,7 +244,8 @@ class Session:
         changing nothing, when the pins would leave too little room.
         """
         positions = self._meant(target, self._engine.holding.reachable())
-        yield from self._moved(list(self._engine.pin(positions, pinned)))
+        moves = list(self._engine.pin(positions, pinned))
+        yield from self._reports.moved(self._now.last, moves)
         yield Pinned(len(positions), pinned, self.resident)
         if not self._engine.memory.policy.honours_pins:
             yield Notice(f"policy {self.profile.policy} makes no use of pins")
@@ -268,33 +255,14 @@ class Session:
 
         What was read after it has seen it, and stays. Raises UsageError where nothing is meant.
         """
-        turn = turn_meant(target, self._now.roles)
-        try:
-            positions = self._meant(target, np.arange(self.seen))
-        except UsageError:
-            if turn is not None or not self._says(unquoted(target)):
-                raise
-            positions = np.zeros(0, np.int64)  # a turn that was interrupted has unread text
+        system = self.profile.system
+        positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
         self._engine.forget(positions)
-        for n, one in enumerate(self._now.turns):
-            if turn is None:
-                one.text = without(target, one.text)
-            elif n == turn:
-                one.text = ""
-        if turn is None and self.profile.system:
-            system = without(target, self.profile.system)
-            self.profile = self.profile.model_copy(update={"system": system or None})
-        elif turn is not None and self._now.turns[turn].role == "system":
-            self.profile = self.profile.model_copy(update={"system": None})
-        self._now.prompt = self.profile.system
+        self._now.prompt = erase_text(target, self._now, system)
+        self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._moments = []
         self.erasures += 1
         yield Erased(len(positions), self.resident)
-
-    def _says(self, text: str) -> bool:
-        """Whether a text was said, read or not."""
-        said = [self.profile.system or "", *(turn.text for turn in self._now.turns)]
-        return bool(text) and any(text.lower() in one.lower() for one in said)
 
     def why(self, target: str) -> list[Standing]:
         """Where the tokens stand that `target` means, held or not; raises UsageError for none."""
@@ -319,57 +287,30 @@ class Session:
         cuts it short. Raises SettingError, changing nothing; `source` is what it blames, such as
         "/budget".
         """
-        before, profile = self.profile, changed(self.profile, source, **updates)
-        refuse_fixed(before, profile, source)
-        check_budget(profile, self.model, source)
+        before, profile = self.profile, switched(self.profile, self.model, source, updates)
         memory = build_memory(profile, self._folder)
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self._template.system(profile.system) if replaced and profile.system else None
-        ledger = self._engine.ledger
-        flags = ledger.column("flags")[: self.seen].copy()
-        if replaced or profile.pin_system != before.pin_system:
-            ledger.pin(self._now.system, profile.pin_system and not replaced)
-        try:
-            pins = len(prompt.ids) if prompt is not None and profile.pin_system else 0
-            moves = list(self._engine.switch(memory, pins))
-            self._engine.require(len(prompt.ids) if prompt is not None else 0)
-        except Exception:  # whatever the new policy raises
-            ledger.column("flags")[:] = flags
-            list(self._engine.switch(build_memory(before, self._folder)))
-            raise
-        yield from self._moved(moves)
-        self.profile = profile
+        size = len(prompt.ids) if prompt is not None else 0
+        with all_or_nothing(self._engine):
+            if replaced or profile.pin_system != before.pin_system:
+                self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
+            moves = list(self._engine.switch(memory, size if profile.pin_system else 0))
+            self._engine.require(size)
+        reports, self.profile = self._reports, profile
         if replaced:
             self._now.system, self._now.prompt = range(0), None
+        yield from reports.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
-        yield from self._changes(before, restored)
+        yield from self._reports.switched(before, profile, restored)
         if prompt is not None:
             yield from self._settle()
             yield from self._read_system(prompt, interrupted)
 
-    def _moved(self, moves: Sequence[Evicted | Restored]) -> Iterator[Event]:
-        """What left and what came back between two turns."""
-        between = Tally(max(0, self._turns - 1), "")
-        for record in moves:
-            if isinstance(record, Evicted):
-                yield self._forgot(record, between)
-            else:
-                yield CameBack(between.index, *self._place_of(record))
-
-    def _changes(self, before: Profile, restored: int) -> Iterator[Event]:
-        """What is other than it was; the first change tells what came `restored`."""
-        for name in type(before).model_fields:
-            old, new = getattr(before, name), getattr(self.profile, name)
-            if old != new:
-                yield Switched(name, old, new, restored=restored, resident=self.resident)
-                restored = 0
-                if not has_effect(self.profile, name):
-                    yield Notice(f"policy {self.profile.policy} makes no use of {name}")
-
     def end(self) -> Ended:
         """The closing record."""
         return Ended(
-            turns=self._turns,
+            turns=len(self.turns),
             seen=self.seen,
             resident=self.resident,
             tokens_out=self._now.totals.tokens_out,
@@ -392,130 +333,36 @@ class Session:
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """The tokens at these stream positions, ascending, held or not."""
-        return self._rows(np.asarray(positions, np.int64))
+        return self._reports.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
-        tally = self._now.reply = self._tally("assistant")
-        place = Place(tally.index, self._now.round)
-        stream = TextStream(self.model.tokenizer)
-        said: list[str] = []
-        tally.finish = "interrupt"  # what it is if the listener goes away
-        failure: ContextFullError | None = None
-        try:
-            for record in self._generate(place, tally, interrupted):
-                if isinstance(record, Generated):
-                    said.append(stream.push(record.id))
-                    if said[-1]:
-                        yield Delta(said[-1])
-                elif isinstance(record, Evicted):
-                    yield self._forgot(record, tally)
-                else:
-                    tally.finish = record.reason
-            said.append(stream.flush())
-            yield Delta(said[-1])
-        except ContextFullError as error:
-            tally.finish, failure = "context", error
-        finally:
-            closing = list(self._close(place, tally))
-        yield from closing
-        yield self._done(tally, "".join(said))
-        yield from self._troubles()
-        if failure is not None:
-            yield Notice(str(failure))
-
-    def _generate(
-        self, place: Place, tally: Tally, interrupted: Interrupted
-    ) -> Iterator[Generated | Evicted | Stopped]:
-        """The engine's records, timed; the clock stops while the listener has the record."""
+        turn, closing = self._begin("assistant"), self._template.closing
         records = self._engine.generate(
             Sampler(build_sampling(self.profile), self._now.attempt),
-            place,
+            turn.place,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
-            reserve=len(self._template.closing),
+            reserve=len(closing),
             interrupted=interrupted,
         )
-        while True:
-            start = time.perf_counter()
-            record = next(records, None)
-            tally.seconds_decode += time.perf_counter() - start
-            if record is None:
-                return
-            if isinstance(record, Generated):
-                tally.tokens_out += 1
-            yield record
-
-    def _close(self, place: Place, tally: Tally) -> Iterator[Event]:
-        """Read the ids that end a reply, and let the round's decay take effect."""
-        closing = self._template.closing
-        ids = TurnIds(closing, [Role.TEMPLATE] * len(closing), (0, 0))
-        yield from (e for e in self._feed(ids, place, tally) if not isinstance(e, Reading))
-        self._close_round()
-
-    def _close_round(self) -> None:
-        self._engine.close_round()
-        self._now.in_round = False
+        yield from turn.answer(records, TextStream(self.model.tokenizer), closing)
 
     def _settle(self) -> Iterator[Event]:
         """Close a turn that a failure left open, so that the conversation is well-formed again."""
         if self.seen == 0:  # nothing of it was read: it has never been
             self._now.owed, self._now.turns = [], []
-        if self._now.owed:
-            tally = Tally(max(0, self._turns - 1), "")
-            place = Place(tally.index, self._now.round)
-            owed = TurnIds(self._now.owed, [Role.TEMPLATE] * len(self._now.owed), (0, 0))
-            yield from self._feed(owed, place, tally)
-            if self._now.in_round:
-                self._close_round()
+        yield from self._turn(Tally(self._now.last, "")).settle()
 
     def _read_system(
         self, ids: TurnIds, interrupted: Interrupted = lambda: False
     ) -> Iterator[Event]:
-        tally = self._tally("system")
-        place = Place(tally.index, self._now.round)
-        start = self.seen
+        turn, start = self._begin("system"), self.seen
         try:
-            yield from self._feed(ids, place, tally, interrupted, pinned=self.profile.pin_system)
+            yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
         finally:  # what was read is pinned, and can be let go, however the reading ended
             self._now.system = range(start, self.seen)
             self._now.prompt = self.profile.system
-        yield self._done(tally, self.profile.system or "")
-
-    def _feed(
-        self,
-        turn: TurnIds,
-        place: Place,
-        tally: Tally,
-        interrupted: Interrupted = lambda: False,
-        *,
-        pinned: bool = False,
-        after: Sequence[int] = (),
-    ) -> Iterator[Event]:
-        """Read a turn; an interrupt skips the rest of its text, never the template's ids.
-
-        `after` are the ids that its round still needs, should reading fail.
-        """
-        done, end = 0, len(turn.ids)
-        self._now.owed = [*turn.ids[turn.content[1] :], *after]
-        while done < end:
-            records = self._engine.feed(turn.ids[done:], turn.roles[done:], place, pinned=pinned)
-            begun, skip = done, False
-            while not skip:
-                start = time.perf_counter()
-                record = next(records, None)
-                tally.seconds_prefill += time.perf_counter() - start
-                if record is None:
-                    break
-                if isinstance(record, Read):
-                    tally.tokens_in += begun + record.done - done
-                    done = begun + record.done
-                    self._now.owed = [*turn.ids[max(done, turn.content[1]) :], *after]
-                    yield Reading(done, end)
-                    skip = interrupted() and turn.content[0] <= done < turn.content[1]
-                else:
-                    yield self._forgot(record, tally)
-            if skip:
-                done, tally.finish = turn.content[1], "interrupt"
+        yield turn.done(self.profile.system or "")
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
         """Refuse a turn, before anything is read, when it can't fit."""
@@ -524,42 +371,14 @@ class Session:
             self._engine.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self._template.closing))
 
-    def _tally(self, role: str) -> Tally:
-        tally = Tally(self._turns, role)
-        self._now.turns.append(Turn(role))
-        return tally
+    def _begin(self, role: str) -> OpenTurn:
+        """A turn more."""
+        return self._turn(self._now.begin(role))
 
-    def _forgot(self, record: Evicted, tally: Tally) -> Event:
-        tally.evicted += len(record.positions)
-        return Forgot(tally.index, *self._place_of(record))
+    def _turn(self, tally: Tally) -> OpenTurn:
+        """A turn as it goes on: one that has begun, or the last, where only ids are owed."""
+        return OpenTurn(self._now, self._engine, self._reports, tally)
 
-    def _place_of(
-        self, record: Evicted | Restored
-    ) -> tuple[tuple[int, ...], int, int, tuple[TokenRow, ...] | None]:
-        """What an event tells of tokens that moved."""
-        rows = self._rows(record.positions) if self._rows_in_events else None
-        return tuple(record.positions.tolist()), record.resident, record.seen, rows
-
-    def _done(self, tally: Tally, text: str) -> TurnDone:
-        self._now.turns[tally.index] = Turn(tally.role, text, tally.finish)
-        totals = self._now.totals
-        totals.tokens_out += tally.tokens_out
-        totals.seconds_prefill += tally.seconds_prefill
-        totals.seconds_decode += tally.seconds_decode
-        return TurnDone(
-            text=text,
-            resident=self.resident,
-            seen=self.seen,
-            recalled=0,
-            tokens=self._rows(self._engine.ledger.held_positions) if self._rows_in_events else None,
-            **{field.name: getattr(tally, field.name) for field in fields(tally)},
-        )
-
-    def _troubles(self) -> Iterator[Notice]:
-        """What went wrong with the archive; the conversation goes on."""
-        troubles = self._engine.holding.troubles
-        while troubles:
-            yield Notice(troubles.pop(0))
-
-    def _rows(self, positions: Positions) -> tuple[TokenRow, ...]:
-        return token_rows(self._engine.ledger, positions, self._texts, self.profile.sinks)
+    @property
+    def _reports(self) -> Reports:
+        return Reports(self._engine, self._texts, self.profile.sinks, self._rows_in_events)

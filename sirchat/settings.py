@@ -6,9 +6,12 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from sirchat.errors import SettingError, nearest
+from sirchat.errors import ModelError, SettingError, nearest
+from sirchat.listening import refuse_unheard
+from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.recall import Recall
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, parse_size
 from sirchat.records import Memory
@@ -50,9 +53,15 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
     """Raise SettingError, blaming `source`, for a change that a running chat can't take."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
-            raise SettingError(
-                f"{source}: {name} can't change in a running chat", hint=f"start with --{name}"
-            )
+            hint = how_else(name, getattr(after, name))
+            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
+
+
+def how_else(name: str, wanted: object) -> str:
+    """What to do instead of changing a setting of the whole conversation."""
+    if name == "save":
+        return "/save saves this chat from now on" if wanted else "start with --no-save"
+    return f"start with --{name}"
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
@@ -79,12 +88,42 @@ def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
         folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,
         evict=profile.evict,
+        recall=_recall(profile),
+    )
+
+
+def _recall(profile: Profile) -> Recall | None:
+    if profile.recall == "off":
+        return None
+    return Recall(
+        measure=profile.recall,
+        weight=profile.recall_weight,
+        n=profile.recall_n,
+        span=profile.recall_span,
+        scope=profile.recall_scope,
+        query=profile.recall_query,
+        index=profile.recall_index,
     )
 
 
 def build_sampling(profile: Profile) -> Sampling:
     """How tokens are drawn under a profile."""
     return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
+
+
+def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, where the model or this machine can't recall so."""
+    if profile.recall != "off" and profile.recall_index == "on" and not is_available():
+        raise SettingError(
+            f"{source}: recall_index can't be on: faiss is not installed",
+            hint="pip install 'sirchat[faiss]'",
+        )
+    if profile.recall != "attention":
+        return
+    try:
+        refuse_unheard(model)
+    except ModelError as error:
+        raise SettingError(f"{source}: recall can't be attention: {error}") from None
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:

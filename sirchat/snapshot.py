@@ -55,7 +55,7 @@ class Snapshot:
     Attributes:
         model, policy, decay, budget: the settings in force; the budget in tokens.
         resident, seen: tokens held now, and ever read.
-        recalled: held tokens that were brought back.
+        recalled: held tokens that were brought back for this round.
         speed: tokens a second of the reply under way, else of the last one; 0 before the first.
         threshold: nats of decayed surprisal below which a token would leave if room were needed
             now; null where nothing was ever forgotten, or the policy does not look at surprisal.
@@ -65,6 +65,7 @@ class Snapshot:
         slots: where each of `rows` stands among all held tokens.
         turns: every turn so far.
         histogram: surprisal of held and of forgotten tokens; null in a glance.
+        apart: of the resident ones, those that each layer has for itself.
     """
 
     model: str
@@ -81,11 +82,17 @@ class Snapshot:
     slots: tuple[int, ...]
     turns: tuple[TurnShare, ...]
     histogram: Histogram | None
+    apart: int = 0
+
+    @property
+    def in_common(self) -> int:
+        """Tokens that all layers hold."""
+        return self.resident - self.apart
 
     @property
     def forgotten(self) -> int:
-        """Tokens that were read and are no longer held."""
-        return self.seen - self.resident
+        """Tokens that were read and are no longer held by all layers."""
+        return self.seen - self.in_common
 
 
 def take_snapshot(
@@ -113,9 +120,9 @@ def take_snapshot(
         policy=profile.policy,
         decay=profile.decay,
         budget=engine.budget,
-        resident=len(held),
+        resident=engine.resident,
         seen=ledger.seen,
-        recalled=0,
+        recalled=engine.recalled,
         speed=speed,
         threshold=_threshold(ledger, leaving, engine.memory.policy),
         next_to_go=tuple(leaving.tolist()),
@@ -123,6 +130,7 @@ def take_snapshot(
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
+        apart=engine.cache.foreign,
     )
 
 

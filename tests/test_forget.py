@@ -184,3 +184,12 @@ def test_after_a_forget_in_a_chat_no_file_has_it(home: Path) -> None:
         chat.say("/exit")
         assert chat.ended() == 0
     assert files_with(home, SECRET) == []
+
+
+def test_a_replaced_system_prompt_is_forgotten_and_the_one_in_force_stays() -> None:
+    chat = session(system="You are Tiny.")
+    list(chat.ask("Hello."))
+    list(chat.switch("/system", system="You are kind."))
+    list(chat.forget("turn 0"))
+    assert chat.profile.system == "You are kind."
+    assert [turn.text for turn in chat.turns if turn.role == "system"] == ["", "You are kind."]

@@ -123,6 +123,22 @@ def test_the_engine_knows_ids_only() -> None:
 
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
+PARTS = ("conversation", "forgetting", "open_turn", "recollection", "reports", "switching")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_parts_of_a_session_do_not_know_it_nor_what_shows_or_saves_it(part: str) -> None:
+    above = {"session", "saving", "saved", "ui", "tasks", "bench"}
+    for name in ours(f"sirchat.{part}"):
+        assert not within(name, *(f"sirchat.{one}" for one in above)), name
+
+
+def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
+    allowed = {"errors", "paths", "saved", "transcript"}
+    for module in below("sirchat.saved"):
+        for name in ours(module):
+            assert within(name, *(f"sirchat.{one}" for one in allowed)), (module, name)
+
 
 @pytest.mark.parametrize(("package", "other"), [("ui", "tasks"), ("tasks", "ui")])
 def test_screens_and_evaluations_do_not_know_each_other(package: str, other: str) -> None:

@@ -35,6 +35,7 @@ SHIPPED = {
     "sirllm-grocery",
     "sirllm-rps",
     "streaming-llm",
+    "streaming-rag",
 }
 one_folder = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50

@@ -12,6 +12,7 @@ import pytest
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.history import InMemory
 from sirchat.ui.screen import Screen
+from sirchat.ui.shelving import Shelving
 from tests.chatting import session
 from tests.terminal import Shared, Terminal, pager_into
 
@@ -42,6 +43,11 @@ def _seen(chat: Terminal) -> int:
     return int(found[1].replace(",", ""))
 
 
+def _plain(paged: Path) -> str:
+    """What the pager was given, without colours."""
+    return re.sub(r"\x1b\[[\d;]*m", "", paged.read_text(encoding="utf-8"))
+
+
 # --- talking
 
 
@@ -65,18 +71,42 @@ def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
 # --- commands
 
 
-def test_help_lists_every_command_and_tells_about_one(chat: Terminal) -> None:
-    listed = chat.ask("/help")
+def test_help_lists_every_command_and_tells_about_one(chat: Terminal, paged: Path) -> None:
+    keys = chat.ask("/help")
+    listed = paged.read_text("utf-8")  # it is taller than this window
     for name in (
         *("help", "policy", "budget", "decay", "sinks", "recent", "set", "show", "system"),
         *("panel", "tokens", "stats", "profile", "reset", "clear", "exit", "quit", "bye"),
+        *("save", "load"),
     ):
         assert re.search(rf"/{name}\b", listed), name
     for key in ("Alt-Enter", "Ctrl-J", "Esc", "Ctrl-C", "Ctrl-D", '"""', "//"):
-        assert key in listed
-    assert chat.ask("/?") == listed
+        assert key in keys
+    assert chat.ask("/?") == keys
     for one in (chat.ask("/help budget"), chat.ask("/help /budget")):
         assert re.fullmatch(r"/budget \[TOKENS\]\s+how many tokens are held at most\.", one)
+
+
+def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
+    chat.ask("/policy sink")
+    chat.ask("/budget 64")
+    chat.ask("My name is Anna.")
+    for _ in range(4):
+        chat.ask("Tell me a joke.")
+    assert chat.ask("/recall") == "recall is off"
+    assert "recall: off -> attention" in chat.ask("/recall on")
+    assert "holds" in chat.ask("/set recall_n 30")
+    chat.ask("What is my name?")
+    chat.ask("/recall")
+    table = _plain(paged).splitlines()
+    assert table[0].split() == ["position", "turn", "token", "surprisal", "fits"]
+    fits = [float(line.split()[-1]) for line in table[1:]]
+    assert fits == sorted(fits, reverse=True)
+    assert len(fits) == 30
+    assert any("Anna" in line for line in table[1:])
+    chat.ask("/panel full")
+    assert "⟪" in _plain(paged)
+    assert "30 recalled" in _plain(paged)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +118,8 @@ def test_help_lists_every_command_and_tells_about_one(chat: Terminal) -> None:
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
+        ("/recall on", "recall: off -> attention"),
+        ("/recall mips", "recall: off -> mips"),
         ("/recent 16", "recent: 32 -> 16"),
         ("/system You are kind.", "system: none -> You are kind."),
         ("/set temperature 0.5", "temperature: 0.0 -> 0.5"),
@@ -129,8 +161,9 @@ def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
 
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
 def test_three_words_leave(line: str) -> None:
+    chat, screen = session(), Screen(io.StringIO(), io.StringIO())
     with pytest.raises(Leave):
-        Commands(session(), Screen(io.StringIO(), io.StringIO()), InMemory()).run(line)
+        Commands(chat, screen, InMemory(), Shelving(chat, screen)).run(line)
 
 
 def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
@@ -181,7 +214,7 @@ def test_panel_shows_all_that_is_held_through_a_pager_when_long(
 ) -> None:
     chat.ask("My name is Anna.")
     assert chat.ask("/panel") == ""  # the pager has it
-    drawn = re.sub(r"\x1b\[[\d;]*m", "", paged.read_text(encoding="utf-8"))
+    drawn = _plain(paged)
     assert drawn.startswith("╭─ entropy · decay 1 · tiny ─")
     chat.resize(rows=80, columns=120)
     on_screen = chat.ask("/panel full")
@@ -240,7 +273,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
     (folder / "other.yaml").write_text("model: somewhere/else\nbudget: 256\n", encoding="utf-8")
     told = chat.ask("/profile other")
     assert "budget: 1024 -> 256" in told
-    assert "model stays tiny; start with --model somewhere/else for the other" in told
+    assert "model stays tiny, not somewhere/else: start with --model" in told
     assert "those of other already" in chat.ask("/profile other")
 
 

@@ -30,7 +30,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sirchat.saved import shelf, store
+from sirchat.saved import files, keys_values, shelf
 from sirchat.saved.shelf import (
     export_session,
     find_session,
@@ -230,9 +230,9 @@ def test_ids_sort_by_time_and_none_is_given_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letters = iter("aaaa" + "aaaa" + "bbbb")
-    monkeypatch.setattr(store.secrets, "choice", lambda _: next(letters))
+    monkeypatch.setattr(files.secrets, "choice", lambda _: next(letters))
     clock = SimpleNamespace(strftime=lambda _: "20261121-1432", time=time.time)
-    monkeypatch.setattr(store, "time", clock)
+    monkeypatch.setattr(files, "time", clock)
     ids = [new(tmp_path, "hi").stem for _ in range(2)]
     assert ids == ["20261121-1432-aaaa", "20261121-1432-bbbb"]
 
@@ -538,7 +538,7 @@ def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
 
     with SessionStore.create(tmp_path, {}) as session:
         session.save_kv({"keys": torch.ones(3)}, "old")
-        monkeypatch.setattr(store, "_sync", fail)
+        monkeypatch.setattr(keys_values, "sync", fail)
         assert "No space" in refusal(lambda: session.save_kv({"keys": torch.ones(3)}, "new"))
         assert session.load_kv("old") is not None
     assert not list(tmp_path.glob("*.new"))

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.events import CameBack, Delta, Event, Forgot, Notice, Switched, TurnDone, to_json
+from sirchat.events import (
+    CameBack,
+    Delta,
+    Erased,
+    Event,
+    Forgot,
+    Notice,
+    Pinned,
+    Switched,
+    TurnDone,
+    to_json,
+)
 from sirchat.session import Session
 from tests.chatting import answer, babbler, session, tiny
 
@@ -275,6 +286,19 @@ def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
             list(chat.switch("/set", **update))
 
 
+@pytest.mark.parametrize(
+    ("save", "hint"), [(True, "/save saves this chat from now on"), (False, "start with --no-save")]
+)
+def test_whether_a_chat_is_saved_is_no_setting_to_switch_but_the_hint_says_how(
+    save: bool, hint: str
+) -> None:
+    chat = session(babbler(), save=not save)
+    with pytest.raises(SettingError, match="save can't change in a running chat") as caught:
+        list(chat.switch("/set", save=save))
+    assert caught.value.hint == hint
+    assert chat.profile.save is not save
+
+
 def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
     chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
     list(chat.ask("Hello."))
@@ -318,3 +342,30 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
     assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
     assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
     assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_a_switch_that_nobody_listens_to_the_end_of_is_whole() -> None:
+    chat = session(budget=256)
+    for _ in range(8):
+        list(chat.ask("Tell me a joke."))
+    first = next(iter(chat.switch("/budget", budget=64)))
+    assert isinstance(first, Forgot)
+    assert chat.profile.budget == chat.budget == 64
+
+
+def test_a_reply_that_does_not_fit_leaves_no_turn() -> None:
+    chat = session(policy="full")
+    list(chat.read_user("Hello."))
+    with pytest.raises(ContextFullError):
+        list(chat.read_reply("word " * 3000))
+    assert [turn.role for turn in chat.turns] == ["user"]
+
+
+def test_counts_of_tokens_are_numbers_in_json() -> None:
+    assert to_json(Pinned(3, True, 9)) == {
+        "event": "pin",
+        "tokens": 3,
+        "pinned": True,
+        "resident": 9,
+    }
+    assert to_json(Erased(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}

@@ -111,6 +111,24 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     assert state(second) == state(straight)
 
 
+@pytest.mark.parametrize("scope", ["token", "layer"])
+def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
+    folder: Path, scope: str
+) -> None:
+    settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
+    straight, first = session(babbler(), **settings), session(babbler(), **settings)
+    saving = Saving(first)
+    talk(straight, None, SAYINGS)
+    talk(first, saving, SAYINGS[:10])
+    assert first.recalled
+    saving.close()
+    second, store = resumed(folder, babbler())
+    assert bool(second.recalled) == (scope == "token")
+    talk(second, None, SAYINGS[10:])
+    store.close()
+    assert state(second) == state(straight)
+
+
 def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Saving(chat)

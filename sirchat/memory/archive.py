@@ -7,7 +7,7 @@ the archive lets go of whole segments, those of the lowest scores first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.index import Index
 from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, Shelf
 
 
 class Archive:
-    """Rows by stream position, up to `limit` bytes; full segments go to `folder`, if given."""
+    """Rows by stream position, up to `limit` bytes; full segments go to `folder`, if given.
+
+    Attributes:
+        index: finds rows by what they hold, where somebody made one; what leaves here leaves it.
+    """
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
@@ -44,6 +49,7 @@ class Archive:
             self._drop(number)
         self._segments = []
         self._places = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
+        self.index: Index | None = None
 
     @property
     def nbytes(self) -> int:
@@ -87,32 +93,51 @@ class Archive:
                 self._shelf.put(number, segment)
 
     @torch.inference_mode()
-    def fetch(self, positions: Positions) -> Rows:
-        """The rows at these stream positions [n], in this order.
+    def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
+        """The rows at these stream positions [n], in this order; of one layer alone, if given.
 
+        Without `values`, theirs are of width 0: keys alone come in half the time.
         Raises LookupError when one of them is not stored.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of these rows")
-        places = self._places[positions]
-        segments, within = places // SEGMENT_ROWS, places % SEGMENT_ROWS
+        order = np.argsort(self._places[positions])
+        places = self._places[positions[order]]
+        numbers, starts = np.unique(places // SEGMENT_ROWS, return_index=True)
+        parts: list[list[Tensor]] = []
         written_at = np.zeros(len(positions), np.int64)
-        tensors: list[Tensor] = []
-        for number in np.unique(segments):
+        for number, start, end in zip(numbers, starts, [*starts[1:], len(places)], strict=True):
             segment = self._segments[number]
             if segment is None:
                 raise LookupError("the archive does not have all of these rows")
-            at = np.flatnonzero(segments == number)
-            rows, to = torch.from_numpy(within[at]), torch.from_numpy(at)
-            written_at[at] = segment.written_at[within[at]]
-            if not tensors:
-                tensors = [
-                    one.new_empty((one.shape[0], len(positions), one.shape[2]))
-                    for one in segment.tensors
-                ]
-            for out, one in zip(tensors, segment.tensors, strict=True):
-                out[:, to] = one[:, rows]
+            stored = segment.tensors
+            if layer is not None:
+                stored = stored[2 * layer : 2 * layer + 2]
+            if not values:
+                stored = [one[:, :, : one.shape[2] * (n % 2 == 0)] for n, one in enumerate(stored)]
+            within = places[start:end] % SEGMENT_ROWS
+            written_at[order[start:end]] = segment.written_at[within]
+            rows = torch.from_numpy(within)
+            parts.append([one.index_select(1, rows) for one in stored])
+        back = torch.from_numpy(np.argsort(order))
+        tensors = [torch.cat(one, dim=1).index_select(1, back) for one in zip(*parts, strict=True)]
         return Rows(positions.copy(), written_at, tensors)
+
+    def blocks(self, wanted: Positions) -> Iterator[Rows]:
+        """Those of the stream positions `wanted` that are stored, segment by segment: views."""
+        is_wanted = np.zeros(len(self._places) + 1, bool)  # the last one is that of erased rows, -1
+        is_wanted[wanted[wanted < len(self._places)]] = True
+        for segment in self._segments:
+            if segment is None or not segment.used:
+                continue
+            mine = np.flatnonzero(is_wanted[segment.positions[: segment.used]])
+            rows = Rows(
+                segment.positions[: segment.used],
+                segment.written_at[: segment.used],
+                [one[:, : segment.used] for one in segment.tensors],
+            )
+            if len(mine):
+                yield rows if len(mine) == segment.used else rows.take(mine)
 
     def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
         """Let go of the segments with the lowest mean score until the limit is met.
@@ -126,12 +151,17 @@ class Archive:
             gone.append(self._stored(lowest))
             self._places[gone[-1]] = -1
             self._drop(lowest)
+            if self.index is not None:
+                self.index.remove(gone[-1])
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
-    @torch.inference_mode()
     def remove(self, positions: Positions) -> None:
-        """Forget these rows: their keys and values are overwritten."""
-        positions = positions[self.has(positions)]
+        """Forget these rows: their keys and values are overwritten, and no index knows them."""
+        self.index = None
+        self._erase(positions[self.has(positions)])
+
+    @torch.inference_mode()
+    def _erase(self, positions: Positions) -> None:
         places = self._places[positions]
         for number in np.unique(places // SEGMENT_ROWS):
             segment = self._segments[number]
@@ -150,7 +180,10 @@ class Archive:
     def truncate(self, seen: int) -> None:
         """Forget every row from stream position `seen` on."""
         stored = self.positions
-        self.remove(stored[stored >= seen])
+        stored = stored[stored >= seen]
+        self._erase(stored)
+        if self.index is not None:
+            self.index.remove(stored)
 
     def _drop(self, number: int) -> None:
         self._segments[number] = None

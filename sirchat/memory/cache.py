@@ -5,6 +5,9 @@ Each layer keeps its keys twice where they carry a rotation: as first written, a
 present slot. A moved key is always computed from the first-written one, so keys never drift,
 however often rows before them leave.
 
+A block of foreign rows, each layer its own, may stand among the held ones for a while (`insert`);
+held rows keep their numbers, which leave it out.
+
 A forward pass writes behind the cursor and counts only after `commit`: an interrupted pass leaves
 the cache as it was.
 """
@@ -89,6 +92,20 @@ class _Tensor:
         if self.rotation is not None and turn is not None:
             self.attended[0, :, :count] = self.rotation.apply(written[0, :, :count], *turn)
 
+    def insert(
+        self, start: int, end: int, rows: Tensor, turn: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Put `rows` [H, k, D] into slots `start`.., before those up to `end`; `turn` is theirs.
+
+        From then on they count as first written where they stand.
+        """
+        count, written = rows.shape[1], self._written()
+        written[:, :, start + count : end + count] = written[:, :, start:end].clone()
+        if self.rotation is not None and turn is not None:
+            rows = self.rotation.apply(rows, *turn).to(rows.dtype)
+            self.attended[0, :, start : start + count] = rows
+        written[0, :, start : start + count] = rows
+
     def grow(self, cursor: _Cursor) -> None:
         """Reallocate for `cursor.capacity` rows, keeping those that are held."""
         if self.buffer is None:
@@ -157,12 +174,18 @@ class BoundedCache(Cache):  # type: ignore[misc]
         self._cursor = _Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
+        self._foreign = range(0)
         super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
 
     @property
     def length(self) -> int:
-        """Rows held."""
+        """Rows that attention sees, foreign ones included."""
         return self._cursor.length
+
+    @property
+    def foreign(self) -> int:
+        """Rows that were inserted."""
+        return len(self._foreign)
 
     @property
     def capacity(self) -> int:
@@ -189,6 +212,48 @@ class BoundedCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         """Hold exactly these rows [k] (int64, ascending), moved to slots 0..k-1."""
+        if self.foreign:
+            before = int((rows < self._foreign.start).sum())
+            foreign = torch.arange(self._foreign.start, self._foreign.stop)
+            slots = self._slots_of(rows)
+            rows = torch.cat((slots[:before], foreign, slots[before:]))
+            self._foreign = range(before, before + len(foreign))
+        self._keep_slots(rows)
+
+    @torch.inference_mode()
+    def insert(self, start: int, layers: list[Rows]) -> None:
+        """Let foreign rows, `layers[i]` in layer i, stand before row `start` until `remove`."""
+        self.remove()
+        end, count = self.length, len(layers[0])
+        self.reserve(end + count)
+        slots = torch.arange(start, start + count)
+        for layer, rows in zip(self.layers, layers, strict=True):
+            turns = _Turns(torch.from_numpy(rows.written_at), slots)
+            for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
+                device = tensor.attended.device
+                tensor.insert(start, end, given.to(device), turns.of(tensor.rotation, device))
+        self._written_at[start + count : end + count] = self._written_at[start:end].copy()
+        self._written_at[start : start + count] = slots.numpy()
+        self._foreign = range(start, start + count)
+        self._cursor.length = end + count
+        moved = torch.arange(start + count, end + count)
+        written_at = torch.from_numpy(self._written_at[start + count : end + count])
+        self._compact(moved, start + count, written_at, moved)
+
+    @torch.inference_mode()
+    def remove(self) -> None:
+        """Let the foreign rows go."""
+        rows = torch.arange(self.length - self.foreign)
+        slots, self._foreign = self._slots_of(rows), range(0)
+        if len(slots) < self.length:
+            self._keep_slots(slots)
+
+    def _slots_of(self, rows: Tensor) -> Tensor:
+        if not self._foreign:
+            return rows
+        return rows + (rows >= self._foreign.start) * self.foreign
+
+    def _keep_slots(self, rows: Tensor) -> None:
         slots = torch.arange(len(rows))
         moved = (rows != slots).nonzero()
         start = int(moved[0, 0]) if len(moved) else len(rows)
@@ -202,6 +267,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
         """Rows `rows` [k] as first written, which stand at these stream positions: a copy."""
+        rows = self._slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
 
@@ -209,6 +275,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def replace(self, rows: Rows) -> None:
         """Hold exactly `rows`, in this order, and turn their keys to slots 0..n-1."""
         count = len(rows)
+        self._foreign = range(0)
         self.reserve(count)
         written_at = torch.from_numpy(rows.written_at)
         turn = _Turns(written_at, torch.arange(count))

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     ARRIVAL = 1
     EVICTION = 2
     SAMPLING = 3
+    RECALL = 4
 
 
 def uniform(

@@ -6,6 +6,8 @@ a turn can be undone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +105,35 @@ class Holding:
 
         Returns the positions that left and those that came back.
         """
+        self.cache.remove()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
         self._put_away(np.flatnonzero(~stays))
         self._replace(np.flatnonzero(stays), positions)
         gone, came = self.ledger.hold(positions, self._away)
         self._shrink()
         return gone, came
+
+    def insert(self, start: int, layers: Sequence[Positions]) -> None:
+        """Let archived rows, `layers[i]` in layer i, stand before held row `start`.
+
+        Raises LookupError, changing nothing, when one of them is gone.
+        """
+        rows = [self._archive.fetch(one, layer) for layer, one in enumerate(layers)]
+        self.cache.insert(start, rows)
+
+    @property
+    def archive(self) -> Archive:
+        """What is stored now, to search in; another one after `set_limit`."""
+        return self._archive
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lose nothing while this lasts: what is read in it will be taken back."""
+        limit, self._archive.limit = self._archive.limit, None
+        try:
+            yield
+        finally:
+            self._archive.limit = limit
 
     def mark(self) -> Mark:
         """The present moment, at the beginning of a turn."""
@@ -129,6 +154,7 @@ class Holding:
         """
         if not self.has(mark.held):
             raise LookupError("some of the rows that were held then are gone")
+        self.cache.remove()
         before = self.ledger.held_positions
         since = before >= mark.seen
         stays = np.isin(before, mark.held, assume_unique=True)
@@ -166,6 +192,7 @@ class Holding:
 
     def forget(self, positions: Positions) -> None:
         """Let these rows go for good, from the cache and from the archive."""
+        self.cache.remove()
         held = self.ledger.held_positions
         stays = np.flatnonzero(~np.isin(held, positions))
         self.cache.keep(torch.from_numpy(stays))

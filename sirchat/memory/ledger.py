@@ -30,11 +30,15 @@ class Role(IntEnum):
 
 
 class Flag(IntFlag):
-    """What else is known of a token; `ANCHOR` ends a sentence, an `ERASED` one is unknown."""
+    """What else is known of a token.
+
+    `ANCHOR` ends a sentence, an `ERASED` one is unknown, a `RECALLED` one came back for this round.
+    """
 
     PINNED = 1
     ANCHOR = 2
     ERASED = 4
+    RECALLED = 8
 
 
 class State(IntEnum):
@@ -108,6 +112,12 @@ class Ledger:
         self._draw_keys(0)
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
+        self._recalled = np.zeros(0, np.int64)
+
+    @property
+    def recalled(self) -> NDArray[np.int64]:
+        """Stream positions, ascending, of the held rows that came back for this round."""
+        return self._recalled
 
     @property
     def held_count(self) -> int:
@@ -169,6 +179,8 @@ class Ledger:
         before = self.held_positions
         gone = np.setdiff1d(before, positions, assume_unique=True)
         came = np.setdiff1d(positions, before, assume_unique=True)
+        if len(self._recalled):
+            self.recall(np.setdiff1d(self._recalled, gone, assume_unique=True))
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
         count = len(positions)
@@ -177,6 +189,13 @@ class Ledger:
         self._held[:count] = positions
         self._held_count = count
         return gone, came
+
+    def recall(self, positions: NDArray[np.int64]) -> None:
+        """Mark these held rows, and no others, as having come back for this round."""
+        flags = self._rows["flags"]
+        flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
+        flags[positions] |= np.uint8(Flag.RECALLED)
+        self._recalled = positions
 
     def lose(self, positions: NDArray[np.int64]) -> None:
         """Note that archived rows at these positions can't come back."""
@@ -187,7 +206,13 @@ class Ledger:
         """The rows from position `start` on: a copy, structured as `ROW`."""
         return self._rows[start : self.seen].copy()
 
-    def load(self, rows: NDArray[np.void], held: NDArray[np.int64], log_decay: float) -> None:
+    def load(
+        self,
+        rows: NDArray[np.void],
+        held: NDArray[np.int64],
+        log_decay: float,
+        recalled: NDArray[np.int64] | None = None,
+    ) -> None:
         """Take over saved rows; those that are not held are gone until they are archived."""
         self.seen, self.log_decay = len(rows), log_decay
         self._reserve(len(rows), len(held))
@@ -196,6 +221,10 @@ class Ledger:
         self._rows["state"][held] = State.HELD
         self._held[: len(held)] = held
         self._held_count = len(held)
+        self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
+        self._recalled = np.zeros(0, np.int64)
+        if recalled is not None:
+            self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
         """Note that gone rows at these positions can come back."""

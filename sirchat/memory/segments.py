@@ -64,7 +64,7 @@ class Segment:
     def __init__(self, like: list[Tensor]) -> None:
         shapes = [(one.shape[0], SEGMENT_ROWS, one.shape[2]) for one in like]
         pairs = zip(shapes, like, strict=True)
-        self.tensors = [torch.empty(shape, dtype=one.dtype) for shape, one in pairs]
+        self.tensors = [torch.zeros(shape, dtype=one.dtype) for shape, one in pairs]
         self.positions = np.full(SEGMENT_ROWS, -1, np.int64)  # -1: no row, or erased
         self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
         self.used = 0

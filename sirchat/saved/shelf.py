@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from sirchat.errors import SessionError, nearest, shown
-from sirchat.saved.store import (
-    SUFFIX,
+from sirchat.saved.database import (
     UNDECODABLE,
-    SessionStore,
     check_format,
     connect,
     decoding,
@@ -25,10 +23,12 @@ from sirchat.saved.store import (
     refuse_missing,
     result_code,
 )
+from sirchat.saved.names import checked_name, same_name
+from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.transcript import Role, Turn, write_jsonl
 
 _FIRST_LINE = 80  # characters
-_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created')"
+_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
 
 
@@ -36,12 +36,13 @@ _FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
 class SavedSession:
     """What a list shows of a session.
 
-    `first` is how the user's first message begins, on one line and not filtered for display;
-    `turns` counts messages. `in_use` says that a process has it open; then `model`, `turns` and
-    `first` may be empty, where they can't be read meanwhile.
+    `name` is what the user calls it, if anything; `first` is how their first message begins, on one
+    line; neither is filtered for display. `turns` counts messages. `in_use` says that a process has
+    it open; then `name`, `model`, `turns` and `first` may be empty, where they can't be read.
     """
 
     id: str
+    name: str
     path: Path
     created: datetime
     updated: datetime
@@ -71,7 +72,7 @@ def list_sessions(folder: Path) -> Listing:
 
 
 def find_session(folder: Path, ident: str) -> Path:
-    """The file of a session by its id, the beginning of its id, or `last`.
+    """The file of a session by its id, its name, the beginning of its id, or `last`.
 
     Raises SessionError where none or several fit.
     """
@@ -80,15 +81,34 @@ def find_session(folder: Path, ident: str) -> Path:
     found = {path.stem: path for path in _files(folder)}
     if ident in found:
         return found[ident]
-    fits = [name for name in found if ident and name.startswith(ident)]
+    named = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
+    called = [name for name in named if same_name(named[name], ident)]
+    fits = called or [name for name in found if ident and name.startswith(ident)]
     if len(fits) > 1:
-        raise SessionError(f"several sessions begin with {shown(ident)}: {_several(fits)}")
+        how = "are called" if called else "begin with"
+        raise SessionError(f"several sessions {how} {shown(ident)}: {_several(fits)}")
     if not fits:
         raise SessionError(
             f"there is no saved session {shown(ident)}",
-            hint=nearest(ident, found) or _choice(found),
+            hint=nearest(ident, [*found, *named.values()]) or _choice(found),
         )
     return found[fits[0]]
+
+
+def free_name(folder: Path, text: str, own: str) -> str:
+    """`text` as a name for session `own`, empty for one that has no file yet.
+
+    Raises SessionError for a text that is no name, and for what another session is called.
+    """
+    name = checked_name(text)
+    for one in list_sessions(folder).sessions:
+        if one.id != own and (one.id == name or same_name(one.name, name)):
+            raise SessionError(
+                f"session {one.id} is called {shown(name)} already; allowed: a name that no other "
+                "session has",
+                hint=f"choose another, or remove that one: sirchat sessions rm {one.id}",
+            )
+    return name
 
 
 def remove_session(path: Path) -> None:
@@ -171,6 +191,7 @@ def _described(path: Path, options: str, *, in_use: bool) -> SavedSession:
         first = connection.execute(_FIRST).fetchone()
     return SavedSession(
         id=path.stem,
+        name=str(about.get("name", "")),
         path=path,
         created=_moment(about["created"]),
         updated=_moment(path.stat().st_mtime),
@@ -188,7 +209,7 @@ def _outside(path: Path, in_use: bool) -> SavedSession:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
     except ValueError:
         created = updated
-    return SavedSession(path.stem, path, created, updated, "", 0, "", in_use)
+    return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use)
 
 
 def _moment(seconds: float) -> datetime:

@@ -3,21 +3,13 @@
 SQLite and not JSON Lines: a turn's text, its rows and the new head are one transaction, undo cuts
 all three, a killed writer leaves the last whole turn, and what is deleted is overwritten.
 
-The journal is rolled back and not written ahead, and truncated after every commit, with full
-synchronisation. A commit syncs the journal, then the file, then the truncated journal: once it
-returns, neither a kill nor a power loss takes it back. And then all is in one file: no log holds
-turns that a reader could not see, or text that should be gone. (Under an exclusive lock the mode
-DELETE would keep the old pages in the journal and only spoil its header.)
-
-A store holds its file under an exclusive lock until it is closed or its process dies. Open such
-a file through SQLite only: a process that closes it in any other way drops its own lock on it.
+A store holds its file under an exclusive lock until it is closed or its process dies. Why what is
+committed lasts, `database` says.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,19 +21,25 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat import paths
 from sirchat.errors import SessionError
+from sirchat.saved.database import (
+    APPLICATION,
+    FORMAT,
+    check_format,
+    check_whole,
+    decoding,
+    explained,
+    locked,
+    make_durable,
+    refuse_missing,
+)
+from sirchat.saved.files import new_file, sync
+from sirchat.saved.keys_values import KeysAndValues
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
 
-FORMAT = 1
 SUFFIX = ".sqlite"
-UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError)  # what damaged values raise
-
-_APPLICATION = 0x53495243  # "SIRC", in the header of every file
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike, no vowels: no words
-_PATIENCE = 0.5  # seconds: outlasts a reader that lists, not a chat
 
 _TABLES = (
     "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -90,10 +88,10 @@ class SessionStore:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._kv = path.with_suffix(".safetensors")
-        self._unfinished_kv = path.with_suffix(".safetensors.new")
+        self._kv = KeysAndValues(path)
         with decoding(path):
             self.meta: dict[str, Any] = dict(self._about("meta"))
+            self.name = str(self._about("name") or "")
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
@@ -103,17 +101,15 @@ class SessionStore:
         """
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
-        path = _new_file(folder)
-        with explained(path), _closed_on_error(connect(path)) as connection:
-            lock(connection)
-            connection.execute(f"PRAGMA application_id={_APPLICATION}")
+        path = new_file(folder, SUFFIX)
+        with explained(path), locked(path) as connection:
+            connection.execute(f"PRAGMA application_id={APPLICATION}")
             connection.execute(f"PRAGMA user_version={FORMAT}")
             for table in _TABLES:
                 connection.execute(table)
             connection.executemany("INSERT INTO about VALUES (?, ?)", values)
-            connection.execute("COMMIT")
-            _make_durable(connection)
-            _sync(folder)
+            make_durable(connection)
+            sync(folder)
             return cls(path, connection)
 
     @classmethod
@@ -124,14 +120,12 @@ class SessionStore:
         another process, or damaged.
         """
         refuse_missing(path)
-        with decoding(path), _closed_on_error(connect(path)) as connection:
-            lock(connection)
+        with decoding(path), locked(path) as connection:
             check_format(connection, path)
-            _check_whole(connection, path)
-            connection.execute("COMMIT")
-            _make_durable(connection)
+            check_whole(connection, path)
+            make_durable(connection)
             store = cls(path, connection)
-            store._unfinished_kv.unlink(missing_ok=True)
+            store._kv.drop_unfinished()
             store._finish_erasing()
             return store
 
@@ -152,6 +146,11 @@ class SessionStore:
             self._connection.execute("PRAGMA journal_mode=DELETE")
         self._connection.close()
 
+    def check_place(self) -> None:
+        """Raise SessionError for a file that was removed: the system would go on writing to it."""
+        if not self.path.is_file():
+            raise SessionError(f"{self.path} was removed while it was in use")
+
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
         """Add turns, the rows [k] of the k tokens since the last head, and the new head.
 
@@ -171,6 +170,14 @@ class SessionStore:
             if head.seen != self._seen():
                 raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
             self._put_head(head)
+
+    def rename(self, name: str) -> None:
+        """Let the user find the session by `name`, or by no name where that is empty."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM about WHERE name = 'name'")
+            if name:
+                self._put_about("name", name)
+        self.name = name
 
     def turns(self) -> list[SavedTurn]:
         """All turns in order."""
@@ -235,45 +242,20 @@ class SessionStore:
 
         `stamp` names the state that they belong to. No two tensors may share memory.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        try:
-            paths.open_private(self._unfinished_kv, "wb").close()
-            save_file(whole, self._unfinished_kv, metadata={"stamp": stamp})
-            self._unfinished_kv.chmod(0o600)  # should the library have made a file of its own
-            _sync(self._unfinished_kv)
-            self._unfinished_kv.replace(self._kv)
-            _sync(self.path.parent)
-        except (OSError, SafetensorError) as error:
-            self._unfinished_kv.unlink(missing_ok=True)
-            raise SessionError(f"{self._kv} can't be written: {error}") from None
+        self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
         """The saved keys and values; none where they are missing, damaged or of another stamp."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self._kv, "pt") as file:
-                if (file.metadata() or {}).get("stamp") != stamp:
-                    return None
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return None
+        return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
         """Delete the saved keys and values."""
-        try:
-            for path in (self._kv, self._unfinished_kv):
-                path.unlink(missing_ok=True)
-            _sync(self.path.parent)
-        except OSError as error:
-            raise SessionError(f"{self._kv} can't be deleted: {error.strerror}") from None
+        self._kv.drop()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Commit what is done inside, or take all of it back."""
+        self.check_place()
         with explained(self.path), self._connection:
             self._connection.execute("BEGIN")
             yield self._connection
@@ -337,151 +319,6 @@ class SessionStore:
             if self._about("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
-
-
-def connect(path: Path, options: str = "mode=rw", timeout: float = _PATIENCE) -> sqlite3.Connection:
-    """A connection to a file that exists; transactions are begun and ended by hand."""
-    uri = f"{path.absolute().as_uri()}?{options}"
-    return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
-
-
-def lock(connection: sqlite3.Connection) -> None:
-    """Begin a transaction and shut out every other process until the connection is closed.
-
-    Exclusive and not merely immediate, which would let a reader hold up a later commit.
-    """
-    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-    connection.execute("BEGIN EXCLUSIVE")
-
-
-def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether a file says that it is a session, of whatever version."""
-    return bool(_pragma(connection, "application_id") == _APPLICATION)
-
-
-def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that is no session, or one of a newer format."""
-    if not is_session(connection):
-        raise no_session(path)
-    version = _pragma(connection, "user_version")
-    if version > FORMAT:
-        raise SessionError(
-            f"{path} has format {version}, and this sirchat reads formats up to {FORMAT}",
-            hint="use a newer sirchat",
-        )
-
-
-def refuse_missing(path: Path) -> None:
-    """Raise SessionError where there is no such file."""
-    if not path.is_file():
-        raise SessionError(f"there is no saved session {path}")
-
-
-def no_session(path: Path) -> SessionError:
-    """The refusal of a file that sirchat did not write."""
-    return SessionError(f"{path} is not a saved session of sirchat")
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the system refuse into a SessionError of one line."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise session_error(path, error) from None
-    except OSError as error:
-        raise SessionError(f"{path} can't be used: {error.strerror}") from None
-
-
-def session_error(path: Path, error: sqlite3.Error) -> SessionError:
-    """What an error of SQLite means for a session."""
-    match result_code(error):
-        case sqlite3.SQLITE_BUSY:
-            return SessionError(
-                f"{path} is in use by another process", hint="close the other chat first"
-            )
-        case sqlite3.SQLITE_NOTADB:
-            return no_session(path)
-        case sqlite3.SQLITE_CORRUPT:
-            return _damaged(path)
-        case 0 if isinstance(error, sqlite3.OperationalError):  # Python's: text that is not UTF-8
-            return _damaged(path)
-    return SessionError(f"{path} can't be used: {error}")
-
-
-def result_code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for an error that Python itself raised."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-@contextmanager
-def decoding(path: Path) -> Iterator[None]:
-    """As `explained`; a value that can't be decoded is damage."""
-    with explained(path):
-        try:
-            yield
-        except UNDECODABLE:
-            raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> SessionError:
-    return SessionError(f"{path} is damaged", hint="restore it from a backup, or remove it")
-
-
-@contextmanager
-def _closed_on_error(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    try:
-        yield connection
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _make_durable(connection: sqlite3.Connection) -> None:
-    """The settings that the head of this module gives reasons for, outside any transaction."""
-    connection.execute("PRAGMA journal_mode=TRUNCATE")
-    connection.execute("PRAGMA synchronous=FULL")
-    connection.execute("PRAGMA fullfsync=ON")  # where a plain sync leaves data in the drive's cache
-    connection.execute("PRAGMA secure_delete=ON")
-    connection.execute("PRAGMA temp_store=MEMORY")  # no text in a temporary folder
-
-
-def _check_whole(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file whose pages don't fit together."""
-    if _pragma(connection, "quick_check(1)") != "ok":
-        raise _damaged(path)
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> Any:
-    return connection.execute(f"PRAGMA {name}").fetchone()[0]
-
-
-def _new_file(folder: Path) -> Path:
-    """An empty private file of a name that no other session has."""
-    began = time.strftime("%Y%m%d-%H%M")
-    try:
-        paths.private_dir(folder)
-        while True:
-            letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
-            path = folder / f"{began}-{letters}{SUFFIX}"
-            try:
-                paths.open_private(path, "xb").close()
-            except FileExistsError:
-                continue
-            return path
-    except OSError as error:
-        raise SessionError(f"no session can be saved in {folder}: {error.strerror}") from None
-
-
-def _sync(path: Path) -> None:
-    """Make what is written to a file or folder outlast a power loss."""
-    if os.name == "nt" and path.is_dir():  # there, folders can't be opened
-        return
-    opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _check_count(rows: NDArray[Any], expected: int) -> None:

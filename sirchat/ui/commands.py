@@ -21,8 +21,9 @@ from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
+from sirchat.ui.shelving import Shelving
 from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_standings, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 
 _PREFIX = "do_"
@@ -38,12 +39,23 @@ class Retry(Exception):
     """The user wants another reply to what was said last."""
 
 
+class Another(Exception):
+    """The user has gone on to another session."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+
 class Commands:
     """The commands of one chat."""
 
-    def __init__(self, session: Session, screen: Screen, history: Typed) -> None:
+    def __init__(
+        self, session: Session, screen: Screen, history: Typed, shelving: Shelving
+    ) -> None:
         self._session = session
         self._history = history
+        self._shelving = shelving
         self._screen = screen
         self._switching = Switching(session, screen)
 
@@ -122,6 +134,16 @@ class Commands:
         """[TOKENS]: how many newest tokens always stay, for policies that have such a window."""
         self._switching.setting("/recent", "recent", rest)
 
+    def do_recall(self, rest: str) -> None:
+        """[on|off|MEASURE]: bring archived tokens back for each turn; alone, what came back."""
+        came = self._session.recalled
+        if rest or not came:
+            self._switching.setting("/recall", "recall", rest)
+        else:
+            self._screen.page(
+                draw_recalled(self._session.tokens(list(came)), came, self._screen.theme)
+            )
+
     def do_set(self, rest: str) -> None:
         """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
         name, value = [*rest.split(None, 1), "", ""][:2]
@@ -182,19 +204,14 @@ class Commands:
 
     def do_forget(self, rest: str) -> None:
         """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
-        turns = self._session.turns
-        turn = turn_meant(rest, [one.role for one in turns])
-        typed = 0
-        if turn is None:
-            typed = self._history.forget(unquoted(rest)) - 1  # this command is among them
-        elif 0 <= turn < len(turns) and turns[turn].role == "user":
-            self._history.forget(turns[turn].text, whole=True)
+        typed, unnamed = self._forget_beside(rest)
         try:
             events = list(self._session.forget(rest))
         except UsageError:
-            if typed < 1:
+            if typed < 1 and not unnamed:
                 raise
-            self._screen.note(f"erased from what was typed: {typed:,} lines; it was never read")
+            if typed > 0:
+                self._screen.note(f"erased from what was typed: {typed:,} lines; it was never read")
             return
         for event in events:
             if isinstance(event, Erased):
@@ -220,6 +237,17 @@ class Commands:
         """-: undo, and say the same again; with a temperature above 0, for another reply."""
         raise Retry
 
+    def do_save(self, rest: str) -> None:
+        """[NAME]: save the chat now and from now on; by a NAME it can be found again."""
+        self._shelving.save(unquoted(rest) if rest else None)
+
+    def do_load(self, rest: str) -> None:
+        """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
+        if not rest:
+            self._shelving.show()
+        elif (session := self._shelving.load(unquoted(rest))) is not None:
+            raise Another(session)
+
     def do_reset(self, rest: str) -> None:
         """-: forget the whole conversation; the settings stay."""
         self._session.reset()
@@ -232,6 +260,20 @@ class Commands:
     def do_exit(self, rest: str) -> None:
         """-: leave; Ctrl-D does, too."""
         raise Leave
+
+    def _forget_beside(self, target: str) -> tuple[int, bool]:
+        """Erase from what was typed, and from the chat's name; lines, and whether it had it."""
+        turns = self._session.turns
+        turn = turn_meant(target, [one.role for one in turns])
+        if turn is None:
+            said = unquoted(target)
+            typed = self._history.forget(said) - 1  # this command is among them
+            return typed, self._shelving.unname(said, whole=False)
+        if not 0 <= turn < len(turns):
+            return 0, False
+        if turns[turn].role == "user":
+            self._history.forget(turns[turn].text, whole=True)
+        return 0, self._shelving.unname(turns[turn].text, whole=True)
 
     def _chosen(self, kind: str, *numbers: str) -> list[TokenRow]:
         """The rows that `/tokens` was asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -10,12 +10,14 @@ from prompt_toolkit.document import Document
 
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
+from sirchat.paths import sessions_dir
 from sirchat.profile import Profile, choices, policy_names
 from sirchat.profile_files import list_profiles
+from sirchat.saved.shelf import list_sessions
 from sirchat.session import Session
 from sirchat.settings import FIXED, options_of
 from sirchat.ui.commands import Commands
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable_line, shorten
 
 Choice = tuple[str, str]
 """A value and what it means."""
@@ -37,11 +39,12 @@ _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash."""
+    """Completes a line that begins with a slash; `session` gives the one of the present chat."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
         self._profiles: list[Choice] = []  # as read when their place in the line was reached
+        self._saved: list[Choice] = []  # in the same way
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -51,6 +54,9 @@ class SlashCompleter(Completer):
         if before == ["profile"] and not (word and self._profiles):
             infos = list_profiles()
             self._profiles = [(info.name, displayable_line(info.description)) for info in infos]
+        if before[:1] == ["load"]:
+            before, word = ["load"], " ".join([*before[1:], word])  # a name may be several words
+            self._saved = self._saved if word and self._saved else list(_saved_chats())
         for value, meaning in self._choices(before):
             if value.startswith(word):
                 yield Completion(
@@ -71,6 +77,8 @@ class SlashCompleter(Completer):
                 yield from ((f"{option}=", help) for option, help in _options(name))
             case ["profile"]:
                 yield from self._profiles
+            case ["load"]:
+                yield from self._saved
             case ["panel"]:
                 yield from _PANEL
             case ["tokens"]:
@@ -91,13 +99,24 @@ class SlashCompleter(Completer):
         for name, field in Profile.model_fields.items():
             if name not in FIXED:
                 yield name, field.description or ""
-        yield from _options(self._session.profile.policy)
+        yield from _options(self._session().profile.policy)
 
     def _values(self, setting: str) -> Iterator[Choice]:
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
             yield from ((value, "") for value in choices(setting))
+
+
+def _saved_chats() -> Iterator[Choice]:
+    """Names and ids of the chats that can be loaded, newest first, with how they begin."""
+    yield "last", "the one written to last"
+    sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
+    for one in sessions:
+        if one.name and displayable_line(one.name) == one.name:
+            yield one.name, shorten(displayable_line(one.first), 60)
+    for one in sessions:
+        yield one.id, shorten(displayable_line(one.first), 60)
 
 
 def _policy_help(name: str) -> str:

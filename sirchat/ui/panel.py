@@ -27,7 +27,7 @@ _RANKED = 10
 _MARGIN = 13
 """Cells of the column that says whose turn it is."""
 
-_SINK, _PIN = ("⟨", "⟩"), ("⟦", "⟧")
+_SINK, _PIN, _CAME_BACK = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
@@ -35,7 +35,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
-        *_legend(theme, inner),
+        *_legend(theme, inner, recalled=snapshot.recalled > 0),
         Text(),
         *_held_text(snapshot, theme, inner),
         Text(),
@@ -75,12 +75,12 @@ def _gaps(snapshot: Snapshot) -> list[int]:
     """Forgotten tokens before each row, and after the last one."""
     places = [(-1, -1)]
     places += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
-    places.append((snapshot.seen, snapshot.resident))
+    places.append((snapshot.seen, snapshot.in_common))
     return [(b - a) - (to - of) for (a, of), (b, to) in pairwise(places)]
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Piece]:
-    """A turn's tokens with the gaps before them; runs of sinks and of pins in brackets."""
+    """A turn's tokens with the gaps before them; brackets for sinks, pins, and what came back."""
     open_run: tuple[str, str] | None = None
     for row, forgotten in rows:
         run = _brackets(row)
@@ -100,7 +100,9 @@ def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Piece
 def _brackets(row: TokenRow) -> tuple[str, str] | None:
     if "sink" in row.flags:
         return _SINK
-    return _PIN if "pinned" in row.flags else None
+    if "pinned" in row.flags:
+        return _PIN
+    return _CAME_BACK if "recalled" in row.flags else None
 
 
 def _label(turn: int, role: str, theme: Theme) -> Text:
@@ -159,7 +161,7 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
     return grid
 
 
-def _legend(theme: Theme, width: int) -> list[Text]:
+def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """What colours and marks mean."""
     space = Piece("  ", theme.quiet)
     pieces = [Piece("nats ", theme.quiet)]
@@ -170,7 +172,8 @@ def _legend(theme: Theme, width: int) -> list[Text]:
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         pieces += [Piece(name, style, whole=True), space]
     pieces += [Piece("⋯7", theme.gap, whole=True), Piece(" forgotten  ", theme.quiet)]
-    for (opening, closing), name in ((_SINK, "sink"), (_PIN, "pinned")):
+    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_CAME_BACK, "recalled")] if recalled else [])]
+    for (opening, closing), name in marks:
         pieces += [Piece(opening, theme.mark), Piece(name, theme.quiet)]
         pieces += [Piece(closing, theme.mark), space]
     pieces.append(Piece("template", theme.template, whole=True))

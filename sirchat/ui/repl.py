@@ -13,9 +13,8 @@ from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.events import Event
 from sirchat.progress import Progress
 from sirchat.saved.store import SessionStore
-from sirchat.saving import Saving
 from sirchat.session import Interrupted, Session
-from sirchat.ui.commands import Commands, Leave, Retry
+from sirchat.ui.commands import Another, Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import input_history
 from sirchat.ui.interrupt import Interrupt
@@ -24,6 +23,7 @@ from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.screen import Screen
+from sirchat.ui.shelving import Shelving
 from sirchat.ui.toolbar import toolbar
 
 Open = Callable[[Progress | None], Session]
@@ -48,8 +48,8 @@ def chat(
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        saving = Saving(session, store) if session.profile.save else None
-        _Chat(session, screen, keys, keyboard, saving, debug).run()
+        shelving = Shelving(session, screen, store, debug=debug)
+        _Chat(session, screen, keys, keyboard, shelving, debug).run()
 
 
 class _Chat:
@@ -61,22 +61,22 @@ class _Chat:
         screen: Screen,
         keys: Input,
         keyboard: Keyboard,
-        saving: Saving | None,
+        shelving: Shelving,
         debug: bool,
     ) -> None:
         self._session = session
         self._screen = screen
         self._keyboard = keyboard
-        self._saving = saving
+        self._shelving = shelving
         self._debug = debug
-        history = input_history(screen.note)
-        self._commands = Commands(session, screen, history)
+        self._history = input_history(screen.note)
+        self._commands = Commands(session, screen, self._history, shelving)
         self._prompt = Prompt(
             keys,
             _output(screen),
-            completer=SlashCompleter(session),
-            toolbar=lambda: toolbar(session),
-            history=history,
+            completer=SlashCompleter(lambda: self._session),
+            toolbar=lambda: toolbar(self._session),
+            history=self._history,
             has_colours=lambda: screen.has_colours,
         )
 
@@ -93,21 +93,15 @@ class _Chat:
                     continue
                 if line is None or not self._goes_on_after(line):
                     return
-                self._save(Saving.update)
+                self._shelving.update()
         finally:
-            self._save(Saving.close)
+            self._shelving.close()
 
-    def _save(self, step: Callable[[Saving], None]) -> None:
-        """A disk that is full costs the saving, not the chat."""
-        if self._saving is None:
-            return
-        try:
-            step(self._saving)
-        except Exception as error:  # whatever it is, the chat goes on
-            if self._debug:
-                raise
-            self._screen.error(f"the chat is not saved any more: {error}")
-            self._saving = None
+    def _go_on_with(self, session: Session) -> None:
+        self._session = session
+        self._commands = Commands(session, self._screen, self._history, self._shelving)
+        self._screen.use_theme(session.profile.theme)
+        self._greet()
 
     def _greet(self) -> None:
         with LiveTurn(self._session, self._screen) as view:
@@ -132,6 +126,8 @@ class _Chat:
                     self._commands.run(line.text)
                 except Retry:
                     self._turn(self._session.retry)
+                except Another as other:
+                    self._go_on_with(other.session)
             else:
                 self._turn(lambda stops: self._session.ask(line.text, stops))
         except Leave:

@@ -7,7 +7,7 @@ from sirchat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, Tu
 from sirchat.profile import Profile, allowed, as_typed, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
-from sirchat.settings import FIXED, options_of
+from sirchat.settings import FIXED, how_else, options_of
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
@@ -18,7 +18,7 @@ _OF_THE_SCREEN = ("panel", "theme")
 
 _OF_THE_MEMORY = (
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
-    *("system", "pin_system", "protect", "evict"),
+    *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 )
 """Settings after whose change it is said what is held."""
 
@@ -71,7 +71,9 @@ class Switching:
         for key in FIXED:
             old, new = getattr(present, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
-                self._screen.note(f"{key} stays {old}; start with --{key} {new} for the other")
+                self._screen.note(
+                    f"{key} stays {as_typed(old)}, not {as_typed(new)}: {how_else(key, new)}"
+                )
 
     def pin(self, target: str, *, pinned: bool) -> None:
         """Pin what `target` means, or let it go, and say what that moved."""

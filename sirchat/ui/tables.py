@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -64,6 +64,24 @@ def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableTyp
             significant(one.row.score),
             f"{one.rank:,} of {one.held:,}",
             nats(one.threshold),
+        )
+    return table
+
+
+def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
+    """What came back for the last round, the best first: how well each token fitted."""
+    table = _table(theme)
+    _columns(table, "position", "turn")
+    table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
+    _columns(table, "surprisal", "fits")
+    for row in sorted(rows, key=lambda row: -scores.get(row.position, 0.0)):
+        fits = scores.get(row.position)
+        table.add_row(
+            str(row.position),
+            str(row.turn),
+            Text(quoted(row.text), theme.token(row)),
+            nats(row.surprisal),
+            "-" if fits is None else f"{fits:.3g}",
         )
     return table
 

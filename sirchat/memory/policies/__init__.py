@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sirchat.errors import SettingError, nearest
@@ -25,27 +26,37 @@ _GROUP = "sirchat.policies"
 
 def policy_names() -> list[str]:
     """Names of all policies, ours first, without importing them."""
-    ours = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+    ours = _ours()
     theirs = {entry.name for entry in importlib.metadata.entry_points(group=_GROUP)}
-    return sorted(ours) + sorted(theirs - set(ours))
+    return ours + sorted(theirs - set(ours))
+
+
+def is_policy(name: str) -> bool:
+    """Whether there is a policy of this name; only for one that is not ours plugins are asked."""
+    return name in _ours() or name in policy_names()
 
 
 def policy_class(name: str) -> type[Policy]:
     """The policy called `name`; raises SettingError when there is none."""
-    known = [*policy_names(), *ALIASES]
-    if name not in known and ":" not in name:
-        hint = nearest(name, known) or "or package.module:Class"
-        raise SettingError(
-            f"policy {name!r} is unknown; there are {', '.join(policy_names())}", hint=hint
-        )
     name = ALIASES.get(name, name)
+    if name in _ours():
+        return _import(f"{__name__}.{name}", name.capitalize())
     if ":" in name:
         if "" not in sys.path:
             sys.path.append("")  # a module in the current folder, as for `python -m`
         return _import(*name.split(":", 1))
     for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
         return _import(*entry.value.split(":", 1))
-    return _import(f"{__name__}.{name}", name.capitalize())
+    names = policy_names()
+    raise SettingError(
+        f"policy {name!r} is unknown; there are {', '.join(names)}",
+        hint=nearest(name, [*names, *ALIASES]) or "or package.module:Class",
+    )
+
+
+@cache
+def _ours() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def _import(module_name: str, class_name: str) -> type[Policy]:

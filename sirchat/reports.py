@@ -1,0 +1,109 @@
+"""What a listener is told: the engine's records and the conversation's figures, as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from sirchat.conversation import Tally
+from sirchat.engine import Engine
+from sirchat.events import (
+    CameBack,
+    Event,
+    Forgot,
+    Notice,
+    Recalled,
+    Switched,
+    TokenRow,
+    TurnDone,
+)
+from sirchat.profile import Profile
+from sirchat.records import Evicted, Restored
+from sirchat.settings import has_effect
+from sirchat.snapshot import Positions, Texts, token_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Reports:
+    """Makes events of what happened in one engine.
+
+    Args:
+        engine: what is reported on.
+        texts: the text of each token.
+        sinks: the setting in force; tokens tell whether they are sinks.
+        with_tokens: whether the listener wants the tokens themselves and not only where they stand.
+    """
+
+    engine: Engine
+    texts: Texts
+    sinks: int
+    with_tokens: bool
+
+    def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
+        """The tokens at these stream positions, ascending, held or not."""
+        return token_rows(self.engine.ledger, positions, self.texts, self.sinks)
+
+    def forgot(self, turn: int, record: Evicted) -> Forgot:
+        """What left during a turn."""
+        return Forgot(turn, *self._place_of(record))
+
+    def moved(self, turn: int, moves: Sequence[Evicted | Restored]) -> Iterator[Event]:
+        """What left and what came back after a turn."""
+        for record in moves:
+            if isinstance(record, Evicted):
+                yield self.forgot(turn, record)
+            else:
+                yield CameBack(turn, *self._place_of(record))
+
+    def recalled(
+        self, turn: int, measure: str, scores: tuple[float, ...], released: Positions
+    ) -> Recalled:
+        """What came back for a turn, with its scores, and what was `released` before."""
+        positions = self.engine.recalled_positions
+        return Recalled(
+            turn=turn,
+            measure=measure,
+            positions=tuple(positions.tolist()),
+            scores=scores,
+            released=tuple(released.tolist()),
+            resident=self.engine.resident,
+            seen=self.engine.ledger.seen,
+            tokens=self._wanted(positions),
+        )
+
+    def done(self, tally: Tally, text: str) -> TurnDone:
+        """A turn that is over."""
+        return TurnDone(
+            text=text,
+            resident=self.engine.resident,
+            seen=self.engine.ledger.seen,
+            recalled=self.engine.recalled,
+            tokens=self._wanted(self.engine.ledger.held_positions),
+            **{field.name: getattr(tally, field.name) for field in fields(tally)},
+        )
+
+    def switched(self, before: Profile, after: Profile, restored: int) -> Iterator[Event]:
+        """What is other than it was; the first change tells what came `restored`."""
+        for name in type(before).model_fields:
+            old, new = getattr(before, name), getattr(after, name)
+            if old != new:
+                yield Switched(name, old, new, restored=restored, resident=self.engine.resident)
+                restored = 0
+                if not has_effect(after, name):
+                    yield Notice(f"policy {after.policy} makes no use of {name}")
+
+    def troubles(self) -> Iterator[Notice]:
+        """What went wrong with the archive; the conversation goes on."""
+        troubles = self.engine.holding.troubles
+        while troubles:
+            yield Notice(troubles.pop(0))
+
+    def _place_of(
+        self, record: Evicted | Restored
+    ) -> tuple[tuple[int, ...], int, int, tuple[TokenRow, ...] | None]:
+        """What an event tells of tokens that moved."""
+        rows = self._wanted(record.positions)
+        return tuple(record.positions.tolist()), record.resident, record.seen, rows
+
+    def _wanted(self, positions: Positions) -> tuple[TokenRow, ...] | None:
+        return self.tokens(positions) if self.with_tokens else None

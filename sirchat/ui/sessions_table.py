@@ -1,0 +1,23 @@
+"""The saved chats, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.saved.shelf import SavedSession
+from sirchat.ui.text import displayable_line
+
+
+def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
+    """A row each, in the order given; `present` is the id of the chat in which this is asked."""
+    table = Table("id", "name", "changed", "model", "turns", "begins", box=None)
+    for one in sessions:
+        whose = "(this chat) " if one.id == present else "(open) " if one.in_use else ""
+        changed, begins = f"{one.updated:%Y-%m-%d %H:%M}", f"{whose}{one.first}"
+        cells = (one.id, one.name, changed, one.model, str(one.turns), begins)
+        table.add_row(*(Text(displayable_line(cell)) for cell in cells))
+    return table
