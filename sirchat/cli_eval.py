@@ -3,6 +3,7 @@
 import shlex
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -83,6 +84,55 @@ def eval_rock_paper_scissors(
     options = MatchOptions(rounds, matches, profile.seed)
     model = load(profile, trust_remote_code)
     print_matches(model, settings, options, command=_command(), as_json=json)
+
+
+@eval_app.command("retrieval")
+@with_settings
+def eval_retrieval(
+    flags: dict[str, Any],
+    task: Annotated[
+        str, typer.Option(help="What is told.", metavar="stories-3|stories-10|facts-12|facts-40")
+    ] = "facts-12",
+    dialogues: Annotated[int, typer.Option(help="Conversations.", min=1)] = 200,
+    base: Annotated[int, typer.Option(help="Base budget in tokens.", min=24)] = 72,
+    counts: Annotated[
+        str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
+    ] = "10,20,50,100,200",
+    measures: Annotated[
+        str, typer.Option(help="Measures to compare, with commas.", metavar="A,B,...")
+    ] = "mips,cosine,cosine-pairwise,attention,random",
+    weights: Annotated[
+        str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
+    ] = "none,surprisal",
+    spans: Annotated[
+        str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
+    ] = "0,2",
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for results as they come, a table and a plot.")
+    ] = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Let a small budget forget, bring tokens back by each measure: the share of exact answers."""
+    profile = profile_of(flags)
+    from sirchat.tasks.retrieval import RetrievalOptions
+    from sirchat.tasks.retrieval_report import print_retrieval
+
+    options = RetrievalOptions(
+        task,
+        dialogues,
+        base,
+        _counts("counts", counts),
+        tuple(measures.split(",")),
+        tuple(weights.split(",")),
+        _counts("spans", spans),
+        profile.seed,
+    )
+    for measure, weight in product(options.measures, options.weights):
+        changed(profile, "eval", recall=measure, recall_weight=weight)
+    model = load(profile, trust_remote_code)
+    print_retrieval(model, profile, options, command=_command(), out=out, as_json=json)
 
 
 def _command() -> str:

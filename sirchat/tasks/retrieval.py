@@ -1,0 +1,230 @@
+"""Retrieval: something is told, forgotten by a small base budget, and asked for.
+
+What lies between is small talk, or other stories, as in Retrieval-Augmented StreamingLLM. The
+conversation is read once under `sink` with the base budget; then the question is asked, and undone,
+under every cell: with n tokens brought back by a measure, with the base budget alone, with n more
+recent tokens instead, with everything brought back. `full` reads the same conversation anew and
+forgets nothing.
+
+An answer must be right word for word; of a story, from its hero on. Which number it had is not
+counted: it stands before the hero, and the bundled model does not find what stands before a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+from typing import Any
+
+from sirchat.errors import SettingError, nearest
+from sirchat.events import Delta, TurnDone
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile, changed
+from sirchat.session import Session
+from sirchat.tasks.asking import read
+from sirchat.tasks.journal import Journal
+from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
+from sirchat.training.facts import STORY
+from sirchat.training.probe import PROBED, QUIET
+
+TASKS = {"stories-3": 3, "stories-10": 10, "facts-12": 12, "facts-40": 40}
+"""Tasks by name: so many stories, of which one is asked for; or small talk after a fact."""
+
+FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to bring tokens back, as the settings `recall_*` have it."""
+
+    measure: str
+    weight: str = "none"
+    span: int = 0
+
+    @property
+    def name(self) -> str:
+        """`attention x surprisal, span 2`."""
+        weighted = " x surprisal" if self.weight == "surprisal" else ""
+        return self.measure + weighted + (f", span {self.span}" if self.span else "")
+
+
+@dataclass(frozen=True)
+class RetrievalOptions:
+    """What to ask.
+
+    Attributes:
+        task: one of TASKS.
+        dialogues: conversations; every cell is asked the same ones.
+        base: budget of the base policy, in tokens.
+        counts: how many tokens come back.
+        measures, weights, spans: what is combined; a choice by lot has no weight.
+        seed: draws the conversations.
+
+    Raises SettingError for an unknown task.
+    """
+
+    task: str = "facts-12"
+    dialogues: int = 200
+    base: int = 72
+    counts: tuple[int, ...] = (10, 20, 50, 100, 200)
+    measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
+    weights: tuple[str, ...] = ("none", "surprisal")
+    spans: tuple[int, ...] = (0, 2)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise SettingError(
+                f"there is no retrieval task {self.task!r}; there are {', '.join(TASKS)}",
+                hint=nearest(self.task, TASKS),
+            )
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Every way to bring tokens back."""
+        made = (Way(*one) for one in product(self.measures, self.weights, self.spans))
+        return tuple(one for one in made if one.measure != "random" or one.weight == "none")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting: the row of the table it belongs to, tokens beside the base budget, settings."""
+
+    row: str
+    count: int
+    settings: dict[str, object]
+
+    @property
+    def key(self) -> str:
+        """Its name in a record."""
+        return f"{self.row}/{self.count}"
+
+
+@dataclass(frozen=True)
+class Story:
+    """A conversation and its question; `answer` is what it must get."""
+
+    rounds: tuple[Round, ...]
+    question: str
+    answer: str
+
+
+_NUMBERED = "In story"
+
+FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
+
+
+def cells(options: RetrievalOptions) -> list[Cell]:
+    """All settings but `full`, in the order of the table."""
+    base, off = options.base, {"recall": "off"}
+    made = [Cell(BASE, 0, {"budget": base, **off})]
+    made += [Cell(MORE, n, {"budget": base + n, **off}) for n in options.counts]
+    for way, n in product(options.ways, options.counts):
+        settings: dict[str, object] = {
+            "budget": base + n,
+            "recall": way.measure,
+            "recall_weight": way.weight,
+            "recall_span": way.span,
+            "recall_n": n,
+        }
+        made.append(Cell(way.name, n, settings))
+    return made
+
+
+def story(options: RetrievalOptions, number: int) -> Story:
+    """Conversation `number`; the same seed gives the same one."""
+    rng = Random(f"retrieval/{options.seed}/{options.task}/{number}")
+    talk, count = Dialogue(rng, QUIET), TASKS[options.task]
+    if options.task.startswith("stories"):
+        return _stories(talk, count)
+    style, kind = Style.draw(rng), FACTS[number % len(FACTS)]
+    fact = draw_fact(rng, PROBED[kind], style)
+    rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
+    question, answer = talk.ask((kind, fact.subject))
+    return Story(tuple(rounds), question.text, answer.text)
+
+
+def _stories(talk: Dialogue, count: int) -> Story:
+    """Numbered stories, each with a hero; of three the second is asked for, as in the paper."""
+    told: dict[str, Round] = {}
+    while len(told) < count:
+        fact = draw_fact(talk.rng, STORY, Style())
+        if fact.subject not in told:
+            fact = replace(fact, number=len(told) + 1)
+            told[fact.subject] = talk.tell_one(fact, Style())
+    asked = list(told)[1 if count == 3 else talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((STORY.key, asked))
+    return Story(tuple(told.values()), question.text, answer.text)
+
+
+def retrieval(
+    model: LoadedModel, profile: Profile, options: RetrievalOptions, journal: Journal
+) -> Iterator[dict[str, Any]]:
+    """Hold every conversation under every cell; a record for each conversation as it ends.
+
+    A record has, by cell, whether the answer was right, and the `tokens` of the conversation.
+    """
+    session = Session(model, changed(profile, "eval", max_new_tokens=64, policy="sink"))
+    every = cells(options)
+    keys = [str(number) for number in range(options.dialogues)]
+    for _, found in journal.run(
+        keys, lambda key: _hold(session, story(options, int(key)), options, every)
+    ):
+        yield found
+
+
+def _hold(
+    session: Session, one: Story, options: RetrievalOptions, every: Sequence[Cell]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    _switch(session, policy="full", recall="off")
+    _read(session, one)
+    found[FULL] = answers(session, one)
+    _switch(session, policy="sink", budget=options.base, recall="off")
+    _read(session, one)
+    found["tokens"] = session.seen
+    for cell in every:
+        _switch(session, **cell.settings)
+        found[cell.key] = answers(session, one)
+        list(session.undo())
+    _switch(session, policy="full", recall="off")
+    found[EVERYTHING] = answers(session, one)
+    return found
+
+
+def _switch(session: Session, **settings: object) -> None:
+    for _ in session.switch("eval", **settings):
+        pass
+
+
+def _read(session: Session, one: Story) -> None:
+    session.reset()
+    for user, reply in one.rounds:
+        read(session, user.text, reply.text)
+
+
+def answers(session: Session, one: Story) -> bool:
+    """Whether the reply is the right one; a wrong one is cut short."""
+    said, right = "", counted(one.answer)
+
+    def wrong() -> bool:
+        return not right.startswith(counted(said))
+
+    for event in session.ask(one.question, wrong):
+        if isinstance(event, Delta):
+            said += event.text
+        elif isinstance(event, TurnDone) and event.role == "assistant":
+            return counted(event.text) == right
+    return False
+
+
+def counted(text: str) -> str:
+    """What must be right of an answer, as far as it was said: of a story, from its hero on."""
+    text = text.strip()
+    if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
+        return text
+    numbered = re.match(_NUMBERED + r" \d+, an? ", text)
+    return text[numbered.end() :] if numbered else ""

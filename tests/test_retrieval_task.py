@@ -1,0 +1,140 @@
+"""The retrieval study: cells, conversations, and a journal that an interrupted run goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from chatting import tiny
+from command import run
+
+from sirchat.errors import SettingError
+from sirchat.profile import Profile
+from sirchat.tasks.journal import Journal
+from sirchat.tasks.retrieval import (
+    BASE,
+    EVERYTHING,
+    FULL,
+    TASKS,
+    RetrievalOptions,
+    cells,
+    counted,
+    retrieval,
+    story,
+)
+from sirchat.tasks.retrieval_report import markdown, retrieval_record
+
+FEW = RetrievalOptions(
+    task="facts-12", dialogues=2, counts=(50,), measures=("attention", "random"), spans=(0,)
+)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def work(key: str) -> dict[str, object]:
+        if key == "3" and len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(key)
+        return {"square": int(key) ** 2}
+
+    keys = [str(n) for n in range(6)]
+    straight = dict(Journal(None, {}).run(keys, lambda key: {"square": int(key) ** 2}))
+    path = tmp_path / "new" / "journal.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        list(Journal(path, {"seed": 1}).run(keys, work))
+    with path.open("a") as file:
+        file.write('{"key": "3", "fou')  # cut off in the middle of a write
+    done.append("again")
+    assert dict(Journal(path, {"seed": 1}).run(keys, work)) == straight
+    assert done == ["0", "1", "2", "again", "3", "4", "5"]
+    one = path.read_bytes()
+    assert dict(Journal(path, {"seed": 1}).run(keys, work)) == straight
+    assert path.read_bytes() == one
+
+
+def test_a_journal_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    list(Journal(path, {"counts": (1, 2)}).run(["0"], lambda key: {}))
+    list(Journal(path, {"counts": (1, 2)}).run(["0"], lambda key: pytest.fail("known already")))
+    with pytest.raises(SettingError, match="another run"):
+        Journal(path, {"counts": (1, 3)})
+
+
+def test_every_way_is_asked_at_every_count() -> None:
+    options = RetrievalOptions()
+    rows = {cell.row for cell in cells(options)}
+    assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
+    assert not any(row.startswith("random x") for row in rows)
+    by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
+    assert by_row.pop(BASE) == [0]
+    assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())
+    assert len({cell.key for cell in cells(options)}) == len(cells(options))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_conversations_tell_what_they_ask_for(task: str) -> None:
+    options = RetrievalOptions(task=task)
+    for number in range(20):
+        one = story(options, number)
+        assert one == story(options, number)
+        assert one != story(RetrievalOptions(task=task, seed=1), number)
+        assert len(one.rounds) == TASKS[task] + (task.startswith("facts"))
+        told = [user.text for user, _ in one.rounds]
+        if task.startswith("stories"):
+            numbers = [text.split("In story ")[1].split(",")[0] for text in told]
+            assert numbers == [str(n + 1) for n in range(TASKS[task])]
+            words = one.answer.rstrip(".")
+            assert sum(words in text for text in told) == 1
+            assert words not in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        ("In story 2, a Frog", "Frog"),
+        ("In story 12, an Owl met", "Owl met"),
+        ("In story 2, a", ""),
+        ("In sto", ""),
+        ("", ""),
+        ("It is a Frog", "It is a Frog"),
+        (" Your name is Anna. ", "Your name is Anna."),
+    ],
+)
+def test_of_a_story_its_number_does_not_count(said: str, counts: str) -> None:
+    assert counted(said) == counts
+
+
+def test_a_task_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SettingError, match="there are stories-3, stories-10"):
+        RetrievalOptions(task="facts")
+
+
+def test_the_study_tells_forgetting_from_recalling() -> None:
+    found = list(retrieval(tiny(), Profile(), FEW, Journal(None, {})))
+    assert all(one[FULL] and one[EVERYTHING] for one in found)
+    assert not any(one[f"{BASE}/0"] for one in found)
+    record = retrieval_record(tiny(), FEW, found, "sirchat eval retrieval")
+    assert record["rows"]["attention x surprisal"]["50"]["share"] == 1.0
+    assert record["tokens"]["least"] > 200
+    table = markdown(record).splitlines()
+    assert "| tokens back | 50 |" in table
+    assert "| attention x surprisal | 1.00 |" in table
+
+
+def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
+    arguments = [
+        *("eval", "retrieval", "--dialogues", "1", "--counts", "20", "--measures", "random"),
+        *("--weights", "none", "--spans", "0", "--out", str(tmp_path / "out"), "--json"),
+    ]
+    first = run(*arguments)
+    assert first.returncode == 0, first.stderr
+    record = json.loads(first.stdout)
+    assert record["rows"]["random"]["20"]["right"] in (0, 1)
+    assert record["name"] == "facts-12"
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["facts-12.jsonl", "facts-12.md", "facts-12.svg"]
+    again = run(*arguments)
+    assert again.stdout == first.stdout
+    assert run("eval", "retrieval", "--measures", "bm25").returncode == 2
