@@ -7,19 +7,25 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from sirchat.bench.index import bench_index
 from sirchat.bench.panel import bench_panel
 from sirchat.bench.speed import BenchOptions, bench_record, run_bench
 from sirchat.model import LoadedModel
 
 
-def print_bench(model: LoadedModel, options: BenchOptions, *, panel: bool, as_json: bool) -> None:
-    """Run the benchmark, or that of the live panel, and print it to stdout; progress on stderr.
+def print_bench(
+    model: LoadedModel, options: BenchOptions, *, panel: bool, archived: int, as_json: bool
+) -> None:
+    """Run the benchmark, or another, and print it to stdout; progress on stderr.
 
-    Raises UsageError where the terminal wants no drawing.
+    That of the live panel with `panel`, and that of the search index where rows are `archived`.
+    Raises UsageError where the terminal wants no drawing, or faiss is not installed.
     """
     notes = Console(stderr=True, highlight=False)
     results = []
     measured = bench_panel(model, options) if panel else run_bench(model, options)
+    if archived:
+        measured = bench_index(model, options, archived)
     with notes.status("measuring", spinner="line"):
         for result in measured:
             results.append(result)
@@ -31,7 +37,7 @@ def print_bench(model: LoadedModel, options: BenchOptions, *, panel: bool, as_js
         return
     table = Table("measured", "ours", "other", "ratio", "quartiles", box=None)
     for r in results:
-        ours, other = f"{r.ours_ms:.3f} ms/token", f"{r.other_ms:.3f} ms/token"
+        ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
     console = Console()
     title = f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs"

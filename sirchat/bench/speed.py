@@ -32,7 +32,7 @@ _ARCHIVE = 2**30  # bytes, the default
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours over the other side, over several pairs of blocks; times in milliseconds a token.
+    """Ours over the other side, over several pairs of blocks; times in milliseconds a `unit`.
 
     `median` of the pairs' ratios, `low` and `high` their quartiles; `note` is what else was seen.
     """
@@ -45,6 +45,7 @@ class Ratio:
     high: float
     pairs: int
     note: str = ""
+    unit: str = "token"
 
 
 @dataclass(frozen=True)
