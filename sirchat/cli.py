@@ -23,7 +23,7 @@ from sirchat.errors import (
     terminal_has_gone,
 )
 from sirchat.flags import with_settings
-from sirchat.launch import Debug, Trust, open_session, profile_of
+from sirchat.launch import Debug, Trust, open_session, profile_of, quick_start
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.profile import Profile, changed, parse_size, parse_value
 from sirchat.profile_files import init_profile, list_profiles, resolve, show
@@ -337,8 +337,9 @@ def _chat(
         profile, store = profile_of(flags), None
     else:
         profile, store, later = _saved(resume, flags, at_once=rebuild)
-    from sirchat.ui.repl import chat
-    from sirchat.ui.screen import Screen
+    with quick_start():
+        from sirchat.ui.repl import chat
+        from sirchat.ui.screen import Screen
 
     def opened(report: "Progress | None") -> "Session":
         session = open_session(profile, trust, report)
