@@ -175,3 +175,13 @@ def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch)
     assert "kB/s to the terminal" in result["note"]
     monkeypatch.setenv("NO_COLOR", "1")
     assert run("bench", "--panel", "--rounds", "2").returncode == 2
+
+
+def test_bench_of_the_archive_says_what_it_took() -> None:
+    done = run("bench", "--limits", "4000", "--archive-limit", "8MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    ram, disk = json.loads(done.stdout)["results"]
+    assert (ram["place"], disk["place"]) == ("ram", "disk")
+    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
+    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
+    assert run("bench", "--limits", "4000", "--archive-limit", "much").returncode == 2
