@@ -31,12 +31,11 @@ class Recollection:
 
     @property
     def fits(self) -> dict[int, float]:
-        """What is back now: how well each fits, by position, best first.
+        """What is back now: how well each fits, by position, ascending.
 
         After an undo or a resume the tokens are known, and not how well they fit: 0.
         """
-        fits = {at: self._fits.get(at, 0.0) for at in self._engine.recalled_positions.tolist()}
-        return dict(sorted(fits.items(), key=lambda one: -one[1]))
+        return {at: self._fits.get(at, 0.0) for at in self._engine.recalled_positions.tolist()}
 
     def renew(self, turn: OpenTurn, ids: TurnIds, reports: Reports) -> Iterator[Event]:
         """Bring back what this turn looks for; what came back for the last one leaves."""

@@ -124,7 +124,7 @@ class Session:
 
     @property
     def recalled(self) -> dict[int, float]:
-        """What came back for this round: how well each fits, by position, best first.
+        """What came back for this round: how well each fits, by position, ascending.
 
         After an undo or a resume the tokens are known, and not how well they fit: 0.
         """

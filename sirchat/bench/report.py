@@ -23,9 +23,10 @@ def print_bench(
     """
     notes = Console(stderr=True, highlight=False)
     results = []
-    measured = bench_panel(model, options) if panel else run_bench(model, options)
     if archived:
         measured = bench_index(model, options, archived)
+    else:
+        measured = bench_panel(model, options) if panel else run_bench(model, options)
     with notes.status("measuring", spinner="line"):
         for result in measured:
             results.append(result)

@@ -87,6 +87,13 @@ class Query:
     rows: Rows
     heard: Sequence[Heard] = ()
 
+    def asked(self, layer: int) -> Heard:
+        """What a layer asked; LookupError where that can't be compared with what is cached."""
+        keys = self.rows.tensors[2 * layer]
+        if layer >= len(self.heard) or not self.heard[layer].fits(keys):
+            raise LookupError("this model's cached keys are not what its queries look for")
+        return self.heard[layer]
+
 
 def score(
     measure: Measure,
@@ -103,11 +110,10 @@ def score(
     Raises LookupError when `attention` has no queries that fit the cached keys.
     """
     layers = [
-        _attention(query.heard[layer], _pairs(layer, blocks, rotation), shares)
+        _attention(query.asked(layer), _pairs(layer, blocks, rotation), shares)
         if measure == "attention"
         else _similarity(measure, query, layer, blocks, rotation)
         for layer, rotation in enumerate(rotations)
-        if measure != "attention" or fits(query, layer)
     ]
     return torch.stack(layers).cpu()
 
@@ -144,14 +150,6 @@ def unrotated(rows: Tensor, written_at: Tensor, rotation: Rotation | None) -> Te
     slots = int(written_at.max()) + 1 if len(written_at) else 0
     cos, sin = rotation.turn(torch.arange(slots), torch.zeros(slots, dtype=torch.int64))
     return rotation.apply(rows, cos[written_at], sin[written_at])
-
-
-def fits(query: Query, layer: int) -> bool:
-    """True where a layer's queries can be compared with what is cached of it, else LookupError."""
-    keys = query.rows.tensors[2 * layer]
-    if layer >= len(query.heard) or not query.heard[layer].fits(keys):
-        raise LookupError("this model's cached keys are not what its queries look for")
-    return True
 
 
 def _pairs(layer: int, blocks: Blocks, rotation: LayerRotation) -> Iterator[tuple[Tensor, Tensor]]:

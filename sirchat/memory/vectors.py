@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.recall import Query, Recall, fits, pair, unit
+from sirchat.memory.recall import Query, Recall, pair, unit
 from sirchat.memory.segments import Rows
 
 DIMS = 256
@@ -133,8 +133,7 @@ class Vectors:
 
     def _asked(self, query: Query, layer: int, head: int) -> Tensor:
         """What the query heads of this head of keys ask, [group x m, D]."""
-        fits(query, layer)
-        heard = query.heard[layer]
+        heard = query.asked(layer)
         dims = heard.queries.shape[-1]
         by_head = heard.queries.reshape(heard.heads, -1, dims)  # [H, group x m, D]
         return by_head[head].cpu() * heard.scale

@@ -25,7 +25,7 @@ from sirchat.training.gaps import Gaps, draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer, span_matches
-from sirchat.training.schedule import COPYING, RECIPE_STEPS, SIZES, SizeName, moment_at
+from sirchat.training.schedule import RECIPE_STEPS, SIZES, SizeName, moment_at
 from sirchat.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -127,9 +127,8 @@ class Trainer:
 
     def end_phase(self, done: int) -> None:
         """After `done` steps, let the weights of before have their share, if they keep one."""
-        phase = moment_at(done - 1, self.options.steps).phase if done else COPYING
-        if phase.keep:
-            mix_before(self.options.checkpoints, self.model, phase.keep)
+        if done and (keep := moment_at(done - 1, self.options.steps).phase.keep):
+            mix_before(self.options.checkpoints, self.model, keep)
 
     def begin_phase(self) -> None:
         """Go on from the weights as they would be exported, with new optimizers."""

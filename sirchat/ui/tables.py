@@ -74,14 +74,13 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
     _columns(table, "surprisal", "fits")
-    for row in sorted(rows, key=lambda row: -scores.get(row.position, 0.0)):
-        fits = scores.get(row.position)
+    for row in sorted(rows, key=lambda row: -scores[row.position]):
         table.add_row(
             str(row.position),
             str(row.turn),
             Text(quoted(row.text), theme.token(row)),
             nats(row.surprisal),
-            "-" if fits is None else f"{fits:.3g}",
+            f"{scores[row.position]:.3g}",
         )
     return table
 
