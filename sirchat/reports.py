@@ -22,6 +22,8 @@ from sirchat.records import Evicted, Restored
 from sirchat.settings import has_effect
 from sirchat.snapshot import Positions, Texts, token_rows
 
+_LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
+
 
 @dataclass(frozen=True, eq=False)
 class Reports:
@@ -91,6 +93,17 @@ class Reports:
                 restored = 0
                 if not has_effect(after, name):
                     yield Notice(f"policy {after.policy} makes no use of {name}")
+        if any(getattr(before, name) != getattr(after, name) for name in _LIMITS_RECALL):
+            yield from self.clamped(after.recall_n)
+
+    def clamped(self, recall_n: int) -> Iterator[Notice]:
+        """That fewer than `recall_n` tokens can come back, where that is so."""
+        memory, reserve = self.engine.memory, self.engine.reserve
+        if memory.recall is not None and memory.policy.bounded and reserve < recall_n:
+            yield Notice(
+                f"budget {self.engine.budget} has room for {reserve} recalled tokens, not for "
+                f"{recall_n} (recall_n)"
+            )
 
     def troubles(self) -> Iterator[Notice]:
         """What went wrong with the archive; the conversation goes on."""

@@ -159,6 +159,7 @@ class Session:
                 f"this model's sliding-window layers see {self.model.window} tokens; with a budget "
                 f"of {self.budget} their window counts held tokens"
             )
+        yield from self._reports.clamped(self.profile.recall_n)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
@@ -302,7 +303,7 @@ class Session:
             self._now.system, self._now.prompt = range(0), None
         yield from reports.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
-        yield from self._reports.switched(before, profile, restored)
+        yield from reports.switched(before, profile, restored)
         if prompt is not None:
             yield from self._settle()
             yield from self._read_system(prompt, interrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from sirchat.engine import Engine, most_recalled
 from sirchat.errors import SettingError
-from sirchat.events import Notice, Recalled, TurnDone
+from sirchat.events import Event, Notice, Recalled, TurnDone
 from sirchat.listening import Ear, listening, refuse_unheard
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
@@ -499,3 +500,19 @@ def test_records_of_a_switch_are_of_what_moved() -> None:
     kinds = {type(one) for one in moved}
     assert kinds <= {Evicted, Restored}
     assert engine.recalled == 0
+
+
+def notices(events: Iterable[Event]) -> list[str]:
+    return [one.text for one in events if isinstance(one, Notice)]
+
+
+def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
+    told = ["budget 96 has room for 69 recalled tokens, not for 200 (recall_n)"]
+    chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
+    assert notices(chat.start()) == told
+    assert notices(chat.switch("/decay", decay=0.9)) != told
+    assert notices(chat.switch("/set", recall_n=60)) == []
+    assert notices(chat.switch("/set", recall_n=200)) == told
+    assert notices(chat.switch("/budget", budget=400)) == []
+    assert notices(chat.switch("/policy", policy="full")) == []
+    assert notices(session(policy="sink", budget=96, recall_n=200).start()) == []
