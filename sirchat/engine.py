@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.errors import SettingError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
@@ -37,14 +37,12 @@ from sirchat.records import (
     Saved,
     Stopped,
 )
+from sirchat.room import Room
 from sirchat.sampling import Sampler
 from sirchat.scoring import surprisal, surprisal_of
 
 LOGITS_BYTES = 256 * 2**20
 """Logits of one forward pass never take more than this (float32)."""
-
-_LEAST_ROOM = 8
-"""Rows that sinks and pins must leave to the conversation."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -79,13 +77,13 @@ class Engine:
         ends_sentence: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
         self._model = model
-        self._memory = memory
         self._ends_sentence = ends_sentence
         self._logits: Tensor | None = None  # [V], of the last token read, before any eviction
         self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
-        self.cache = model.new_cache(min(self.budget, 1024) if self._grows else self.budget)
+        self._room = Room(memory, self.ledger, model.context_length)
+        self.cache = model.new_cache(min(self.budget, 1024) if self._room.grows else self.budget)
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
@@ -93,21 +91,17 @@ class Engine:
     @property
     def memory(self) -> Memory:
         """The settings in force."""
-        return self._memory
+        return self._room.memory
 
     @property
     def budget(self) -> int:
         """Rows that may be held: the setting, or the context length when nothing is forgotten."""
-        return self._model.context_length if self._grows else self._memory.budget
+        return self._room.budget
 
     @property
     def reserve(self) -> int:
         """Rows of the budget that are kept free for what is recalled."""
-        recall = self._memory.recall
-        if recall is None or self._grows:
-            return 0
-        pins = self._pins(self.ledger.held_positions)
-        return most_recalled(recall.n, self.budget - self._sinks() - pins)
+        return self._room.reserve
 
     @property
     def resident(self) -> int:
@@ -117,7 +111,7 @@ class Engine:
     @property
     def recalled(self) -> int:
         """Rows in the cache that came back for this round."""
-        return self.resident - self._own
+        return self.resident - self._room.own
 
     @property
     def recalled_positions(self) -> NDArray[np.int64]:
@@ -137,11 +131,11 @@ class Engine:
         Raises ContextFullError, with nothing read, when they do not fit and none may be forgotten.
         """
         self._round = place.round
-        if self._grows:
+        if self._room.grows:
             self.require(len(ids))
         done = 0
         while done < len(ids):
-            size = max(1, self._room() // 4)
+            size = max(1, self._room.free() // 4)
             end = min(len(ids), done + size)
             yield from self.make_room(end - done)
             self._read(ids[done:end], roles[done:end], place, pinned)
@@ -174,10 +168,10 @@ class Engine:
             if token_id in stop_ids:
                 yield Stopped("stop")
                 return
-            if self._grows:
+            if self._room.grows:
                 self.require(1 + reserve)
-            elif self._own >= self._base:
-                yield from self.make_room(self._block())
+            elif self._room.own >= self._room.base:
+                yield from self.make_room(self._room.block)
             self._read([token_id], [Role.ASSISTANT], place, pinned=False)
             position = self.ledger.seen - 1
             yield Generated(token_id, position, float(self.ledger.column("surprisal")[position]))
@@ -185,21 +179,21 @@ class Engine:
 
     def make_room(self, count: int) -> Iterator[Evicted]:
         """Forget what the policy does not keep, so that `count` more rows fit in the budget."""
-        if self._own + count > self._base:
-            yield self._keep(self._base - count)
+        if self._room.own + count > self._room.base:
+            yield self._keep(self._room.base - count)
 
     def open_turn(self, count: int, max_new_tokens: int, place: Place) -> Iterator[Evicted]:
         """Make room for a user turn of `count` ids and its reply, where `evict` is "turn"."""
         self._round = place.round
-        wanted = self._base - count - max_new_tokens
-        if self._memory.evict == "turn" and not self._grows and self._own > wanted:
+        wanted = self._room.base - count - max_new_tokens
+        if self._room.memory.evict == "turn" and not self._room.grows and self._room.own > wanted:
             num_keep = max(wanted, int(self._held().protected.sum()))
-            if num_keep < self._own:
+            if num_keep < self._room.own:
                 yield self._keep(num_keep)
 
     def close_round(self) -> None:
         """Apply the decay of the round that ends; its own rows decay too."""
-        self.ledger.close_round(self._memory.decay)
+        self.ledger.close_round(self._room.memory.decay)
 
     def next_to_go(self, *, in_round: bool) -> NDArray[np.int64]:
         """Positions [k], ascending, that would leave if a block of room were needed now.
@@ -207,14 +201,14 @@ class Engine:
         `in_round` protects the round under way; else it is what the next one would push out. Empty
         while there is room for two blocks, or where nothing may leave.
         """
-        held = self._held(protect_round=in_round)
-        count = min(self._block(), int((~held.protected).sum()))
-        if self._grows or not count or self._own + 2 * self._block() <= self._base:
+        held, room = self._held(protect_round=in_round), self._room
+        count = min(room.block, int((~held.protected).sum()))
+        if room.grows or not count or room.own + 2 * room.block <= room.base:
             return np.zeros(0, np.int64)
-        rows = self._memory.policy.keep(held, len(held) - count)
+        rows = room.memory.policy.keep(held, len(held) - count)
         leaves = np.ones(len(held), bool)
         leaves[rows.numpy()] = False
-        return self._own_positions[leaves]
+        return room.own_positions[leaves]
 
     def switch(self, memory: Memory, pins: int = 0) -> Iterator[Evicted | Restored]:
         """Change the settings; the cache then holds what the new ones choose from all there is.
@@ -224,18 +218,18 @@ class Engine:
 
         Raises SettingError, changing nothing, when sinks and pins leave no room.
         """
-        before, self._memory = self._memory, memory
+        before, self._room = self._room, replace(self._room, memory=memory)
         try:
             self.check_pins(pins)
-            wanted = self._wanted(before)
+            wanted = self._wanted(before.memory)
         except Exception:  # whatever the new policy raises
-            self._memory = before
+            self._room = before
             raise
-        self._last = self._last or (before, self._held_now)
-        if not self._grows:
+        self._last = self._last or (before.memory, self._held_now)
+        if not self._room.grows:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
-        if (memory.archive, memory.folder) != (before.archive, before.folder):
+        if (memory.archive, memory.folder) != (before.memory.archive, before.memory.folder):
             self.holding.set_limit(memory.archive, memory.folder)
         if memory.recall is None or memory.recall.index == "off":
             self.holding.archive.index = None
@@ -248,7 +242,7 @@ class Engine:
         """
         flags = self.ledger.column("flags")[: self.ledger.seen].copy()
         if pinned:
-            new = (flags[positions] & Flag.PINNED == 0) & (positions >= self._sinks())
+            new = (flags[positions] & Flag.PINNED == 0) & (positions >= self._room.sinks)
             self.check_pins(int(new.sum()))
         self.ledger.pin(positions, pinned)
         try:
@@ -261,11 +255,11 @@ class Engine:
 
     def _wanted(self, before: Memory) -> Choice:
         """What is to be held after a switch."""
-        now, last = self._memory, self._last
+        now, last = self._room.memory, self._last
         if last is not None and last[0] == now and self.holding.has(last[1].held):
             return last[1]
         same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
-        fits = self._own <= self._base and self.recalled <= self.reserve
+        fits = self._room.own <= self._room.base and self.recalled <= self.reserve
         if same and fits and (before.recall is None) == (now.recall is None):
             return self._held_now
         return self._choice()
@@ -278,13 +272,13 @@ class Engine:
     def _choice(self) -> Choice:
         """What the policy keeps of everything that is held or archived; the reserve is empty."""
         reachable = self.holding.reachable()
-        if len(reachable) <= self._base:
+        if len(reachable) <= self._room.base:
             return Choice(reachable, _NONE)
-        if self._grows:  # not all of it fits: go on from what is held
+        if self._room.grows:  # not all of it fits: go on from what is held
             self.require(0)
             return Choice(self.ledger.held_positions.copy(), _NONE)
-        view = self._view(reachable)
-        return Choice(reachable[self._chosen(view, self._base).numpy()], _NONE)
+        view = self._room.view(reachable, self._round)
+        return Choice(reachable[self._room.choose(view, self._room.base).numpy()], _NONE)
 
     def _hold(self, choice: Choice) -> Iterator[Evicted | Restored]:
         gone, came = _NONE, _NONE
@@ -304,7 +298,7 @@ class Engine:
             return
         self._layers = layers
         if layers:
-            self.holding.insert(int((self.ledger.held_positions < self._sinks()).sum()), layers)
+            self.holding.insert(int((self.ledger.held_positions < self._room.sinks).sum()), layers)
         else:
             self.cache.remove()
 
@@ -325,26 +319,30 @@ class Engine:
         with suppress(LookupError):  # what a layer had for itself may be gone by now
             self._insert(to.choice.layers)
         self._logits, self._round, self._last = to.logits, to.round, None
-        if self.recalled > self.reserve or self._own > self._base:
+        if self.recalled > self.reserve or self._room.own > self._room.base:
             list(self._hold(self._choice()))
 
     def bring(self, found: Found) -> None:
         """Fill the reserve with what was found; what was there for the last round leaves."""
-        recall = self._memory.recall
+        recall, own = self._room.memory.recall, self._room.own_positions
         if recall is None:
             return
         one = partial(choose, positions=found.positions, n=self.reserve, span=recall.span)
         if found.layers is None:
             chosen = one(found.scores)
-            list(self._hold(Choice(np.union1d(self._own_positions, chosen), chosen)))
+            list(self._hold(Choice(np.union1d(own, chosen), chosen)))
         else:
             layers = tuple(one(scores) for scores in found.layers)
-            list(self._hold(Choice(self._own_positions, _NONE, layers if len(layers[0]) else ())))
+            list(
+                self._hold(
+                    Choice(self._room.own_positions, _NONE, layers if len(layers[0]) else ())
+                )
+            )
 
     def release(self) -> None:
         """Empty the reserve."""
         if self.recalled:
-            list(self._hold(Choice(self._own_positions, _NONE)))
+            list(self._hold(Choice(self._room.own_positions, _NONE)))
 
     def save(self) -> Saved:
         """All that a conversation needs to go on elsewhere, but keys and values."""
@@ -387,93 +385,25 @@ class Engine:
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""
-        if self._grows or not self._memory.policy.honours_pins:
-            return
-        pins = self._pins(self.holding.reachable())
-        pins += more - min(more, max(0, self._sinks() - self.ledger.seen))
-        allowed = min(self.budget // 2, self.budget - self._sinks() - _LEAST_ROOM)
-        if pins > allowed:
-            raise SettingError(
-                f"{pins} tokens are to be pinned, but budget {self.budget} allows {allowed}",
-                hint="raise the budget, /unpin something, or set pin_system to false",
-            )
+        if not self._room.grows:
+            self._room.check_pins(self.holding.reachable(), more)
 
     def require(self, count: int) -> None:
         """Raise ContextFullError when `count` more rows do not fit and nothing may be forgotten."""
-        if self._grows and self.resident + count > self.budget:
-            self._memory.policy.keep(self._held(), self.budget - count)
-
-    @property
-    def _grows(self) -> bool:
-        return not self._memory.policy.bounded
-
-    @property
-    def _base(self) -> int:
-        """Rows that the policy may hold: the budget without the reserve."""
-        return self.budget - self.reserve
-
-    @property
-    def _own(self) -> int:
-        """Held rows that are not in the reserve."""
-        return self.ledger.held_count - len(self.ledger.recalled)
-
-    @property
-    def _own_positions(self) -> NDArray[np.int64]:
-        """Stream positions [n], ascending, of the held rows that are not in the reserve."""
-        held, recalled = self.ledger.held_positions, self.ledger.recalled
-        return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
-
-    def _sinks(self) -> int:
-        return self._memory.sinks if self._memory.policy.honours_sinks else 0
-
-    def _pins(self, at: NDArray[np.int64]) -> int:
-        """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
-        return int((self._pinned(at) & (at >= self._sinks())).sum())
-
-    def _pinned(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mask [n] of the rows at `at` that are pinned; none, if the policy honours no pins."""
-        if not self._memory.policy.honours_pins:
-            return np.zeros(len(at), bool)
-        return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
-
-    def _room(self, at: NDArray[np.int64] | None = None) -> int:
-        """E: the rows that neither sinks nor pins, of the held ones or those at `at`, take."""
-        pins = self._pins(self.ledger.held_positions if at is None else at)
-        return max(_LEAST_ROOM, self._base - self._sinks() - pins)
-
-    def _block(self) -> int:
-        """Rows freed at once while generating; never so many that protected rows would go."""
-        return min(max(8, self._base // 16), self._room() // 2)
+        if self._room.grows and self.resident + count > self.budget:
+            self._room.memory.policy.keep(self._held(), self.budget - count)
 
     def _held(self, *, protect_round: bool = True) -> Held:
-        return self._view(self._own_positions, protect_round=protect_round)
-
-    def _view(self, at: NDArray[np.int64], *, protect_round: bool = True) -> Held:
-        """Rows at `at` [n] as the policy sees them, with what must stay."""
-        protected = (at < self._sinks()) | self._pinned(at)
-        if self._memory.protect and protect_round:
-            current = self.ledger.column("round")[at] == self._round
-            protected |= current & (at >= self.ledger.seen - self._room(at) // 2)
-        return self.ledger.view(at, sinks=self._sinks(), protected=protected)
+        return self._room.view(self._room.own_positions, self._round if protect_round else None)
 
     def _keep(self, num_keep: int) -> Evicted:
         """Forget all but `num_keep` rows, and what is in the reserve."""
-        rows = self._chosen(self._held(), num_keep)
+        rows = self._room.choose(self._held(), num_keep)
         if len(self.ledger.recalled):
-            stays = np.union1d(self._own_positions[rows.numpy()], self.ledger.recalled)
+            stays = np.union1d(self._room.own_positions[rows.numpy()], self.ledger.recalled)
             rows = torch.from_numpy(np.searchsorted(self.ledger.held_positions, stays))
         gone = self.holding.keep(rows)
         return Evicted(gone, self.resident, self.ledger.seen)
-
-    def _chosen(self, rows: Held, num_keep: int) -> Tensor:
-        """The policy's choice, checked."""
-        chosen = self._memory.policy.keep(rows, num_keep)
-        if not _is_choice(chosen, rows, num_keep):
-            raise SettingError(
-                f"policy {type(self._memory.policy).__name__} breaks the contract of policies",
-                hint="`sirchat policies check` says how; /policy chooses another",
-            )
-        return chosen
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
@@ -481,7 +411,7 @@ class Engine:
 
     def _read(self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool) -> None:
         """Forward ids in pieces whose logits fit in memory; pieces never change what is evicted."""
-        if self._grows and self.resident + len(ids) > self.cache.capacity:
+        if self._room.grows and self.resident + len(ids) > self.cache.capacity:
             wanted = max(2 * self.cache.capacity, self.resident + len(ids))
             self.cache.reserve(min(self.budget, wanted))
         opens = self.ledger.seen == 0
@@ -524,20 +454,3 @@ class Engine:
         self.ledger.append(
             list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
         )
-
-
-def most_recalled(n: int, room: int) -> int:
-    """How many of n rows the reserve gets, of the `room` beside sinks and pins.
-
-    At most three quarters: the conversation itself needs room to be read.
-    """
-    return max(0, min(n, 3 * room // 4, room - _LEAST_ROOM))
-
-
-def _is_choice(rows: Tensor, held: Held, num_keep: int) -> bool:
-    """Whether `rows` are `num_keep` ascending rows of the held ones, protected rows included."""
-    if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
-        return False
-    if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):
-        return False
-    return int(held.protected[rows].sum()) == int(held.protected.sum())

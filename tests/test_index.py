@@ -269,9 +269,10 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
         engine.undo(mark)
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
-        mine, engine._memory = engine._memory, memory("sink", measure="attention")
+        mine = engine._room
+        engine._room = replace(mine, memory=memory("sink", measure="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
-        engine._memory = mine
+        engine._room = mine
         assert again is not None
         assert exact is not None
         assert set(again.positions) <= set(exact.positions)

@@ -114,11 +114,17 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
         assert within(name, "sirchat.errors", *(f"sirchat.memory.{part}" for part in allowed)), name
 
 
-def test_the_engine_knows_ids_only() -> None:
-    allowed = {"errors", "memory", "records", "sampling", "scoring"}
-    for name in ours("sirchat.engine"):
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("engine", {"errors", "memory", "records", "room", "sampling", "scoring"}),
+        ("room", {"errors", "memory", "records"}),
+    ],
+)
+def test_the_engine_knows_ids_only(module: str, allowed: set[str]) -> None:
+    for name in ours(f"sirchat.{module}"):
         assert within(name, *(f"sirchat.{part}" for part in allowed)), name
-    assert not {name for name in imports(SOURCES["sirchat.engine"]) if within(name, *LIBRARIES)}
+    assert not {i for i in imports(SOURCES[f"sirchat.{module}"]) if within(i, *LIBRARIES)}
 
 
 LIBRARIES = ("transformers", "tokenizers", "jinja2")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_lossless import contents, same
 from torch import Tensor
 
-from sirchat.engine import Engine, most_recalled
+from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.events import Event, Notice, Recalled, TurnDone
 from sirchat.listening import Ear, listening, refuse_unheard
@@ -30,6 +30,7 @@ from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.records import Evicted, Found, Memory, Place, Restored
+from sirchat.room import most_recalled
 from sirchat.search import search
 from sirchat.settings import check_recall
 
