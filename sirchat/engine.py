@@ -36,6 +36,7 @@ from sirchat.records import (
     Restored,
     Saved,
     Stopped,
+    Weighed,
 )
 from sirchat.room import Room
 from sirchat.sampling import Sampler
@@ -176,6 +177,23 @@ class Engine:
             position = self.ledger.seen - 1
             yield Generated(token_id, position, float(self.ledger.column("surprisal")[position]))
         yield Stopped("length")
+
+    def weigh(self, ids: Sequence[int]) -> Weighed:
+        """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
+
+        For the one forward pass it takes, the cache has room for as many rows more.
+        """
+        if self._logits is None or not ids:
+            raise RuntimeError("nothing has been read yet" if ids else "there is nothing to weigh")
+        rows = [self._logits[None]]
+        if len(ids) > 1:
+            self.cache.reserve(self.resident + len(ids) - 1)
+            rows.append(self._model.forward(ids[:-1], self.cache))
+        with torch.inference_mode():
+            logits = torch.cat([row.to(rows[0].device) for row in rows])  # [m, V]
+            wanted = torch.tensor(ids, device=logits.device)
+            greedy = bool((logits.argmax(-1) == wanted).all())
+            return Weighed(tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy)
 
     def make_room(self, count: int) -> Iterator[Evicted]:
         """Forget what the policy does not keep, so that `count` more rows fit in the budget."""

@@ -99,6 +99,21 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """How likely `ids` would be, were they to come next.
+
+    Attributes:
+        ids: not empty.
+        log_probabilities: natural logarithms, one for each id.
+        greedy: whether each would be the likeliest.
+    """
+
+    ids: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
+    greedy: bool
+
+
+@dataclass(frozen=True)
 class Place:
     """Where in the conversation ids stand."""
 

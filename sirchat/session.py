@@ -28,7 +28,7 @@ from sirchat.open_turn import Interrupted, OpenTurn
 from sirchat.paths import archives_dir
 from sirchat.profile import Profile
 from sirchat.recollection import Recollection
-from sirchat.records import Restored, Saved
+from sirchat.records import Restored, Saved, Weighed
 from sirchat.reports import Reports
 from sirchat.sampling import Sampler
 from sirchat.settings import build_memory, build_sampling, check_budget, check_recall
@@ -215,6 +215,10 @@ class Session:
         yield from turn.close(closing)
         yield turn.done(text)
         yield from self._reports.troubles()
+
+    def weigh(self, reply: str) -> Weighed:
+        """How likely a reply would be now, or the beginning of one; nothing is said by it."""
+        return self._engine.weigh(self._template.assistant(reply).ids)
 
     def undo(self) -> Iterator[Event]:
         """Take the last user turn back, with all that came after it: it has never been.

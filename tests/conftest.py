@@ -37,6 +37,15 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_babbler(tmp_path_factory.mktemp("babbler")))
 
 
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of the papers' released files."""
+    folder = os.environ.get("SIRCHAT_DATA")
+    if folder is None:
+        pytest.skip("SIRCHAT_DATA is not set")
+    return Path(folder)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -11,36 +11,43 @@ import pytest
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.interval import wilson
-from sirchat.tasks.recall import KIND_NAMES, RecallOptions, conversations, recall
+from sirchat.tasks.recall import KIND_NAMES, Conversation, Recall
+from sirchat.tasks.run import findings
 from sirchat.training.dialogue import UNTOLD
 from sirchat.training.probe import PROBED
 from tests.chatting import babbler, tiny
 from tests.command import run
 
+FULL = Profile(policy="full")
+
+
+def conversations(limit: int, **options: Any) -> list[Conversation]:
+    study = Recall((FULL,), limit, **options)
+    return [study.conversation(int(unit)) for unit in study.units()]
+
 
 def test_conversations_depend_on_the_seed_alone() -> None:
-    one = list(conversations(RecallOptions(dialogues=30, between=(2,))))
-    assert one == list(conversations(RecallOptions(dialogues=30, between=(2,))))
-    assert one != list(conversations(RecallOptions(dialogues=30, between=(2,), seed=2)))
-    assert one[:10] == list(conversations(RecallOptions(dialogues=10, between=(2,))))
+    one = conversations(30, between=(2,))
+    assert one == conversations(30, between=(2,))
+    assert one != conversations(30, between=(2,), seed=2)
+    assert one[:10] == conversations(10, between=(2,))
 
 
 def test_kinds_take_turns_and_every_answer_is_known() -> None:
-    made = list(conversations(RecallOptions(dialogues=40, between=(3,))))
+    made = conversations(40, between=(3,))
     assert [one.kind for one in made] == [*KIND_NAMES, *KIND_NAMES]
     assert all(one.quizzes == (False, True, True, True) for one in made)
     assert all(one.answer not in ("", UNTOLD) for one in made)
 
 
 def test_distances_take_turns_and_rounds_may_go_before() -> None:
-    options = RecallOptions(dialogues=8, between=(0, 4), before=2, kinds=("name", "city"))
-    made = list(conversations(options))
+    made = conversations(8, between=(0, 4), before=2, kinds=("name", "city"))
     assert [one.between for one in made] == [0, 0, 4, 4, 0, 0, 4, 4]
     assert all(one.quizzes == (True, True, False, *[True] * one.between) for one in made)
 
 
 def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
-    made = list(conversations(RecallOptions(dialogues=60, between=(4,), ask="corrected")))
+    made = conversations(60, between=(4,), ask="corrected")
     assert {one.kind for one in made} == {key for key, kind in PROBED.items() if kind.updates}
     for one in made:
         assert one.quizzes == (False, True, True, False, True, True)
@@ -57,7 +64,7 @@ def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
 
 
 def test_what_was_never_told_is_to_be_declined() -> None:
-    made = list(conversations(RecallOptions(dialogues=20, between=(1,), ask="untold")))
+    made = conversations(20, between=(1,), ask="untold")
     assert {one.answer for one in made} == {UNTOLD}
     assert len({one.question for one in made}) > 10
 
@@ -67,24 +74,24 @@ def test_what_was_never_told_is_to_be_declined() -> None:
 )
 def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint: str) -> None:
     with pytest.raises(SettingError, match=hint):
-        RecallOptions(**wrong)
+        Recall((FULL,), 1, **wrong)
 
 
 def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
-    options = RecallOptions(dialogues=6, between=(3,), kinds=("name", "city", "code"))
-    full, window = Profile(policy="full"), Profile(policy="window", budget=64, recent=8)
-    found = list(recall(tiny(), [full, window], options))
-    assert sum(one.right for one in found if one.setting is full) >= 5
-    assert sum(one.right for one in found if one.setting is window) == 0
-    assert all(one.right == (one.said == one.expected) for one in found)
-    assert [one.expected for one in found[:6]] == [one.expected for one in found[6:]]
+    window = Profile(policy="window", budget=64, recent=8)
+    study = Recall((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
+    full, lost = study.held(findings(study, tiny()))
+    assert sum(one["right"] for one in full.all) >= 5
+    assert sum(one["right"] for one in lost.all) == 0
+    assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
+    assert [one["expected"] for one in full.all] == [one["expected"] for one in lost.all]
 
 
 def test_generated_rounds_are_scored() -> None:
-    options = RecallOptions(dialogues=2, between=(3,), kinds=("name",), generate=True)
-    found = list(recall(babbler(), [Profile(policy="full")], options))
-    assert [one.quizzes for one in found] == [3, 3]
-    assert sum(one.quizzes_right for one in found) == 0
+    study = Recall((FULL,), 2, between=(3,), kinds=("name",), generate=True)
+    found = findings(study, babbler()).values()
+    assert [one["quizzes"] for one in found] == [3, 3]
+    assert sum(one["quizzes right"] for one in found) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,23 +103,19 @@ def test_the_interval_is_wilsons(right: int, asked: int, low: float, high: float
 
 
 def test_the_command_prints_shares_with_intervals_and_how_to_repeat_them() -> None:
-    flags = ("--dialogues", "2", "--between", "1", "--kinds", "name,city", "--budgets", "64,128")
+    flags = ("--limit", "2", "--between", "1", "--kinds", "name,city", "--budgets", "64,128")
     done = run("eval", "recall", "--policies", "full,sink", *flags, "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
-    assert [(r["setting"]["policy"], r["setting"]["budget"]) for r in record["results"]] == [
-        ("full", 1024),
-        ("sink", 64),
-        ("sink", 128),
-    ]
-    for result in record["results"]:
-        share = result["recall"]
-        assert share["asked"] == 2
-        assert share["low"] <= share["share"] <= share["high"]
-        assert len(result["wrong"]) == share["asked"] - share["right"]
+    assert record["command"].endswith(" ".join(flags) + " --json")
+    table = record["tables"]["Recall"]
+    assert [row[0] for row in table["rows"]] == ["full", "sink 64", "sink 128"]
+    for name, share in table["rows"]:
+        assert share["low"] <= share["value"] <= share["high"]
+        assert len(record["wrong"][name]) == 2 - 2 * share["value"]
     table = run("eval", "recall", "--policies", "full", *flags).stdout
+    assert "2 conversations" in table
     assert "name" in table
-    assert "95 %" in table
 
 
 def test_wrong_values_are_refused_in_one_line() -> None:

@@ -17,16 +17,21 @@ from sirchat.tasks.retrieval import (
     EVERYTHING,
     FULL,
     TASKS,
-    RetrievalOptions,
+    Retrieval,
     cells,
     counted,
-    retrieval,
     story,
 )
-from sirchat.tasks.retrieval_report import markdown, retrieval_record
+from sirchat.tasks.run import findings
+from sirchat.tasks.study import share
 
-FEW = RetrievalOptions(
-    task="facts-12", dialogues=2, counts=(50,), measures=("attention", "random"), spans=(0,)
+FEW = Retrieval(
+    Profile(),
+    task="facts-12",
+    limit=2,
+    counts=(50,),
+    measures=("attention", "random"),
+    spans=(0,),
 )
 
 
@@ -63,7 +68,7 @@ def test_a_journal_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_every_way_is_asked_at_every_count() -> None:
-    options = RetrievalOptions()
+    options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
     assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
     assert not any(row.startswith("random x") for row in rows)
@@ -75,11 +80,11 @@ def test_every_way_is_asked_at_every_count() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_conversations_tell_what_they_ask_for(task: str) -> None:
-    options = RetrievalOptions(task=task)
+    options = Retrieval(Profile(), task=task)
     for number in range(20):
         one = story(options, number)
         assert one == story(options, number)
-        assert one != story(RetrievalOptions(task=task, seed=1), number)
+        assert one != story(Retrieval(Profile(seed=1), task=task), number)
         assert len(one.rounds) == TASKS[task] + (task.startswith("facts"))
         told = [user.text for user, _ in one.rounds]
         if task.startswith("stories"):
@@ -108,33 +113,32 @@ def test_of_a_story_its_number_does_not_count(said: str, counts: str) -> None:
 
 def test_a_task_that_is_not_there_is_refused() -> None:
     with pytest.raises(SettingError, match="there are stories-3, stories-10"):
-        RetrievalOptions(task="facts")
+        Retrieval(Profile(), task="facts")
 
 
 def test_the_study_tells_forgetting_from_recalling() -> None:
-    found = list(retrieval(tiny(), Profile(), FEW, Journal(None, {})))
-    assert all(one[FULL] and one[EVERYTHING] for one in found)
-    assert not any(one[f"{BASE}/0"] for one in found)
-    record = retrieval_record(tiny(), FEW, found, "sirchat eval retrieval")
-    assert record["rows"]["attention x surprisal"]["50"]["share"] == 1.0
-    assert record["tokens"]["least"] > 200
-    table = markdown(record).splitlines()
-    assert "| tokens back | 50 |" in table
-    assert "| attention x surprisal | 1.00 |" in table
+    found = findings(FEW, tiny())
+    assert all(one[FULL] and one[EVERYTHING] for one in found.values())
+    assert not any(one[f"{BASE}/0"] for one in found.values())
+    ends, table = FEW.report(found).tables
+    assert [name for name, _ in ends.rows] == [FULL, EVERYTHING, BASE]
+    assert dict(table.rows)["attention x surprisal"] == share([True, True])
+    assert min(one["tokens"] for one in found.values()) > 200
 
 
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     arguments = [
-        *("eval", "retrieval", "--dialogues", "1", "--counts", "20", "--measures", "random"),
+        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--measures", "random"),
         *("--weights", "none", "--spans", "0", "--out", str(tmp_path / "out"), "--json"),
     ]
     first = run(*arguments)
     assert first.returncode == 0, first.stderr
     record = json.loads(first.stdout)
-    assert record["rows"]["random"]["20"]["right"] in (0, 1)
-    assert record["name"] == "facts-12"
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["facts-12.jsonl", "facts-12.md", "facts-12.svg"]
+    assert record["task"] == "facts-12"
+    (_, random) = record["tables"]["facts-12"]["rows"]
+    assert random[1]["value"] in (0, 1)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names > {"facts-12.jsonl", "facts-12.md", "facts-12.svg", "facts-12.json"}
     again = run(*arguments)
     assert again.stdout == first.stdout
     assert run("eval", "retrieval", "--measures", "bm25").returncode == 2

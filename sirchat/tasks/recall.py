@@ -8,16 +8,16 @@ questions from the bank, each about sixty tokens, whose replies are read, or gen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
-from sirchat.errors import SettingError, nearest
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
 from sirchat.session import Session
 from sirchat.tasks.asking import ask, read
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Report, Table, Value
+from sirchat.tasks.study import Cell, Grid, Held, refuse_unknown
 from sirchat.training.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 from sirchat.training.probe import PROBED, QUIET
 
@@ -29,33 +29,34 @@ _CHOICES = 5
 
 
 @dataclass(frozen=True)
-class RecallOptions:
-    """What to ask.
+class Recall(Grid):
+    """The study; `limit` is conversations for each setting.
 
     Attributes:
-        dialogues: conversations for each setting; kinds of fact and distances take turns.
         between: rounds between the fact and the question, one or several distances.
         before: rounds before the fact.
-        kinds: kinds of fact.
+        kinds: kinds of fact; they and the distances take turns.
         ask: for what was told; for what was `corrected` half-way, where the newer value counts; or
             for something `untold`, half of the time a neighbour of what was told.
-        seed: draws the conversations; every setting gets the same ones.
         generate: let the model answer the rounds between, instead of reading the right answers.
 
     Raises SettingError for an unknown kind or ask.
     """
 
-    dialogues: int = 300
     between: tuple[int, ...] = (20,)
     before: int = 0
     kinds: tuple[str, ...] = KIND_NAMES
     ask: Ask = "told"
-    seed: int = 1
     generate: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_unknown("kind of fact", self.kinds, KIND_NAMES)
-        _refuse_unknown("way to ask", (self.ask,), get_args(Ask))
+        refuse_unknown("kind of fact", self.kinds, KIND_NAMES)
+        refuse_unknown("way to ask", (self.ask,), get_args(Ask))
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "recall"
 
     @property
     def asked_kinds(self) -> tuple[str, ...]:
@@ -63,6 +64,73 @@ class RecallOptions:
         if self.ask != "corrected":
             return self.kinds
         return tuple(kind for kind in self.kinds if PROBED[kind].updates)
+
+    def units(self) -> list[str]:
+        """Conversations, by number."""
+        return [str(number) for number in range(self.limit)]
+
+    def conversation(self, number: int) -> Conversation:
+        """Conversation `number`; the same seed gives the same one."""
+        kinds, distances = self.asked_kinds, self.between
+        kind = kinds[number % len(kinds)]
+        between = distances[number // len(kinds) % len(distances)]
+        return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
+
+    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Hold a conversation: whether the answer was right, and what was said."""
+        one, right = self.conversation(int(unit)), 0
+        for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
+            if self.generate and scored:
+                right += _letter(ask(session, user)) == _letter(reply)
+            else:
+                read(session, user, reply)
+        said = ask(session, one.question)
+        return {
+            "kind": one.kind,
+            "between": one.between,
+            "right": said == one.answer,
+            "said": said,
+            "expected": one.answer,
+            "tokens": session.seen,
+            "quizzes": sum(one.quizzes) if self.generate else 0,
+            "quizzes right": right,
+        }
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Shares right by setting; by kind of fact; what was said instead."""
+        held = self.held(found)
+        tokens = [one["tokens"] for one in found.values()] or [0]
+        facts = (
+            f"seed {self.seed}",
+            f"{self.limit} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"{' or '.join(map(str, self.between))} rounds between",
+            f"asked for what was {self.ask}",
+        )
+        wrong = {one.name: [each for each in one.all if not each["right"]] for one in held}
+        tables = (self._by_setting(held), self._by_kind(held))
+        return Report(facts, tables, details=self.asked() | {"wrong": wrong})
+
+    def _by_setting(self, held: Sequence[Held]) -> Table:
+        distances = self.between if len(self.between) > 1 else ()
+        columns = ["setting", "exact answers", *(f"{n} rounds between" for n in distances)]
+        rows: list[tuple[Value, ...]] = []
+        for one in held:
+            row: list[Value] = [one.name, one.share("right")]
+            row += [one.share("right", between=n) for n in distances]
+            if self.generate:
+                right = sum(each["quizzes right"] for each in one.all)
+                row.append(right / max(1, sum(each["quizzes"] for each in one.all)))
+            rows.append(tuple(row))
+        columns += ["right letters between"] if self.generate else []
+        return Table("Recall", tuple(columns), tuple(rows))
+
+    def _by_kind(self, held: Sequence[Held]) -> Table:
+        columns = ("kind of fact", *(one.name for one in held))
+        rows: list[tuple[Value, ...]] = [
+            (kind, *(one.share("right", kind=kind).value for one in held))
+            for kind in self.asked_kinds
+        ]
+        return Table("By kind of fact", columns, tuple(rows), digits=2)
 
 
 @dataclass(frozen=True)
@@ -81,48 +149,7 @@ class Conversation:
     answer: str
 
 
-@dataclass(frozen=True)
-class Recalled:
-    """One finished conversation under one setting.
-
-    `right` is the fact's answer, word for word; `quizzes` of the rounds between were generated, of
-    which `quizzes_right` named the right letter; `tokens` is the length of the conversation.
-    """
-
-    setting: Profile
-    kind: str
-    between: int
-    right: bool
-    said: str
-    expected: str
-    tokens: int
-    quizzes: int
-    quizzes_right: int
-
-
-def conversations(options: RecallOptions) -> Iterator[Conversation]:
-    """The conversations that every setting is asked; the same seed gives the same ones."""
-    kinds, distances = options.asked_kinds, options.between
-    for number in range(options.dialogues):
-        kind = kinds[number % len(kinds)]
-        between = distances[number // len(kinds) % len(distances)]
-        rng = Random(f"held out/{options.seed}/{number}")
-        yield _conversation(kind, between, options, rng)
-
-
-def recall(
-    model: LoadedModel, settings: Sequence[Profile], options: RecallOptions
-) -> Iterator[Recalled]:
-    """Hold every conversation under every setting, one record each as it ends."""
-    made = list(conversations(options))
-    for setting in settings:
-        session = Session(model, changed(setting, "eval", max_new_tokens=64))
-        for conversation in made:
-            session.reset()
-            yield _hold(session, setting, conversation, generate=options.generate)
-
-
-def _conversation(kind: str, between: int, options: RecallOptions, rng: Random) -> Conversation:
+def _conversation(kind: str, between: int, options: Recall, rng: Random) -> Conversation:
     talk, style = Dialogue(rng, QUIET), Style.draw(rng)
     fact = draw_fact(rng, PROBED[kind], style)
     earlier = [quiz(rng, _CHOICES) for _ in range(options.before)]
@@ -143,38 +170,6 @@ def _conversation(kind: str, between: int, options: RecallOptions, rng: Random) 
         question=question.text,
         answer=answer.text,
     )
-
-
-def _hold(
-    session: Session, setting: Profile, conversation: Conversation, *, generate: bool
-) -> Recalled:
-    right = 0
-    for (user, reply), scored in zip(conversation.rounds, conversation.quizzes, strict=True):
-        if generate and scored:
-            right += _letter(ask(session, user)) == _letter(reply)
-        else:
-            read(session, user, reply)
-    said = ask(session, conversation.question)
-    return Recalled(
-        setting=setting,
-        kind=conversation.kind,
-        between=conversation.between,
-        right=said == conversation.answer,
-        said=said,
-        expected=conversation.answer,
-        tokens=session.seen,
-        quizzes=sum(conversation.quizzes) if generate else 0,
-        quizzes_right=right,
-    )
-
-
-def _refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise SettingError(
-                f"there is no {what} {name!r}; there are {', '.join(known)}",
-                hint=nearest(name, known),
-            )
 
 
 def _letter(answer: str) -> str:

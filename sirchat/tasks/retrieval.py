@@ -13,19 +13,19 @@ counted: it stands before the hero, and the bundled model does not find what sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from random import Random
-from typing import Any
 
-from sirchat.errors import SettingError, nearest
 from sirchat.events import Delta, TurnDone
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
 from sirchat.tasks.asking import read
-from sirchat.tasks.journal import Journal
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Measured, Plot, Report, Table
+from sirchat.tasks.study import Work, refuse_unknown, share
 from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
 from sirchat.training.facts import STORY
 from sirchat.training.probe import PROBED, QUIET
@@ -52,41 +52,96 @@ class Way:
 
 
 @dataclass(frozen=True)
-class RetrievalOptions:
-    """What to ask.
+class Retrieval:
+    """The study.
 
     Attributes:
+        profile: whatever the cells have in common.
         task: one of TASKS.
-        dialogues: conversations; every cell is asked the same ones.
+        limit: conversations; every cell is asked the same ones.
         base: budget of the base policy, in tokens.
         counts: how many tokens come back.
         measures, weights, spans: what is combined; a choice by lot has no weight.
-        seed: draws the conversations.
 
-    Raises SettingError for an unknown task.
+    Raises SettingError for an unknown task, measure or weight.
     """
 
+    profile: Profile
     task: str = "facts-12"
-    dialogues: int = 200
+    limit: int = 200
     base: int = 72
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)
     measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise SettingError(
-                f"there is no retrieval task {self.task!r}; there are {', '.join(TASKS)}",
-                hint=nearest(self.task, TASKS),
-            )
+        refuse_unknown("retrieval task", (self.task,), TASKS)
+        for measure, weight in product(self.measures, self.weights):
+            changed(self.profile, "eval", recall=measure, recall_weight=weight)
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.task
 
     @property
     def ways(self) -> tuple[Way, ...]:
         """Every way to bring tokens back."""
         made = (Way(*one) for one in product(self.measures, self.weights, self.spans))
         return tuple(one for one in made if one.measure != "random" or one.weight == "none")
+
+    def asked(self) -> Record:
+        """All that the findings depend on: every field."""
+        asked = {field.name: getattr(self, field.name) for field in fields(self)}
+        return asked | {"profile": self.profile.model_dump(mode="json")}
+
+    def keys(self) -> list[str]:
+        """Conversations, by number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        """Holds a conversation under every cell: by cell, whether the answer was right.
+
+        And the `tokens` of the conversation.
+        """
+        session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
+        every = cells(self)
+        return lambda key: _hold(session, story(self, int(key)), self, every)
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Shares right, by row and number of tokens that came back."""
+        records = list(found.values())
+        rows: dict[str, dict[int, Measured]] = {}
+        for cell in cells(self):
+            rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
+        base = rows.pop(BASE)[0]
+        tokens = [one["tokens"] for one in records] or [0]
+        facts = (
+            f"seed {self.profile.seed}",
+            f"{self.limit} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"base budget {self.base}",
+        )
+        ends = {FULL: _right(records, FULL), EVERYTHING: _right(records, EVERYTHING), BASE: base}
+        columns = ("tokens back", *map(str, self.counts))
+        tables = (
+            Table("Without any choice", ("", "right"), tuple(ends.items())),
+            Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
+        )
+        lines = {
+            name: tuple((float(n), one.value) for n, one in row.items())
+            for name, row in rows.items()
+        }
+        lines[FULL] = tuple((float(n), ends[FULL].value) for n in self.counts)
+        plot = Plot(
+            self.name,
+            "tokens brought back",
+            "exact answers",
+            lines,
+            dashed=tuple(name for name in lines if "span" in name),
+            log_x=True,
+        )
+        return Report(facts, tables, (plot,), self.asked())
 
 
 @dataclass(frozen=True)
@@ -117,7 +172,7 @@ _NUMBERED = "In story"
 FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
 
 
-def cells(options: RetrievalOptions) -> list[Cell]:
+def cells(options: Retrieval) -> list[Cell]:
     """All settings but `full`, in the order of the table."""
     base, off = options.base, {"recall": "off"}
     made = [Cell(BASE, 0, {"budget": base, **off})]
@@ -134,9 +189,9 @@ def cells(options: RetrievalOptions) -> list[Cell]:
     return made
 
 
-def story(options: RetrievalOptions, number: int) -> Story:
+def story(options: Retrieval, number: int) -> Story:
     """Conversation `number`; the same seed gives the same one."""
-    rng = Random(f"retrieval/{options.seed}/{options.task}/{number}")
+    rng = Random(f"retrieval/{options.profile.seed}/{options.task}/{number}")
     talk, count = Dialogue(rng, QUIET), TASKS[options.task]
     if options.task.startswith("stories"):
         return _stories(talk, count)
@@ -160,26 +215,8 @@ def _stories(talk: Dialogue, count: int) -> Story:
     return Story(tuple(told.values()), question.text, answer.text)
 
 
-def retrieval(
-    model: LoadedModel, profile: Profile, options: RetrievalOptions, journal: Journal
-) -> Iterator[dict[str, Any]]:
-    """Hold every conversation under every cell; a record for each conversation as it ends.
-
-    A record has, by cell, whether the answer was right, and the `tokens` of the conversation.
-    """
-    session = Session(model, changed(profile, "eval", max_new_tokens=64, policy="sink"))
-    every = cells(options)
-    keys = [str(number) for number in range(options.dialogues)]
-    for _, found in journal.run(
-        keys, lambda key: _hold(session, story(options, int(key)), options, every)
-    ):
-        yield found
-
-
-def _hold(
-    session: Session, one: Story, options: RetrievalOptions, every: Sequence[Cell]
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _hold(session: Session, one: Story, options: Retrieval, every: Sequence[Cell]) -> Record:
+    found: Record = {}
     _switch(session, policy="full", recall="off")
     _read(session, one)
     found[FULL] = answers(session, one)
@@ -193,6 +230,10 @@ def _hold(
     _switch(session, policy="full", recall="off")
     found[EVERYTHING] = answers(session, one)
     return found
+
+
+def _right(found: Sequence[Record], key: str) -> Measured:
+    return share(one[key] for one in found)
 
 
 def _switch(session: Session, **settings: object) -> None:

@@ -1,0 +1,140 @@
+"""SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
+
+Every conversation starts with an empty cache. The questions are those of the released files, or
+made of the project's own bank. Few-shot rows (the paper's Table 4) ask every question alone, behind
+the n questions before it and their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import get_args
+
+from sirchat.errors import SettingError
+from sirchat.profile import changed
+from sirchat.session import Session
+from sirchat.tasks import made, released
+from sirchat.tasks.asking import read
+from sirchat.tasks.choice import Question, Scoring, take
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.study import Cell, Grid, Held, refuse_unknown, share_of_draws
+
+_SOURCES = {
+    "dailydialog": (made.dailydialog, released.dailydialog, "dailydialog.jsonl"),
+    "grocery": (made.grocery, released.grocery, "grocery_keys.jsonl"),
+}
+
+_COLUMNS = {released.DIALOGUE: "right", released.COMMONSENSE: "ACCc", released.GROCERY: "ACCg"}
+
+
+@dataclass(frozen=True)
+class MultipleChoice(Grid):
+    """The study; `limit` is conversations for each setting.
+
+    Attributes:
+        task: `dailydialog` or `grocery`.
+        scoring: how an option is taken.
+        shots: few-shot rows beside the settings.
+        data: a folder with the released files; none for made conversations.
+
+    Raises SettingError for an unknown scoring, or when the files can't be read.
+    """
+
+    task: str = "grocery"
+    scoring: Scoring = "paper"
+    shots: tuple[int, ...] = ()
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
+        if not self.conversations:
+            raise SettingError(f"data {self.data!r} has no conversations")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.task
+
+    @cached_property
+    def conversations(self) -> list[list[Question]]:
+        """The first `limit` conversations."""
+        make, load, file = _SOURCES[self.task]
+        if self.data is not None:
+            return load(Path(self.data) / file)[: self.limit]
+        return [make(self.seed, number) for number in range(self.limit)]
+
+    def cells(self) -> list[Cell]:
+        """The settings, then the few-shot rows, which forget nothing."""
+        alone = changed(self.settings[0], self.name, policy="full")
+        return super().cells() + [
+            Cell(f"{n}-shot", alone, (alone.seed,), shots=n) for n in self.shots
+        ]
+
+    def units(self) -> list[str]:
+        """Conversations, by number."""
+        return [str(number) for number in range(len(self.conversations))]
+
+    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Hold a conversation: by group, whether the option taken was the right one."""
+        questions = self.conversations[int(unit)]
+        found: dict[str, list[bool]] = {}
+        for number, one in enumerate(questions):
+            if cell.shots and len(one.replies) > 1:
+                session.reset()
+                for shot in questions[max(0, number - cell.shots) : number]:
+                    read(session, shot.text, shot.answer)
+            elif cell.shots:
+                continue
+            taken = take(session, one, self.scoring)
+            if len(one.replies) > 1:
+                found.setdefault(one.group, []).append(taken == one.right)
+        return {"right": found, "tokens": session.seen}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share of right options by setting, and how far it is from that of `sink`."""
+        held = self.held(found)
+        groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
+        stream = next((one for one in held if one.name.startswith("sink")), None)
+        columns = ["setting", *(_COLUMNS[group] for group in groups)]
+        columns += [f"{_COLUMNS[group]} - {stream.name}" for group in groups if stream]
+        rows: list[tuple[Value, ...]] = []
+        for one in held:
+            shares: list[Value] = [_right(one, group) for group in groups]
+            gaps = [_right(one, g).value - _right(stream, g).value for g in groups if stream]
+            rows.append((one.name, *shares, *gaps))
+        tokens = [one["tokens"] for key, one in found.items() if self._whole(key)] or [0]
+        facts = (
+            f"seed {self.seed}",
+            f"{len(self.conversations)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"scoring {self.scoring}",
+            f"data {self.data}" if self.data else "the project's own questions",
+        )
+        table = Table(self.name, tuple(columns), tuple(rows))
+        return Report(facts, (table,), self._plots(held, groups), details=self.asked())
+
+    def _whole(self, key: str) -> bool:
+        """Whether a unit was a whole conversation, and not its questions one by one."""
+        return not self.cells()[int(key.partition("/")[0])].shots
+
+    def _plots(self, held: list[Held], groups: list[str]) -> tuple[Plot, ...]:
+        """The shares by decay (the paper's Figure 6), where several decays are compared."""
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for cell, one in zip(self.cells(), held, strict=True):
+            setting = cell.setting
+            for group in groups if not cell.shots and setting.policy != "full" else ():
+                line = f"{setting.policy} {setting.budget} {_COLUMNS[group]}"
+                share = _right(one, group).value
+                lines.setdefault(line, []).append((setting.decay, share))
+        swept = {name: tuple(sorted(points)) for name, points in lines.items() if len(points) > 1}
+        return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
+
+
+def _right(held: Held, group: str) -> Measured:
+    draws = [
+        [right for one in draw for right in one["right"].get(group, [])] for draw in held.draws
+    ]
+    return share_of_draws(draws)

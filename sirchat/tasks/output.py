@@ -1,0 +1,158 @@
+"""Writes a report: to the terminal, as JSON, and as files in a folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Drawn
+
+from sirchat.tasks.report import Measured, Plot, Record, Report, Table, Value
+
+
+def record_of(report: Report, head: Record) -> Record:
+    """All of a report, to be written as JSON."""
+    tables = {table.name: _plain_table(table) for table in report.tables}
+    return {**head, "tables": tables, **report.details}
+
+
+def print_json(record: Record) -> None:
+    """Print a record to stdout."""
+    Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
+
+
+def print_report(report: Report, head: Record) -> None:
+    """Print tables to stdout, under what they are of."""
+    console = Console(highlight=False)
+    console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
+    for table in report.tables:
+        drawn = Drawn(title=table.name, title_justify="left", box=None)
+        for number, column in enumerate(table.columns):
+            drawn.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        for row in table.rows:
+            drawn.add_row(*(_text(value, table.digits) for value in row))
+        console.print()
+        console.print(drawn)
+
+
+def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:
+    """Put JSON, Markdown, a CSV file for each table and a plot for each figure into a folder.
+
+    Gives what could not be written, and why.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = json.dumps(record_of(report, head), indent=2)
+    (folder / f"{name}.json").write_text(record + "\n", "utf-8")
+    (folder / f"{name}.md").write_text(markdown(report, head), "utf-8")
+    for number, table in enumerate(report.tables):
+        (folder / f"{_numbered(name, number)}.csv").write_text(_csv(table), "utf-8")
+    for number, figure in enumerate(report.plots):
+        if not draw(figure, folder / f"{_numbered(name, number)}.svg"):
+            return ["no plot: pip install 'sirchat[plots]'"]
+    return []
+
+
+def markdown(report: Report, head: Record) -> str:
+    """Tables as Markdown, under what they are of."""
+    facts, command = _heading(report, head)
+    parts = [f"{facts}\n\n`{command}`\n"]
+    for table in report.tables:
+        lines = [table.columns, ("---",) + ("---:",) * (len(table.columns) - 1)]
+        lines += [tuple(_text(value, table.digits) for value in row) for row in table.rows]
+        cells = (" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines)
+        parts.append(f"**{table.name}**\n\n" + "".join(f"| {line} |\n" for line in cells))
+    return "\n".join(parts)
+
+
+def draw(plot: Plot, path: Path) -> bool:
+    """A plot as SVG; False where matplotlib is not installed."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    with rc_context({"svg.hashsalt": plot.name}):  # the same figure gives the same file
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, points in plot.lines.items():
+            style = "--" if name in plot.dashed else "-"
+            axes.plot(*zip(*points, strict=True), style, marker=".", label=name)
+        axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.name)
+        if plot.log_x:
+            ticks = sorted({x for points in plot.lines.values() for x, _ in points})
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+        figure.legend(loc="outside right upper", fontsize="small")
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    return True
+
+
+def _heading(report: Report, head: Record) -> tuple[str, str]:
+    model = f"{head['task']}: {head['model']} ({head['revision'][:12]}) on {head['device']}"
+    versions = f"sirchat {head['sirchat']}, torch {head['torch']}"
+    facts = ", ".join([model, head["dtype"], *report.facts])
+    return f"{facts}; {versions}, transformers {head['transformers']}", head["command"]
+
+
+def _text(value: Value, digits: int) -> str:
+    if isinstance(value, Measured):
+        if math.isinf(value.low):
+            return f"{value.value:.{digits}f}"
+        return f"{value.value:.{digits}f} ({value.low:.2f} to {value.high:.2f})"
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def _plain_table(table: Table) -> Record:
+    rows = [[_plain(value) for value in row] for row in table.rows]
+    return {"columns": list(table.columns), "rows": rows}
+
+
+def _plain(value: Value) -> object:
+    if not isinstance(value, Measured):
+        return value
+    return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
+
+
+def _csv(table: Table) -> str:
+    """A table as CSV; a number with an interval takes three columns."""
+    wide = {
+        number
+        for number in range(len(table.columns))
+        if any(isinstance(row[number], Measured) for row in table.rows)
+    }
+    file = io.StringIO()
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(_spread(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high")))
+    for row in table.rows:
+        rows.writerow(_spread(row, wide, _bounds))
+    return file.getvalue()
+
+
+def _spread(
+    row: tuple[Value, ...], wide: set[int], three: Callable[[Value], tuple[Value, ...]]
+) -> list[Value]:
+    """A row with three values for each of the wide columns."""
+    return [
+        one
+        for number, value in enumerate(row)
+        for one in (three(value) if number in wide else (value,))
+    ]
+
+
+def _bounds(value: Value) -> tuple[Value, ...]:
+    if isinstance(value, Measured):
+        return value.value, value.low, value.high
+    return value, None, None
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number + 1}" if number else name

@@ -1,0 +1,170 @@
+"""Studies: the same units for every setting, a journal, a report in every form."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from chatting import babbler, tiny
+from command import run
+
+from sirchat.errors import SettingError
+from sirchat.profile import Profile
+from sirchat.tasks.multiple_choice import MultipleChoice
+from sirchat.tasks.output import draw, markdown, record_of, write_report
+from sirchat.tasks.perplexity import Perplexity
+from sirchat.tasks.report import Measured, Plot, Report, Table, about
+from sirchat.tasks.run import findings
+from sirchat.tasks.study import share, share_of_draws
+
+SINK = Profile(policy="sink", budget=64)
+RANDOM = Profile(policy="random", budget=64, seed=5)
+
+REPORT = Report(
+    facts=("seed 0", "2 conversations"),
+    tables=(
+        Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
+        Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
+    ),
+    plots=(Plot("curve", "n", "right", {"a": ((1.0, 0.5), (10.0, 0.7))}, log_x=True),),
+    details={"seed": 0},
+)
+
+
+def test_a_policy_that_draws_lots_is_run_with_several() -> None:
+    study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
+    assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [
+        f"1/{seed}/{unit}" for seed in (5, 6, 7) for unit in "01"
+    ]
+    sink, random = study.held(findings(study, babbler()))
+    assert [len(one.draws) for one in (sink, random)] == [1, 3]
+    assert len(random.all) == 6
+
+
+def test_the_interval_over_draws_is_of_their_mean() -> None:
+    assert share_of_draws([[True, False]]) == share([True, False])
+    over = share_of_draws([[True, False], [True, True], [False, False]])
+    assert over.value == 0.5
+    assert over.low < 0 < 1 < over.high  # three draws tell little
+
+
+def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
+    head = about(tiny(), "test", "sirchat eval test --limit 2")
+    assert write_report(REPORT, head, tmp_path, "test") == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["test-2.csv", "test.csv", "test.json", "test.md", "test.svg"]
+    record = json.loads((tmp_path / "test.json").read_text("utf-8"))
+    assert record == json.loads(json.dumps(record_of(REPORT, head)))
+    first = record["tables"]["First"]["rows"][0]
+    assert (first[0], first[1]["value"], first[2]) == ("a | b", 0.5, 1200)
+    with (tmp_path / "test.csv").open() as file:
+        header, row = csv.reader(file)
+    assert header == ["setting", "right", "right low", "right high", "tokens"]
+    assert (row[0], float(row[1]), float(row[2])) == ("a | b", 0.5, first[1]["low"])
+    text = (tmp_path / "test.md").read_text("utf-8")
+    assert text == markdown(REPORT, head)
+    assert "`sirchat eval test --limit 2`" in text
+    assert r"| a \| b | 0.500 (0.09 to 0.91) | 1,200 |" in text
+    assert "| two |  |" in text
+    for part in ("tiny", "cpu", "float32", "torch", "transformers", "seed 0"):
+        assert part in text.splitlines()[0]
+
+
+def test_a_share_without_an_interval_has_none_in_json() -> None:
+    report = Report((), (Table("t", ("a", "b"), (("x", Measured(0.5, -math.inf, math.inf)),)),))
+    record = record_of(report, {})
+    assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
+    json.loads(json.dumps(record, allow_nan=False))
+
+
+def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
+    (plot,) = REPORT.plots
+    for name in ("one.svg", "two.svg"):
+        assert draw(plot, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Killed at two moments, then left to end: the same files, byte for byte."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
+    words += ["--budgets", "64", "--repeats", "2"]
+
+    def command(out: Path) -> list[str]:
+        return [sys.executable, "-m", "sirchat", *words, "--out", str(out)]
+
+    subprocess.run(command(straight), check=True, capture_output=True)
+    for lines in (2, 4):
+        started = subprocess.Popen(command(broken), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        journal = broken / "dailydialog.jsonl"
+        while started.poll() is None:
+            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+                started.send_signal(signal.SIGKILL)
+            time.sleep(0.01)
+        started.communicate()
+        assert started.returncode == -signal.SIGKILL
+    subprocess.run(command(broken), check=True, capture_output=True)
+    for path in straight.iterdir():
+        one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
+        assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
+
+
+def test_results_of_another_model_are_not_gone_on_with(tmp_path: Path) -> None:
+    study = MultipleChoice((SINK,), 1, task="dailydialog")
+    findings(study, babbler(), tmp_path)
+    with pytest.raises(SettingError, match="another run"):
+        findings(study, tiny(), tmp_path)
+
+
+def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
+    model = tiny()
+    study = Perplexity((Profile(policy="full"),), 400)
+    ids = [token for piece in study.rounds(model) for token in piece]
+    assert len(ids) == 400
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    (found,) = findings(study, model).values()
+    assert found["tokens"] == 400
+    for at, mean in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
+        assert mean == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
+    assert len(found["nats"]) == 100
+
+
+def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
+    settings = (Profile(policy="full"), SINK, Profile(policy="window", budget=64))
+    study = Perplexity(settings, 300, text=str(file))
+    (table,) = study.report(findings(study, tiny())).tables
+    assert [row[0] for row in table.rows] == ["full", "sink 64", "window 64"]
+    assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
+    with pytest.raises(SettingError, match="can't be read"):
+        Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
+
+
+def test_full_reads_on_beyond_the_models_length() -> None:
+    study = Perplexity((Profile(policy="full"),), 4_200)
+    (found,) = findings(study, babbler()).values()
+    assert found["tokens"] == 4_200  # of 4,096
+
+
+def test_the_command_of_a_study_refuses_in_one_line() -> None:
+    for words, hint in (
+        (("grocery", "--policies", "entropie"), "entropy"),
+        (("grocery", "--shots", "x"), "numbers"),
+        (("recall", "--ask", "tell"), "told"),
+        (("perplexity", "--text", "/nowhere"), "can't be read"),
+    ):
+        done = run("eval", *words)
+        assert done.returncode == 2, words
+        assert hint in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2
