@@ -3,7 +3,8 @@
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,6 +16,7 @@ from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, load, profile_of
 from sirchat.memory.policies import policy_class
 from sirchat.profile import Profile, changed, parse_value
+from sirchat.yaml12 import parse_scalar
 
 if TYPE_CHECKING:
     from sirchat.tasks.study import Study
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")]
 Budgets = Annotated[str, typer.Option(help="Budgets to compare, with commas.", metavar="N,M,...")]
 Decays = Annotated[str, typer.Option(help="Decays to compare, with commas.", metavar="X,Y,...")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Values of a setting, or of an option of a policy, to compare; can be repeated.",
+        metavar="KEY=A,B,...",
+    ),
+]
 Repeats = Annotated[
     int, typer.Option(help="How often a policy that draws lots is run, with other lots.", min=1)
 ]
@@ -30,6 +39,10 @@ Out = Annotated[
     typer.Option(help="A folder for results as they come, and for the report.", metavar="DIR"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
+
+
+_POLICIES_OWN = ("budget", "decay", "recent", "sinks")
+"""Settings that a policy may make no use of."""
 
 
 class Compared(NamedTuple):
@@ -78,6 +91,57 @@ def study(
         app.command(name)(with_settings(command))
 
     return register
+
+
+def settings_of(
+    profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
+) -> tuple[Profile, ...]:
+    """A profile for each row of a comparison, without what its policy makes no use of.
+
+    Raises SettingError for a value that is not allowed, and for a sweep of something unknown.
+    """
+    swept = dict(_swept(one) for one in sweep)
+    axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
+    settings: list[Profile] = []
+    for values in product(*(axes | swept).values()):
+        given = dict(zip(axes | swept, values, strict=True))
+        setting = changed(profile, "eval", **_own(given))
+        if setting not in settings:
+            settings.append(setting)
+    if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
+        raise SettingError(f"sweep: none of {policies} has a setting or option {unused[0]}")
+    return tuple(settings)
+
+
+def _swept(text: str) -> tuple[str, list[str]]:
+    """`recent=16,32`: the name of a setting, or of an option of a policy, and its values."""
+    key, equals, values = text.partition("=")
+    if not equals or not key or not all(values.split(",")):
+        raise SettingError(
+            f"sweep is {shown(text)}, must be a setting and its values, such as recent=16,32"
+        )
+    return key.replace("-", "_"), values.split(",")
+
+
+def _own(given: dict[str, str]) -> dict[str, object]:
+    """What a row sets: what its policy makes use of."""
+    policy = given["policy"]
+    own: dict[str, object] = {"policy": policy, "decay": 1.0}
+    options: dict[str, object] = {}
+    for key, text in given.items():
+        if key != "policy" and not _lacks(key, policy):
+            if key in Profile.model_fields:
+                own[key] = parse_value(key, text)
+            else:
+                options[key] = parse_scalar(text)
+    return own | ({"policy_options": options} if options else {})
+
+
+def _lacks(key: str, policy: str) -> bool:
+    """Whether a policy makes no use of a setting of policies, or has no such option."""
+    kind = policy_class(policy)
+    known = {*kind.uses, *(field.name for field in fields(kind))}
+    return key not in known and (key in _POLICIES_OWN or key not in Profile.model_fields)
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
@@ -134,6 +198,7 @@ def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
             ("policies", Policies, defaults.policies),
             ("budgets", Budgets, defaults.budgets),
             ("decays", Decays, defaults.decays),
+            ("sweep", Sweep, None),
             ("limit", limit, defaults.limit),
             ("repeats", Repeats, 3),
         )
@@ -141,19 +206,13 @@ def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
 
 
 def _compared(
-    profile: Profile, policies: str, budgets: str, decays: str, limit: int, repeats: int
+    profile: Profile,
+    policies: str,
+    budgets: str,
+    decays: str,
+    sweep: list[str] | None,
+    limit: int,
+    repeats: int,
 ) -> Compared:
-    """A profile for each row of a comparison, without what its policy makes no use of."""
-    settings: list[Profile] = []
-    for policy, budget, decay in product(
-        policies.split(","), budgets.split(","), decays.split(",")
-    ):
-        own: dict[str, object] = {"policy": policy, "decay": 1.0}
-        if policy_class(policy).bounded:
-            own["budget"] = parse_value("budget", budget)
-        if "decay" in policy_class(policy).uses:
-            own["decay"] = parse_value("decay", decay)
-        setting = changed(profile, "eval", **own)
-        if setting not in settings:
-            settings.append(setting)
-    return Compared(tuple(settings), limit, profile.seed, repeats)
+    settings = settings_of(profile, policies, budgets, decays, sweep or ())
+    return Compared(settings, limit, profile.seed, repeats)

@@ -49,11 +49,31 @@ def test_a_policy_that_draws_lots_is_run_with_several() -> None:
     assert len(random.all) == 6
 
 
-def test_the_interval_over_draws_is_of_their_mean() -> None:
+def test_the_interval_over_draws_is_the_wider_of_answers_and_lots() -> None:
     assert share_of_draws([[True, False]]) == share([True, False])
-    over = share_of_draws([[True, False], [True, True], [False, False]])
-    assert over.value == 0.5
-    assert over.low < 0 < 1 < over.high  # three draws tell little
+    lots = share_of_draws([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+    assert lots.value == pytest.approx(14 / 27)
+    assert (lots.low, lots.high) == (0.0, 1.0)  # three draws tell little
+    same = share_of_draws([[False] * 9] * 3)
+    assert same == share([False] * 27)
+
+
+def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
+    flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
+    done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [row[0] for row in json.loads(done.stdout)["tables"]["dailydialog"]["rows"]]
+    assert rows == [
+        "reservoir 256 recent 8 sample 20",
+        "reservoir 256 recent 8 sample 30",
+        "reservoir 256 recent 16 sample 20",
+        "reservoir 256 recent 16 sample 30",
+        "sink 256",
+    ]
+    for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
+        refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
+        assert refused.returncode == 2
+        assert hint in refused.stderr
 
 
 def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, as_typed
 from sirchat.saving import fingerprint
+from sirchat.settings import has_effect
 
 Record = dict[str, Any]
 
@@ -89,18 +90,28 @@ def revision(model: LoadedModel) -> str:
     return getattr(model.module.config, "_commit_hash", None) or fingerprint(model)
 
 
-def setting_name(setting: Profile) -> str:
-    """A setting in a few words: `entropy 256 decay 0.8`."""
+def setting_names(settings: Sequence[Profile]) -> list[str]:
+    """Each setting in a few words, `entropy 256 decay 0.8`; what they differ in is among them."""
+    differ = [
+        key
+        for key in Profile.model_fields
+        if key not in _NAMED and any(getattr(s, key) != getattr(settings[0], key) for s in settings)
+    ]
+    return [_name(setting, differ) for setting in settings]
+
+
+_NAMED = ("policy", "budget", "decay", "policy_options")
+
+
+def _name(setting: Profile, differ: Sequence[str]) -> str:
+    policy = policy_class(setting.policy)
     parts = [setting.policy]
-    if policy_class(setting.policy).bounded:
+    if policy.bounded:
         parts.append(str(setting.budget))
     if setting.decay != 1:
         parts.append(f"decay {setting.decay:g}")
+    if policy.bounded:
+        told = [key for key in differ if has_effect(setting, key)]
+        parts += [f"{key} {as_typed(getattr(setting, key))}" for key in told]
     parts += [f"{key} {as_typed(value)}" for key, value in setting.policy_options.items()]
     return " ".join(parts)
-
-
-def setting_record(setting: Profile) -> Record:
-    """The settings that a row of a comparison may differ in."""
-    names = ("policy", "budget", "decay", "sinks", "recent")
-    return {name: getattr(setting, name) for name in names} | setting.policy_options

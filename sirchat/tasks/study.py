@@ -18,7 +18,7 @@ from sirchat.profile import Profile, changed
 from sirchat.session import Session
 from sirchat.tasks.interval import mean_interval, wilson
 from sirchat.tasks.journal import Record
-from sirchat.tasks.report import Measured, Report, setting_name
+from sirchat.tasks.report import Measured, Report, setting_names
 
 Work = Callable[[str], Record]
 
@@ -120,7 +120,11 @@ class Grid(ABC):
 
     def cells(self) -> list[Cell]:
         """The rows of the table."""
-        return [Cell(setting_name(one), one, self._seeds(one)) for one in self.settings]
+        names = setting_names(self.settings)
+        return [
+            Cell(name, setting, self._seeds(setting))
+            for name, setting in zip(names, self.settings, strict=True)
+        ]
 
     def keys(self) -> list[str]:
         """Every unit under every setting."""
@@ -170,13 +174,17 @@ def share(right: Iterable[bool]) -> Measured:
 
 
 def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
-    """The share that is true: with one draw of the lots Wilson's interval, else that of the mean.
+    """The share that is true, over several draws of the lots or one.
 
-    The interval of several draws is Student's, over the draws: how far the lots matter.
+    The interval is Wilson's of all answers together; or Student's over the draws, how far the lots
+    matter, where that is wider.
     """
+    pooled = share([one for draw in draws for one in draw])
     if len(draws) == 1:
-        return share(draws[0])
-    return mean([sum(one) / max(1, len(one)) for one in draws])
+        return pooled
+    spread = mean([sum(one) / max(1, len(one)) for one in draws])
+    low, high = max(0.0, min(pooled.low, spread.low)), min(1.0, max(pooled.high, spread.high))
+    return Measured(spread.value, low, high)
 
 
 def mean(values: Sequence[float]) -> Measured:
