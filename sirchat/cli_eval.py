@@ -106,6 +106,34 @@ def perplexity(
     return Perplexity(*compared, text)
 
 
+@study(eval_app, "attention", None)
+def attention(
+    profile: Profile,
+    limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
+    tokens: Annotated[int, typer.Option(help="Tokens read of each text.")] = 40,
+    text: Annotated[
+        str | None, typer.Option(help="A file with a text a line; else talk of our own.")
+    ] = None,
+) -> "Study":
+    """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
+    from sirchat.tasks.attention import Attention
+
+    return Attention(profile, limit, tokens, text)
+
+
+@study(
+    eval_app, "uniformity", Defaults("reservoir,random", "96", "1", 300, "Lots for each setting.")
+)
+def uniformity(
+    compared: Compared,
+    rounds: Annotated[int, typer.Option(help="Rounds of the stream.", min=1)] = 8,
+) -> "Study":
+    """Read one stream with many lots: how often each tenth of it is still held."""
+    from sirchat.tasks.uniformity import Uniformity
+
+    return Uniformity(*compared, rounds)
+
+
 @study(eval_app, "retrieval", None)
 def retrieval(
     profile: Profile,

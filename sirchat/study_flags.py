@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -38,6 +39,14 @@ Out = Annotated[
     Path | None,
     typer.Option(help="A folder for results as they come, and for the report.", metavar="DIR"),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the work over a Ray cluster: its address, auto, or local to start one here.",
+        metavar="ADDRESS",
+    ),
+]
+Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 
 
@@ -161,14 +170,21 @@ def _run(
     made: "Study",
     profile: Profile,
     out: Path | None,
+    ray: str | None,
+    workers: int,
     trust_remote_code: bool,
     json: bool,
     debug: bool,
 ) -> None:
     model = load(profile, trust_remote_code)
     from sirchat.tasks.run import run
+    from sirchat.tasks.spread import Cluster, spread
 
-    run(made, model, command=command_line(), out=out, as_json=json)
+    elsewhere = None
+    if ray is not None:
+        cluster = Cluster(ray, workers, 1.0 if model.device.type == "cuda" else 0.0)
+        elsewhere = partial(spread, load=partial(load, profile, trust_remote_code), cluster=cluster)
+    run(made, model, command=command_line(), out=out, as_json=json, elsewhere=elsewhere)
 
 
 def _keyword(
@@ -183,6 +199,8 @@ _COMMON = {
     name: _keyword(name, annotation, default)
     for name, annotation, default in (
         ("out", Out, None),
+        ("ray", Ray, None),
+        ("workers", Workers, 2),
         ("trust_remote_code", Trust, False),
         ("json", Json, False),
         ("debug", Debug, False),

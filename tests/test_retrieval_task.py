@@ -11,7 +11,6 @@ from command import run
 
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
-from sirchat.tasks.journal import Journal
 from sirchat.tasks.retrieval import (
     BASE,
     EVERYTHING,
@@ -33,38 +32,6 @@ FEW = Retrieval(
     measures=("attention", "random"),
     spans=(0,),
 )
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    done: list[str] = []
-
-    def work(key: str) -> dict[str, object]:
-        if key == "3" and len(done) == 3:
-            raise KeyboardInterrupt
-        done.append(key)
-        return {"square": int(key) ** 2}
-
-    keys = [str(n) for n in range(6)]
-    straight = dict(Journal(None, {}).run(keys, lambda key: {"square": int(key) ** 2}))
-    path = tmp_path / "new" / "journal.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        list(Journal(path, {"seed": 1}).run(keys, work))
-    with path.open("a") as file:
-        file.write('{"key": "3", "fou')  # cut off in the middle of a write
-    done.append("again")
-    assert dict(Journal(path, {"seed": 1}).run(keys, work)) == straight
-    assert done == ["0", "1", "2", "again", "3", "4", "5"]
-    one = path.read_bytes()
-    assert dict(Journal(path, {"seed": 1}).run(keys, work)) == straight
-    assert path.read_bytes() == one
-
-
-def test_a_journal_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    list(Journal(path, {"counts": (1, 2)}).run(["0"], lambda key: {}))
-    list(Journal(path, {"counts": (1, 2)}).run(["0"], lambda key: pytest.fail("known already")))
-    with pytest.raises(SettingError, match="another run"):
-        Journal(path, {"counts": (1, 3)})
 
 
 def test_every_way_is_asked_at_every_count() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ from chatting import babbler, tiny
 from command import run
 
 from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
 from sirchat.profile import Profile
+from sirchat.tasks.journal import Record
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.output import draw, markdown, record_of, write_report
 from sirchat.tasks.perplexity import Perplexity
 from sirchat.tasks.report import Measured, Plot, Report, Table, about
 from sirchat.tasks.run import findings
-from sirchat.tasks.study import share, share_of_draws
+from sirchat.tasks.study import Study, Work, share, share_of_draws
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -110,6 +113,60 @@ def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
         assert draw(plot, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+class Squares:
+    """A study of whole numbers, which may be broken off at one of them."""
+
+    name = "squares"
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.done = stop, list[str]()
+
+    def asked(self) -> Record:
+        return {"power": 2, "of": (0, 6)}
+
+    def keys(self) -> list[str]:
+        return [str(number) for number in range(6)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        def work(key: str) -> Record:
+            if int(key) == self.stop:
+                raise KeyboardInterrupt
+            self.done.append(key)
+            return {"square": int(key) ** 2}
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        return Report((), ())
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    straight, out = findings(Squares(), babbler()), tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt):
+        findings(Squares(stop=3), babbler(), out)
+    journal = out / "squares.jsonl"
+    with journal.open("a") as file:
+        file.write('{"key": "3", "fou')  # cut off in the middle of a write
+    rest = Squares()
+    assert findings(rest, babbler(), out) == straight
+    assert rest.done == ["3", "4", "5"]
+    whole = journal.read_bytes()
+    known = Squares(stop=0)
+    assert findings(known, babbler(), out) == straight
+    assert known.done == []
+    assert journal.read_bytes() == whole
+
+
+def test_units_may_end_in_any_order(tmp_path: Path) -> None:
+    def backwards(study: Study, keys: list[str]) -> Iterator[tuple[str, Record]]:
+        work = study.worker(babbler())
+        return ((key, work(key)) for key in reversed(keys))
+
+    found = findings(Squares(), babbler(), tmp_path, backwards)
+    assert list(found) == Squares().keys()
+    assert found == findings(Squares(), babbler(), tmp_path)
 
 
 def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:

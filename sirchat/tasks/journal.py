@@ -6,7 +6,7 @@ A run that was interrupted goes on where it stopped, and ends as if it had never
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,15 @@ class Journal:
         _write(path, lines or [about])
         self._done = {line["key"]: line["found"] for line in lines[1:]}
 
-    def run(
-        self, keys: Iterable[str], work: Callable[[str], Record]
-    ) -> Iterator[tuple[str, Record]]:
-        """What was found for each key, in order; what is not known yet is worked out and noted."""
-        for key in keys:
-            if key not in self._done:
-                self._note(key, work(key))
-            yield key, self._done[key]
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Which of these are not known yet."""
+        return [key for key in keys if key not in self._done]
 
-    def _note(self, key: str, found: Record) -> None:
+    def __getitem__(self, key: str) -> Record:
+        return self._done[key]
+
+    def note(self, key: str, found: Record) -> None:
+        """What a unit found, in whatever order units end."""
         self._done[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

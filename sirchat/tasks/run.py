@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -13,14 +14,26 @@ from sirchat.tasks.output import print_json, print_report, record_of, write_repo
 from sirchat.tasks.report import about, revision
 from sirchat.tasks.study import Study
 
+Elsewhere = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
+"""Does units of a study somewhere else, and gives what they found as they end."""
 
-def run(study: Study, model: LoadedModel, *, command: str, out: Path | None, as_json: bool) -> None:
+
+def run(
+    study: Study,
+    model: LoadedModel,
+    *,
+    command: str,
+    out: Path | None,
+    as_json: bool,
+    elsewhere: Elsewhere | None = None,
+) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
     With `out`, a folder, an interrupted run goes on where it stopped, and the report is written
-    there, too. Raises SettingError when the folder holds the results of another run.
+    there, too. With `elsewhere` it runs on a cluster. Raises SettingError when the folder holds
+    the results of another run.
     """
-    found = findings(study, model, out)
+    found = findings(study, model, out, elsewhere)
     report, head = study.report(found), about(model, study.name, command)
     notes = write_report(report, head, out, study.name) if out is not None else []
     if as_json:
@@ -31,14 +44,41 @@ def run(study: Study, model: LoadedModel, *, command: str, out: Path | None, as_
         Console(stderr=True).print(note, markup=False)
 
 
-def findings(study: Study, model: LoadedModel, out: Path | None = None) -> dict[str, Record]:
+def findings(
+    study: Study,
+    model: LoadedModel,
+    out: Path | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> dict[str, Record]:
     """What every unit found, by its key; what a journal in `out` knows is not done again."""
     asked = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
     journal = Journal(path, asked | study.asked())
     keys = study.keys()
+    missing = journal.missing(keys)
+    for key, one in _watched(_done(study, model, missing, elsewhere), keys, missing, study.name):
+        journal.note(key, one)
+    return {key: journal[key] for key in keys}
+
+
+def _done(
+    study: Study, model: LoadedModel, keys: list[str], elsewhere: Elsewhere | None
+) -> Iterator[tuple[str, Record]]:
+    if elsewhere is not None and keys:
+        return elsewhere(study, keys)
+    work = study.worker(model)
+    return ((key, work(key)) for key in keys)
+
+
+def _watched(
+    done: Iterator[tuple[str, Record]], keys: list[str], missing: list[str], name: str
+) -> Iterator[tuple[str, Record]]:
+    """Pass units on as they end, with a progress bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True, highlight=False)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        done = journal.run(keys, study.worker(model))
-        return dict(progress.track(done, total=len(keys), description=study.name))
+        known = len(keys) - len(missing)
+        bar = progress.add_task(name, total=len(keys), completed=known)
+        for one in done:
+            progress.advance(bar)
+            yield one

@@ -1,0 +1,183 @@
+"""Surprisal against attention (SirLLM, section 3.2, Figure 3): is what surprises looked at more?
+
+The first tokens of many texts are read without a cache. Of each text, the tokens but the first,
+which is a sink, and the last, which nothing looks at, are cut into four segments by surprisal,
+lowest first. A token's attention is what the tokens after it give it, on average over them and over
+heads; a segment's, the mean over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.errors import ModelError, SettingError
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.scoring import surprisal
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.study import Work
+from sirchat.template import Template
+from sirchat.training.dialogue import dialogue
+from sirchat.training.probe import QUIET
+
+SEGMENTS = 4
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The study.
+
+    Attributes:
+        profile: its seed draws the texts.
+        limit: texts.
+        tokens: read of each.
+        text: a UTF-8 file with a text a line; None for made conversations.
+
+    Raises SettingError for too few tokens, and when the file can't be read.
+    """
+
+    profile: Profile
+    limit: int = 256
+    tokens: int = 40
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < SEGMENTS + 2:
+            raise SettingError(f"tokens is {self.tokens}, must be at least {SEGMENTS + 2}")
+        self._lines()
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "attention"
+
+    def asked(self) -> Record:
+        """All that the findings depend on."""
+        return {
+            "limit": self.limit,
+            "tokens": self.tokens,
+            "text": self.text,
+            "seed": self.profile.seed,
+        }
+
+    def keys(self) -> list[str]:
+        """Texts, by number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        """Reads a text: by layer, the attention of the first token and of each segment."""
+        return lambda key: _read(model, self._ids(model, int(key)))
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Mean weight and rank of each segment over layers, as in the paper; and by layer."""
+        layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
+        first, weights = layers[:, 0], layers[:, 1:]
+        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 is looked at most
+        rows: list[tuple[Value, ...]] = [
+            (str(at + 1), _mean(weights[:, at]), _mean(ranks[:, at]), _mean(ranks[:, at] == 1))
+            for at in range(SEGMENTS)
+        ]
+        rows.append(("the first token", _mean(first), None, None))
+        columns = ("segment by surprisal", "mean weight", "mean rank", "ranks first in layers")
+        lines = {
+            f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))
+            for at in range(SEGMENTS)
+        }
+        facts = (
+            f"seed {self.profile.seed}",
+            f"{self.limit} texts of {self.tokens} tokens",
+            f"text {self.text}" if self.text else "talk of the bundled model's world",
+        )
+        table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
+        plot = Plot("attention by surprisal", "layer", "mean weight", lines)
+        return Report(facts, (table,), (plot,), self.asked())
+
+    def _ids(self, model: LoadedModel, number: int) -> list[int]:
+        lines = self._lines()
+        if lines is not None:
+            ids: list[int] = model.tokenizer(lines[number])["input_ids"][: self.tokens]
+        else:
+            template, ids = Template(model.tokenizer), []
+            for user, reply in self._talk(number):
+                turn = template.user(user) if ids else template.opening(user)[1]
+                ids += [*turn.ids, *template.assistant(reply).ids, *template.closing]
+            ids = ids[: self.tokens]
+        if len(ids) < self.tokens:
+            raise SettingError(f"text {number + 1} has {len(ids)} tokens, must have {self.tokens}")
+        return ids
+
+    def _talk(self, number: int) -> Iterator[tuple[str, str]]:
+        rng = Random(f"attention/{self.profile.seed}/{number}")
+        said = [one.text for one in dialogue(rng, self.tokens, QUIET) if one.role != "system"]
+        return zip(said[::2], said[1::2], strict=False)
+
+    def _lines(self) -> list[str] | None:
+        if self.text is None:
+            return None
+        try:
+            lines = [line for line in Path(self.text).read_text("utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"text {self.text!r} can't be read: {error}") from None
+        if len(lines) < self.limit:
+            raise SettingError(f"text {self.text!r} has {len(lines)} lines, not {self.limit}")
+        return lines
+
+
+def by_segment(received: Floats, nats: Floats) -> Floats:
+    """The first token's attention, then each segment's mean [1 + SEGMENTS].
+
+    `received` [n] is each token's attention, `nats` [n] its surprisal (the first's does not count).
+    """
+    inner = np.argsort(nats[1:-1], kind="stable") + 1
+    means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
+    return np.array([received[0], *means])
+
+
+def received(weights: Tensor) -> Tensor:
+    """Of attention weights [H, n, n], what the tokens after each give it [n - 1], on average."""
+    mean = weights.float().mean(0)  # [n, n]
+    after = torch.arange(len(mean) - 1, 0, -1)
+    return mean.tril(-1).sum(0)[:-1] / after
+
+
+def _read(model: LoadedModel, ids: list[int]) -> Record:
+    with _seen(model.module) as module, torch.inference_mode():
+        tokens = torch.tensor([ids], device=model.device)
+        out = module(input_ids=tokens, use_cache=False, output_attentions=True)
+    if not out.attentions or out.attentions[0] is None:
+        raise ModelError(f"model {model.name!r} does not tell its attention weights")
+    nats = np.zeros(len(ids))
+    nats[1:] = surprisal(out.logits[0, :-1], tokens[0, 1:]).cpu().numpy()
+    weights = [
+        by_segment(np.append(received(layer[0]).cpu().double().numpy(), 0.0), nats).tolist()
+        for layer in out.attentions
+    ]
+    return {"weights": weights}
+
+
+@contextmanager
+def _seen(module: Any) -> Iterator[Any]:
+    """The module with an attention that tells its weights."""
+    usual = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        yield module
+    finally:
+        module.set_attn_implementation(usual)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean())

@@ -1,0 +1,121 @@
+"""Is a reservoir uniform? How often each token of a stream is still held, over many lots.
+
+One stream is read under each policy with other lots each time. Of the tokens that are no sinks, and
+older than the budget, so that nothing but the lots can have kept them, each should be held equally
+often. The test is Pearson's, over tenths of the stream; its p-value is Wilson and Hilferty's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+
+from sirchat.memory.policies import policy_class
+from sirchat.session import Session
+from sirchat.tasks.asking import read
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.study import Cell, Grid, Held
+from sirchat.training.dialogue import quiz
+
+PARTS = 10
+
+
+@dataclass(frozen=True)
+class Uniformity(Grid):
+    """The study; `limit` is the lots drawn for each setting.
+
+    Attributes:
+        rounds: of the stream; the same for every draw.
+    """
+
+    rounds: int = 8
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "uniformity"
+
+    def cells(self) -> list[Cell]:
+        """A row for each setting, with all the lots; one where the policy draws none."""
+        made = super().cells()
+        return [replace(one, seeds=self._lots(one)) for one in made]
+
+    def units(self) -> list[str]:
+        """The one stream."""
+        return ["stream"]
+
+    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the stream: how many tokens of each tenth of it are held, and how many it has."""
+        rng = Random(f"uniformity/{self.seed}")
+        for _ in range(self.rounds):
+            user, reply = quiz(rng, 5)
+            read(session, user.text, reply.text)
+        first, end = cell.setting.sinks, session.seen - session.budget
+        held = np.array([row.position for row in session.snapshot().rows])
+        edges = np.linspace(first, end, PARTS + 1).round()
+        counts, _ = np.histogram(held[(held >= first) & (held < end)], edges)
+        return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share held of each tenth, and how likely such differences are by chance."""
+        held = self.held(found)
+        columns = ("tenth of the stream", *(one.name for one in held))
+        shares = {one.name: _shares(one) for one in held}
+        tests = [_uniform(one) for one in held]
+        rows: list[tuple[Value, ...]] = [
+            (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
+        ]
+        rows.append(("lots", *(len(one.draws) for one in held)))
+        rows.append(("chi2, 9 degrees", *(chi2 for chi2, _ in tests)))
+        rows.append(("p", *(p for _, p in tests)))
+        lines = {
+            name: tuple((float(n + 1), share) for n, share in enumerate(values))
+            for name, values in shares.items()
+        }
+        seen = sum(next(iter(found.values()))["of"]) if found else 0
+        facts = (
+            f"seed {self.seed}",
+            f"a stream of {seen:,} tokens that are no sinks and older than the budget",
+        )
+        table = Table("Share still held", columns, tuple(rows), digits=4)
+        plot = Plot("share still held", "tenth of the stream", "share", lines)
+        return Report(facts, (table,), (plot,), self.asked())
+
+    def _lots(self, cell: Cell) -> tuple[int, ...]:
+        draws = "seed" in policy_class(cell.setting.policy).uses
+        return tuple(range(self.seed, self.seed + self.limit)) if draws else (self.seed,)
+
+
+def _shares(one: Held) -> list[float]:
+    held = np.sum([each["held"] for each in one.all], axis=0)
+    return (held / np.sum([each["of"] for each in one.all], axis=0)).tolist()  # type: ignore[no-any-return]
+
+
+def _uniform(one: Held) -> tuple[float, float]:
+    """Pearson's statistic over tenths and its p-value, that all tenths are held equally often.
+
+    A sample without replacement varies less than independent draws by 1 - share held; the statistic
+    is corrected for that.
+    """
+    held = np.sum([each["held"] for each in one.all], axis=0).astype(float)
+    there = np.sum([each["of"] for each in one.all], axis=0).astype(float)
+    share = held.sum() / there.sum()
+    if not 0 < share < 1:
+        return 0.0, 1.0
+    chi2 = float(((held - there * share) ** 2 / (there * share)).sum() / (1 - share))
+    return chi2, above(chi2, PARTS - 1)
+
+
+def above(chi2: float, freedom: int) -> float:
+    """The chance of more than `chi2` with so many degrees of freedom.
+
+    Wilson and Hilferty's approximation, right to 0.001 from nine degrees on.
+    """
+    spread = 2 / (9 * freedom)
+    z = ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return 0.5 * math.erfc(z / math.sqrt(2))
