@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from sirchat.profile import Profile
+from sirchat.profile import Profile, changed
 from sirchat.study_flags import Compared, Defaults, study, whole_numbers
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def uniformity(
 def retrieval(
     profile: Profile,
     task: Annotated[
-        str, typer.Option(help="What is told.", metavar="stories-3|stories-10|facts-12|facts-40")
+        str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
     ] = "facts-12",
     limit: Annotated[int, typer.Option(help="Conversations.", min=1)] = 200,
     base: Annotated[int, typer.Option(help="Base budget in tokens.", min=24)] = 72,
@@ -154,6 +154,9 @@ def retrieval(
     spans: Annotated[
         str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
     ] = "0,2",
+    data: Annotated[
+        str | None, typer.Option(help="A file of conversations, instead of a task's.")
+    ] = None,
 ) -> "Study":
     """Let a small budget forget, bring tokens back by each measure: the share of exact answers."""
     from sirchat.tasks.retrieval import Retrieval
@@ -167,7 +170,28 @@ def retrieval(
         tuple(measures.split(",")),
         tuple(weights.split(",")),
         whole_numbers("spans", spans),
+        data,
     )
+
+
+@study(eval_app, "privacy", None)
+def privacy(
+    profile: Profile,
+    task: Annotated[
+        str, typer.Option(help="What is told.", metavar="facts-12|facts-40|stories-10|...")
+    ] = "facts-12",
+    limit: Annotated[int, typer.Option(help="Conversations.", min=1)] = 100,
+    base: Annotated[int, typer.Option(help="Base budget in tokens.", min=24)] = 72,
+    counts: Annotated[
+        str, typer.Option(help="How many tokens come back; 0 for none.", metavar="N,M,...")
+    ] = "0,10,20,50,100,200",
+) -> "Study":
+    """Bring back more and more: how much of an old turn is let out, and what it is good for."""
+    from sirchat.tasks.privacy import Privacy
+
+    if profile.recall == "off":
+        profile = changed(profile, "eval", recall="on")
+    return Privacy(profile, task, limit, base, whole_numbers("counts", counts))
 
 
 def _multiple_choice(

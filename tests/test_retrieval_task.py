@@ -11,18 +11,17 @@ from command import run
 
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
+from sirchat.tasks.privacy import Privacy
 from sirchat.tasks.retrieval import (
     BASE,
     EVERYTHING,
     FULL,
-    TASKS,
     Retrieval,
     cells,
-    counted,
-    story,
 )
 from sirchat.tasks.run import findings
 from sirchat.tasks.study import share
+from sirchat.tasks.told import TASKS, Told, counted, released, told
 
 FEW = Retrieval(
     Profile(),
@@ -47,19 +46,58 @@ def test_every_way_is_asked_at_every_count() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_conversations_tell_what_they_ask_for(task: str) -> None:
-    options = Retrieval(Profile(), task=task)
     for number in range(20):
-        one = story(options, number)
-        assert one == story(options, number)
-        assert one != story(Retrieval(Profile(seed=1), task=task), number)
-        assert len(one.rounds) == TASKS[task] + (task.startswith("facts"))
-        told = [user.text for user, _ in one.rounds]
+        one = told(task, 0, number)
+        assert one == told(task, 0, number)
+        assert one != told(task, 1, number)
+        assert len(one.rounds) == TASKS[task] + task.startswith("facts")
+        users = [user for user, _ in one.rounds]
+        assert one.answers(one.answer)
+        assert not one.answers("I do not know.")
         if task.startswith("stories"):
-            numbers = [text.split("In story ")[1].split(",")[0] for text in told]
+            numbers = [text.split("In story ")[1].split(",")[0] for text in users]
             assert numbers == [str(n + 1) for n in range(TASKS[task])]
             words = one.answer.rstrip(".")
-            assert sum(words in text for text in told) == 1
-            assert words not in told[-1]
+            assert sum(words in text for text in users) == 1
+            assert words not in users[-1]
+        elif task.startswith("lines"):
+            line = one.question.removeprefix("What is the number in ").rstrip("?")
+            assert f"{line}: {one.answer}" in users[:-2]
+
+
+def test_a_right_answer_may_have_words_around_it_where_that_is_asked() -> None:
+    one = Told((), "", "In story 2, a Frog escaped.", within=True)
+    assert one.answers("1. In story 2,  a frog escaped. Is that right?")
+    assert not one.answers("In story 1, a frog escaped.")
+    assert one.may_answer("1. In")
+
+
+def test_released_conversations_ask_for_what_they_told(data: Path) -> None:
+    lines = released(data / "rag_questions.jsonl")
+    assert len(lines) == 10  # of eleven: one asks for a line that there is not
+    for one in lines:
+        line = one.question.removeprefix("What is the number in ").rstrip("?")
+        assert (f"{line}: {one.answer}", "OK.") in one.rounds
+    (story,) = released(data / "rag_A_test_story.jsonl")
+    assert story.answer.startswith("In story 2, a Frog escaped")
+    study = Retrieval(Profile(), limit=3, data=str(data / "rag_questions.jsonl"))
+    assert (study.name, study.keys()) == ("rag_questions", ["0", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "can't be read"),
+        ("[]", "can't be read"),
+        ('{"turn": []}', "can't be read"),
+        ('{"turns": ["Line 1: 5", "What is the number in Line 2?"]}', "no conversation"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "data.jsonl").write_text(text, "utf-8")
+    with pytest.raises(SettingError, match=words):
+        Retrieval(Profile(), data=str(tmp_path / "data.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -109,3 +147,25 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     again = run(*arguments)
     assert again.stdout == first.stdout
     assert run("eval", "retrieval", "--measures", "bm25").returncode == 2
+
+
+def test_what_comes_back_lets_out_what_was_told() -> None:
+    study = Privacy(
+        Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
+    )
+    found = findings(study, tiny())
+    for one in found.values():
+        assert one["100"]["nats"] < one["0"]["nats"]
+        assert one["100"]["said"]
+        assert not one["0"]["said"]
+        assert one["0"]["quiz"]
+    (table,) = study.report(found).tables
+    assert [row[0] for row in table.rows] == ["0", "100"]
+    with pytest.raises(SettingError, match="recall is off"):
+        Privacy(Profile())
+
+
+def test_a_study_of_privacy_recalls_unless_told_how() -> None:
+    done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall  # type: ignore[arg-type]

@@ -1,22 +1,18 @@
 """Retrieval: something is told, forgotten by a small base budget, and asked for.
 
-What lies between is small talk, or other stories, as in Retrieval-Augmented StreamingLLM. The
-conversation is read once under `sink` with the base budget; then the question is asked, and undone,
-under every cell: with n tokens brought back by a measure, with the base budget alone, with n more
-recent tokens instead, with everything brought back. `full` reads the same conversation anew and
-forgets nothing.
-
-An answer must be right word for word; of a story, from its hero on. Which number it had is not
-counted: it stands before the hero, and the bundled model does not find what stands before a word.
+The conversation is read once under `sink` with the base budget; then the question is asked, and
+undone, under every cell: with n tokens brought back by a measure, with the base budget alone, with
+n more recent tokens instead, with everything brought back. `full` reads the same conversation anew
+and forgets nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import product
-from random import Random
+from pathlib import Path
 
 from sirchat.events import Delta, TurnDone
 from sirchat.model import LoadedModel
@@ -26,14 +22,7 @@ from sirchat.tasks.asking import read
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table
 from sirchat.tasks.study import Work, refuse_unknown, share
-from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
-from sirchat.training.facts import STORY
-from sirchat.training.probe import PROBED, QUIET
-
-TASKS = {"stories-3": 3, "stories-10": 10, "facts-12": 12, "facts-40": 40}
-"""Tasks by name: so many stories, of which one is asked for; or small talk after a fact."""
-
-FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
+from sirchat.tasks.told import TASKS, Told, released, told
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,9 @@ class Retrieval:
         base: budget of the base policy, in tokens.
         counts: how many tokens come back.
         measures, weights, spans: what is combined; a choice by lot has no weight.
+        data: a file with conversations, instead of the task's; see `told`.
 
-    Raises SettingError for an unknown task, measure or weight.
+    Raises SettingError for an unknown task, measure or weight, and a file that can't be read.
     """
 
     profile: Profile
@@ -74,8 +64,10 @@ class Retrieval:
     measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
+    data: str | None = None
 
     def __post_init__(self) -> None:
+        _ = self.released
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for measure, weight in product(self.measures, self.weights):
             changed(self.profile, "eval", recall=measure, recall_weight=weight)
@@ -83,7 +75,7 @@ class Retrieval:
     @property
     def name(self) -> str:
         """What it is called."""
-        return self.task
+        return self.task if self.data is None else Path(self.data).stem
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -96,9 +88,21 @@ class Retrieval:
         asked = {field.name: getattr(self, field.name) for field in fields(self)}
         return asked | {"profile": self.profile.model_dump(mode="json")}
 
+    @cached_property
+    def released(self) -> list[Told]:
+        """The conversations of the file, if there is one."""
+        return [] if self.data is None else released(Path(self.data))[: self.limit]
+
+    def conversation(self, number: int) -> Told:
+        """Conversation `number`; the same seed gives the same one."""
+        if self.data is not None:
+            return self.released[number]
+        return told(self.task, self.profile.seed, number)
+
     def keys(self) -> list[str]:
         """Conversations, by number."""
-        return [str(number) for number in range(self.limit)]
+        count = self.limit if self.data is None else len(self.released)
+        return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> Work:
         """Holds a conversation under every cell: by cell, whether the answer was right.
@@ -107,7 +111,7 @@ class Retrieval:
         """
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
-        return lambda key: _hold(session, story(self, int(key)), self, every)
+        return lambda key: _hold(session, self.conversation(int(key)), self, every)
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right, by row and number of tokens that came back."""
@@ -119,7 +123,7 @@ class Retrieval:
         tokens = [one["tokens"] for one in records] or [0]
         facts = (
             f"seed {self.profile.seed}",
-            f"{self.limit} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"base budget {self.base}",
         )
         ends = {FULL: _right(records, FULL), EVERYTHING: _right(records, EVERYTHING), BASE: base}
@@ -158,17 +162,6 @@ class Cell:
         return f"{self.row}/{self.count}"
 
 
-@dataclass(frozen=True)
-class Story:
-    """A conversation and its question; `answer` is what it must get."""
-
-    rounds: tuple[Round, ...]
-    question: str
-    answer: str
-
-
-_NUMBERED = "In story"
-
 FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
 
 
@@ -189,39 +182,13 @@ def cells(options: Retrieval) -> list[Cell]:
     return made
 
 
-def story(options: Retrieval, number: int) -> Story:
-    """Conversation `number`; the same seed gives the same one."""
-    rng = Random(f"retrieval/{options.profile.seed}/{options.task}/{number}")
-    talk, count = Dialogue(rng, QUIET), TASKS[options.task]
-    if options.task.startswith("stories"):
-        return _stories(talk, count)
-    style, kind = Style.draw(rng), FACTS[number % len(FACTS)]
-    fact = draw_fact(rng, PROBED[kind], style)
-    rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
-    question, answer = talk.ask((kind, fact.subject))
-    return Story(tuple(rounds), question.text, answer.text)
-
-
-def _stories(talk: Dialogue, count: int) -> Story:
-    """Numbered stories, each with a hero; of three the second is asked for, as in the paper."""
-    told: dict[str, Round] = {}
-    while len(told) < count:
-        fact = draw_fact(talk.rng, STORY, Style())
-        if fact.subject not in told:
-            fact = replace(fact, number=len(told) + 1)
-            told[fact.subject] = talk.tell_one(fact, Style())
-    asked = list(told)[1 if count == 3 else talk.rng.randrange(count - 2)]
-    question, answer = talk.ask((STORY.key, asked))
-    return Story(tuple(told.values()), question.text, answer.text)
-
-
-def _hold(session: Session, one: Story, options: Retrieval, every: Sequence[Cell]) -> Record:
+def _hold(session: Session, one: Told, options: Retrieval, every: Sequence[Cell]) -> Record:
     found: Record = {}
     _switch(session, policy="full", recall="off")
-    _read(session, one)
+    hear(session, one)
     found[FULL] = answers(session, one)
     _switch(session, policy="sink", budget=options.base, recall="off")
-    _read(session, one)
+    hear(session, one)
     found["tokens"] = session.seen
     for cell in every:
         _switch(session, **cell.settings)
@@ -241,31 +208,19 @@ def _switch(session: Session, **settings: object) -> None:
         pass
 
 
-def _read(session: Session, one: Story) -> None:
+def hear(session: Session, one: Told) -> None:
+    """Read a conversation from its beginning."""
     session.reset()
     for user, reply in one.rounds:
-        read(session, user.text, reply.text)
+        read(session, user, reply)
 
 
-def answers(session: Session, one: Story) -> bool:
+def answers(session: Session, one: Told) -> bool:
     """Whether the reply is the right one; a wrong one is cut short."""
-    said, right = "", counted(one.answer)
-
-    def wrong() -> bool:
-        return not right.startswith(counted(said))
-
-    for event in session.ask(one.question, wrong):
+    said: list[str] = []
+    for event in session.ask(one.question, lambda: not one.may_answer("".join(said))):
         if isinstance(event, Delta):
-            said += event.text
+            said.append(event.text)
         elif isinstance(event, TurnDone) and event.role == "assistant":
-            return counted(event.text) == right
+            return one.answers(event.text)
     return False
-
-
-def counted(text: str) -> str:
-    """What must be right of an answer, as far as it was said: of a story, from its hero on."""
-    text = text.strip()
-    if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
-        return text
-    numbered = re.match(_NUMBERED + r" \d+, an? ", text)
-    return text[numbered.end() :] if numbered else ""

@@ -1,0 +1,121 @@
+"""Privacy against utility (Retrieval-Augmented StreamingLLM, section 1): what n lets out and in.
+
+Something private is told in an old turn and forgotten. The more tokens come back, the more of it
+can be got out of the model again: how likely the model finds the private answer when it is asked
+for, in nats a token, and how often it would say it word for word. Utility is how often it takes the
+right option of a question that needs no memory, at the same settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from random import Random
+
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile, changed
+from sirchat.session import Session
+from sirchat.tasks import made
+from sirchat.tasks.choice import take
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.retrieval import hear
+from sirchat.tasks.study import Work, mean, refuse_unknown, share
+from sirchat.tasks.told import TASKS, Told, told
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The study.
+
+    Attributes:
+        profile: its `recall`, `recall_weight` and `recall_span` say how tokens come back.
+        task: what is told, one of TASKS.
+        limit: conversations.
+        base: budget of the base policy, in tokens.
+        counts: how many tokens come back; 0 for none.
+
+    Raises SettingError for an unknown task, and where nothing is to be recalled.
+    """
+
+    profile: Profile
+    task: str = "facts-12"
+    limit: int = 100
+    base: int = 72
+    counts: tuple[int, ...] = (0, 10, 20, 50, 100, 200)
+
+    def __post_init__(self) -> None:
+        refuse_unknown("task", (self.task,), TASKS)
+        if self.profile.recall == "off":
+            raise SettingError("recall is off, must be a measure, such as --recall on")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "privacy"
+
+    def asked(self) -> Record:
+        """All that the findings depend on: every field."""
+        asked: Record = {field.name: getattr(self, field.name) for field in fields(self)}
+        return asked | {"profile": self.profile.model_dump(mode="json")}
+
+    def keys(self) -> list[str]:
+        """Conversations, by number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        """Holds a conversation and asks at every n; what is asked is undone."""
+        session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
+
+        def work(key: str) -> Record:
+            one = told(self.task, self.profile.seed, int(key))
+            _switch(session, budget=self.base, recall="off")
+            hear(session, one)
+            return {str(n): self._ask(session, n, one, key) for n in self.counts}
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """By n: nats a token of the private answer, how often it is said, how often quizzes are."""
+        columns = ("tokens back", "nats a token", "said word for word", "quizzes right")
+        rows: list[tuple[Value, ...]] = []
+        said, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
+        for n in self.counts:
+            ones = [each[str(n)] for each in found.values()]
+            shares = share(one["said"] for one in ones), share(one["quiz"] for one in ones)
+            rows.append((str(n), mean([one["nats"] for one in ones]), *shares))
+            said.append((float(n), shares[0].value))
+            quiz.append((float(n), shares[1].value))
+        way = f"{self.profile.recall} x {self.profile.recall_weight}"
+        facts = (
+            f"seed {self.profile.seed}",
+            f"{self.limit} conversations of {self.task}",
+            f"base budget {self.base}, recall {way}, span {self.profile.recall_span}",
+        )
+        lines = {columns[2]: tuple(said), columns[3]: tuple(quiz)}
+        plot = Plot("privacy against utility", "tokens brought back", "share", lines)
+        return Report(facts, (Table("Privacy", columns, tuple(rows)),), (plot,), self.asked())
+
+    def _ask(self, session: Session, n: int, one: Told, key: str) -> Record:
+        settings: dict[str, object] = {"budget": self.base, "recall": "off"}
+        if n:
+            settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
+        _switch(session, **settings)
+        for _ in session.read_user(one.question):
+            pass
+        weighed = session.weigh(one.answer)
+        list(session.undo())
+        quiz = made.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
+        right = take(session, quiz, "paper") == quiz.right
+        list(session.undo())
+        return {
+            "nats": -sum(weighed.log_probabilities) / len(weighed.log_probabilities),
+            "said": weighed.greedy,
+            "quiz": right,
+        }
+
+
+def _switch(session: Session, **settings: object) -> None:
+    for _ in session.switch("eval", **settings):
+        pass
