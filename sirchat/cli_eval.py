@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from sirchat.profile import Profile, changed
+from sirchat.profile import Profile, changed, parse_value
 from sirchat.study_flags import Compared, Defaults, study, whole_numbers
 
 if TYPE_CHECKING:
@@ -154,6 +154,9 @@ def retrieval(
     spans: Annotated[
         str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
     ] = "0,2",
+    soft: Annotated[
+        str, typer.Option(help="Roots shared with neighbours, or not.", metavar="off,on")
+    ] = "off,on",
     data: Annotated[
         str | None, typer.Option(help="A file of conversations, instead of a task's.")
     ] = None,
@@ -170,6 +173,7 @@ def retrieval(
         tuple(measures.split(",")),
         tuple(weights.split(",")),
         whole_numbers("spans", spans),
+        tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),
         data,
     )
 

@@ -126,6 +126,10 @@ class Profile(BaseModel):
         default="surprisal",
         description="Multiply a token's measure by how surprising it was, or leave it as it is.",
     )
+    recall_soft: bool = Field(
+        default=True,
+        description="Share the root of a token's measure with its neighbours, or leave it alone.",
+    )
     recall_span: int = Field(
         default=0, ge=0, description="Neighbours on each side of a token that come back with it."
     )

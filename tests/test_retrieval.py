@@ -25,7 +25,7 @@ from sirchat.events import Event, Notice, Recalled, TurnDone
 from sirchat.listening import Ear, listening, refuse_unheard
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import Measure, Recall, Scope, choose, weighted
+from sirchat.memory.recall import Measure, Recall, Scope, choose, softened, weighted
 from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
@@ -401,6 +401,16 @@ def test_choice_takes_the_best_with_their_neighbours(
             if near in positions and near not in taken and len(taken) < n:
                 taken.append(near)
     assert got == sorted(taken)
+
+
+def test_a_soft_score_is_the_root_shared_with_who_stands_beside() -> None:
+    rng = np.random.default_rng(5)
+    positions = np.array([3, 4, 5, 9, 10, 20, 22, 23])
+    scores = torch.from_numpy(rng.normal(size=(2, 8)))
+    for layer, found in zip(scores.tolist(), softened(scores, positions).tolist(), strict=True):
+        root = {at: (one - min(layer)) ** 0.5 for at, one in zip(positions, layer, strict=True)}
+        plain = [root[p] / 2 + (root.get(p - 1, 0) + root.get(p + 1, 0)) / 4 for p in positions]
+        assert found == pytest.approx(plain)
 
 
 def test_weight_counts_from_the_lowest_score() -> None:

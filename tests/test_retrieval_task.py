@@ -30,6 +30,7 @@ FEW = Retrieval(
     counts=(50,),
     measures=("attention", "random"),
     spans=(0,),
+    soft=(False,),
 )
 
 
@@ -37,7 +38,8 @@ def test_every_way_is_asked_at_every_count() -> None:
     options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
     assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
-    assert not any(row.startswith("random x") for row in rows)
+    assert "attention x surprisal, soft, span 2" in rows
+    assert {row for row in rows if row.startswith("random")} == {"random", "random, span 2"}
     by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
     assert by_row.pop(BASE) == [0]
     assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())

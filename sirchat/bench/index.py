@@ -19,6 +19,7 @@ from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions
 from sirchat.model import LoadedModel
 from sirchat.profile import BEST_RECALL, Profile
+from sirchat.settings import build_memory
 
 MEASURES = ("attention", "mips", "cosine", "cosine-pairwise")
 """What is measured, weighted by surprisal."""
@@ -106,5 +107,7 @@ def _measure(side: _Side, options: BenchOptions) -> Ratio:
 
 def _default_recall() -> Recall:
     """The settings of recall as they are by default."""
-    profile = Profile()
-    return Recall("attention", profile.recall_weight, profile.recall_n, index="on")
+    profile = Profile(recall="on")  # type: ignore[arg-type]
+    recall = build_memory(profile).recall
+    assert recall is not None
+    return replace(recall, index="on")

@@ -32,6 +32,7 @@ HITS, PROPOSALS = 1024, 8192
 """Rows that each query vector proposes, at least, and that all of them propose together."""
 
 _PROBES = {"attention": 96, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
+_INDEXED = ("measure", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows that are added at once
 
@@ -65,7 +66,7 @@ class Index:
     def is_for(self, recall: Recall) -> bool:
         """Whether it finds what this recall looks for."""
         mine = self._recall
-        return (mine.measure, mine.weight) == (recall.measure, recall.weight)
+        return all(getattr(mine, key) == getattr(recall, key) for key in _INDEXED)
 
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
         """Take in the archive's rows at these positions [n], ascending, that are not in yet."""
@@ -93,7 +94,8 @@ class Index:
         if self._vectors is None:
             return np.zeros(0, np.int64)
         asked = self._vectors.of_query(query, lowest)
-        k = max(HITS, PROPOSALS // sum(map(len, asked)))
+        more = 2 if self._recall.soft else 1  # for neighbours change the order
+        k = more * max(HITS, PROPOSALS // sum(map(len, asked)))
         found = [part.search(one, k) for part, one in zip(self._parts, asked, strict=True)]
         for part, one in zip(self._parts, self._vectors.of_softmax(query), strict=False):
             found.append(part.search(one, HITS // 8))

@@ -18,7 +18,7 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_available
-from sirchat.memory.recall import Query, Recall, score, weighted
+from sirchat.memory.recall import Query, Recall, score, softened, weighted
 from sirchat.memory.segments import Positions
 
 SAMPLE = 16_384
@@ -52,9 +52,7 @@ def rank_all(
     blocks = partial(archive.blocks, archived)
     order = np.argsort(np.concatenate([rows.positions for rows in blocks()]))
     scores = score(recall.measure, query, blocks, rotations)[:, torch.from_numpy(order)]
-    if recall.weight == "surprisal":
-        scores = weighted(scores, surprisal_of(archived))
-    return Ranked(archived, scores)
+    return Ranked(archived, _finished(scores, archived, recall, surprisal_of))
 
 
 def rank_proposed(
@@ -77,15 +75,24 @@ def rank_proposed(
     if not attends and recall.weight == "surprisal":
         rows = archive.fetch(sample)
         lowest = float(score(recall.measure, query, lambda: iter([rows]), rotations).amin(1).mean())
-    found = _with_neighbours(index.propose(query, lowest), recall.span)
+    found = _with_neighbours(index.propose(query, lowest), max(recall.span, recall.soft))
     proposed = _among(found, archived)
     positions = np.union1d(proposed, sample)
     shares = _shares(np.isin(positions, proposed), len(archived)) if attends else None
     rows = archive.fetch(positions, values=not attends)
     scores = score(recall.measure, query, lambda: iter([rows]), rotations, shares)
+    return Ranked(positions, _finished(scores, positions, recall, surprisal_of))
+
+
+def _finished(
+    scores: Tensor, positions: Positions, recall: Recall, surprisal_of: SurprisalOf
+) -> Tensor:
+    """A measure's scores [layers, n] of the rows at `positions`, softened and weighted."""
+    if recall.soft:
+        scores = softened(scores, positions)
     if recall.weight == "surprisal":
         scores = weighted(scores, surprisal_of(positions))
-    return Ranked(positions, scores)
+    return scores
 
 
 def _index(archive: Archive, recall: Recall, rotations: Sequence[LayerRotation]) -> Index:

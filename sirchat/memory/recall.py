@@ -47,6 +47,7 @@ class Recall:
         weight: `surprisal` multiplies the score, counted from the lowest one, by how much the token
             told when it was read.
         n: rows that may come back, a reserve beside what the policy holds.
+        soft: take the root of each score, and share it with the token's neighbours.
         span: neighbours on each side of a hit that come along, within the n.
         scope: one choice for all layers, or one for each.
         query: the rows of the turn, read once to search; or the recent window before it (the
@@ -58,6 +59,7 @@ class Recall:
     measure: Measure
     weight: Weight = "none"
     n: int = 200
+    soft: bool = False
     span: int = 0
     scope: Scope = "token"
     query: Literal["turn", "recent"] = "turn"
@@ -122,6 +124,21 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
     """Scores [layers, n], counted from each layer's lowest, times surprisal [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
+
+
+def softened(scores: Tensor, positions: Positions) -> Tensor:
+    """The root of scores [layers, n], counted from each layer's lowest, shared with neighbours.
+
+    A token at `positions` [n], ascending, keeps half of its own, and takes a quarter of those of
+    the tokens right before and after it in the stream. What a turn looks for stands beside what its
+    queries find; and few rows that they find at once should not decide alone.
+    """
+    roots = (scores - scores.min(dim=1, keepdim=True).values).sqrt()
+    beside = torch.from_numpy(np.diff(positions) == 1).to(roots)  # [n - 1]
+    shared = roots / 2
+    shared[:, 1:] += roots[:, :-1] * beside / 4
+    shared[:, :-1] += roots[:, 1:] * beside / 4
+    return shared
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:

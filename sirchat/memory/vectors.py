@@ -5,6 +5,9 @@ so the key with log s beside it, and one query for each token and query head. Un
 measures, one vector of all chosen heads' keys and values; (score - lowest) s is the inner product
 of that vector times s, with s beside it, and the query with minus the lowest score beside it.
 
+Where scores are softened, the root of a score times s is the root of the score times s * s: then s
+counts twice.
+
 Each is projected to the main axes of a sample of rows, so that a row takes at most DIMS numbers.
 """
 
@@ -62,6 +65,7 @@ class Vectors:
     def __init__(self, recall: Recall, rotations: Sequence[LayerRotation], like: Rows) -> None:
         self._measure = recall.measure
         self._weighs = recall.weight == "surprisal"
+        self._power = 2.0 if recall.soft else 1.0  # of the surprisal
         self._rotations = rotations
         shapes = [like.tensors[2 * n].shape for n in range(len(rotations))]
         every = [(layer, head) for layer, shape in enumerate(shapes) for head in range(shape[0])]
@@ -89,7 +93,8 @@ class Vectors:
             return parts
         if self._measure == "attention":
             return [_beside(one, nats.clamp_min(_LEAST_NATS).log()) for one in parts]
-        return [_beside(one * nats[:, None], nats) for one in parts]
+        weights = nats**self._power
+        return [_beside(one * weights[:, None], weights) for one in parts]
 
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
         """For each part of the index its queries [m, d]; `lowest` is the lowest score of all.
@@ -97,7 +102,7 @@ class Vectors:
         Raises LookupError when `attention` has no queries that fit the cached keys.
         """
         if self._measure == "attention":
-            return self._logits_of(query, 1.0)
+            return self._logits_of(query, self._power)
         asked = self._looked_for(query)
         projected = asked @ self._axes[0].main
         if not self._weighs:

@@ -32,12 +32,14 @@ class Way:
     measure: str
     weight: str = "none"
     span: int = 0
+    soft: bool = False
 
     @property
     def name(self) -> str:
-        """`attention x surprisal, span 2`."""
+        """`attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
-        return self.measure + weighted + (f", span {self.span}" if self.span else "")
+        soft = ", soft" if self.soft else ""
+        return self.measure + weighted + soft + (f", span {self.span}" if self.span else "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Retrieval:
         limit: conversations; every cell is asked the same ones.
         base: budget of the base policy, in tokens.
         counts: how many tokens come back.
-        measures, weights, spans: what is combined; a choice by lot has no weight.
+        measures, weights, spans, soft: what is combined; a choice by lot has no weight and no
+            measure to soften.
         data: a file with conversations, instead of the task's; see `told`.
 
     Raises SettingError for an unknown task, measure or weight, and a file that can't be read.
@@ -64,6 +67,7 @@ class Retrieval:
     measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
+    soft: tuple[bool, ...] = (False, True)
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,8 +84,10 @@ class Retrieval:
     @property
     def ways(self) -> tuple[Way, ...]:
         """Every way to bring tokens back."""
-        made = (Way(*one) for one in product(self.measures, self.weights, self.spans))
-        return tuple(one for one in made if one.measure != "random" or one.weight == "none")
+        made = (Way(*one) for one in product(self.measures, self.weights, self.spans, self.soft))
+        return tuple(
+            one for one in made if one.measure != "random" or one == Way("random", span=one.span)
+        )
 
     def asked(self) -> Record:
         """All that the findings depend on: every field."""
@@ -176,6 +182,7 @@ def cells(options: Retrieval) -> list[Cell]:
             "recall": way.measure,
             "recall_weight": way.weight,
             "recall_span": way.span,
+            "recall_soft": way.soft,
             "recall_n": n,
         }
         made.append(Cell(way.name, n, settings))
