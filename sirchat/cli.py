@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat import __version__
+from sirchat.cli_compare import compare
 from sirchat.cli_eval import eval_app
+from sirchat.cli_lm_eval import add_lm_eval
 from sirchat.cli_sessions import sessions_app
 from sirchat.errors import (
     SirchatError,
@@ -50,7 +52,9 @@ app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
 app.add_typer(eval_app, name="eval", no_args_is_help=True)
+add_lm_eval(eval_app)
 app.add_typer(sessions_app, name="sessions", no_args_is_help=True)
+app.command()(compare)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
@@ -93,7 +97,7 @@ def main() -> None:
 
 def _with_defaults(arguments: list[str]) -> list[str]:
     """`--resume` alone, in front of any command, means the last session."""
-    commands = [group.name for group in app.registered_groups] + ["replay", "bench"]
+    commands = [group.name for group in app.registered_groups] + ["replay", "bench", "compare"]
     own = next((n for n, one in enumerate(arguments) if one in commands), len(arguments))
     front = arguments[:own]
     for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):

@@ -1,0 +1,138 @@
+"""The `sirchat compare` command: one transcript under several settings."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat.errors import TranscriptError, UsageError
+from sirchat.flags import with_settings
+from sirchat.launch import Debug, Trust, load, profile_of
+from sirchat.profile import Profile, as_typed, changed, parse_value
+from sirchat.study_flags import Policies, Sweep, command_line, settings_of
+from sirchat.ui.text import displayable, displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.model import LoadedModel
+    from sirchat.tasks.compared import Comparison
+    from sirchat.tasks.rounds import Rounds
+
+
+@with_settings
+def compare(
+    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
+    flags: dict[str, Any],
+    policies: Policies = "full,entropy,sink",
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Budgets to compare; default: --budget.", metavar="N,M,..."),
+    ] = None,
+    decays: Annotated[
+        str | None,
+        typer.Option(help="Decays to compare; default: --decay.", metavar="X,Y,..."),
+    ] = None,
+    sweep: Sweep = None,
+    own: Annotated[
+        bool,
+        typer.Option(
+            "--continue", help="Go on with each setting's own answers, not the transcript's."
+        ),
+    ] = False,
+    format: Annotated[
+        str,
+        typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures, too.", metavar="PATH")
+    ] = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Replay a transcript under several settings: answers, retention, agreement with full."""
+    profile = profile_of(flags)
+    settings = _settings(profile, policies, budgets, decays, sweep or [])
+    transcript, name = _transcript(file, format)
+    if html is not None:
+        _write(html, "", "a")  # a path that can't be written costs no run
+    model = load(profile, trust_remote_code)
+    found = _run(model, settings, transcript, name, own)
+    from sirchat.tasks.compare_report import record_of
+    from sirchat.tasks.report import about
+
+    record = record_of(found, about(model, "compare", command_line()))
+    if html is not None:
+        from sirchat.tasks.compare_page import page_of
+
+        _write(html, page_of(record))
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(record))
+    else:
+        _print(found)
+    for note in found.notes:
+        typer.echo(displayable_line(f"sirchat: {note}"), err=True)
+
+
+def _settings(
+    profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
+) -> tuple[Profile, ...]:
+    """`full`, and then what the flags ask for."""
+    budgets = str(profile.budget) if budgets is None else budgets
+    decays = as_typed(profile.decay) if decays is None else decays
+    for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
+        for value in values.split(","):  # checked one by one, so that the error names the flag
+            changed(profile, flag, **{key: parse_value(key, value)})
+    return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
+
+
+def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
+    """The transcript, and what messages call it."""
+    from sirchat.tasks.rounds import rounds_of
+    from sirchat.transcript import read_transcript
+
+    name = "standard input" if str(file) == "-" else str(file)
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    return rounds_of(read_transcript(data, name, format), name), name
+
+
+def _run(
+    model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
+) -> "Comparison":
+    """Compare, with a bar on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sirchat.tasks.compare import compare
+
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("comparing", total=len(rounds.rounds) * len(settings))
+        return compare(
+            model, settings, rounds, file=name, own=own, advance=lambda: bar.advance(task)
+        )
+
+
+def _print(found: "Comparison") -> None:
+    from rich.console import Console
+
+    from sirchat.tasks.compare_report import draw
+
+    console = Console(highlight=False)
+    for part in draw(found, displayable):
+        console.print(part)
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(
+            f"--html {path} cannot be written: {error.strerror}", hint="give a file's path"
+        ) from error

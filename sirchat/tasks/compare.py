@@ -1,0 +1,63 @@
+"""One transcript under several settings, side by side, round by round.
+
+Every setting answers every user turn, takes turn and answer back, and reads the turn again with
+the reply that the conversation goes on with: the transcript's, or where it has none, the answer of
+`full`. So all settings read the same ids, and what they foretell can be compared token by token.
+With `own`, each goes on with its own answers; then ids differ, and only answers are compared.
+
+`full` is the measure of all, as long as the model's context lasts. After that there is no
+agreement to tell, and the largest budget gives the replies that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile, changed
+from sirchat.tasks.compared import Comparison
+from sirchat.tasks.lane import Lane, Measure
+from sirchat.tasks.report import setting_names
+from sirchat.tasks.rounds import Round, Rounds
+
+
+def compare(
+    model: LoadedModel,
+    settings: Sequence[Profile],
+    transcript: Rounds,
+    *,
+    file: str = "transcript",
+    own: bool = False,
+    advance: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Hold the conversation under every setting, all of them in step.
+
+    Args:
+        settings: the first one is `full`, which the others are compared with.
+        file: what messages call the transcript.
+        own: go on with each setting's own answers.
+        advance: called whenever a setting is through with a round.
+
+    Raises SettingError for a setting that this model, or the system prompt, does not allow.
+    """
+    if transcript.system is not None:
+        where = f"{file}, system turn"
+        settings = [changed(one, where, system=transcript.system) for one in settings]
+    named = zip(settings, setting_names(settings), strict=True)
+    lanes = [Lane(model, one, name, leads=not at) for at, (one, name) in enumerate(named)]
+    for round in transcript.rounds:
+        _hold(lanes, round, own, advance)
+    notes = dict.fromkeys(chain(transcript.notes, *(lane.notes for lane in lanes)))
+    return Comparison(file, transcript, own, tuple(lane.told() for lane in lanes), tuple(notes))
+
+
+def _hold(lanes: Sequence[Lane], round: Round, own: bool, advance: Callable[[], None]) -> None:
+    """One round: `full` first, then the others from the largest budget down."""
+    full, reply = Measure(), round.reply
+    for lane in sorted(lanes, key=lambda lane: lane.rank):
+        if lane.is_open and own:
+            lane.go_on(round.user, full)
+        elif lane.is_open:
+            reply = lane.follow(round.user, reply, full)
+        advance()

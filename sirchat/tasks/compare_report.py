@@ -1,0 +1,155 @@
+"""A comparison as JSON, and as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.tasks.compared import After, Comparison, Token, Told
+from sirchat.tasks.report import Record
+
+Safe = Callable[[str], str]
+"""Takes out of a text what must not reach a terminal."""
+
+MIB = 2**20
+
+
+def record_of(found: Comparison, head: Record) -> Record:
+    """All of a comparison, to be written as JSON; `head` tells what is needed to repeat it."""
+    return {
+        **head,
+        "file": found.file,
+        "goes_on_with": "own answers" if found.own else "transcript",
+        "notes": list(found.notes),
+        "system": found.transcript.system,
+        "turns": [{"user": one.user, "reply": one.reply} for one in found.transcript.rounds],
+        "settings": [_told(one) for one in found.settings],
+    }
+
+
+def draw(found: Comparison, safe: Safe) -> Iterator[RenderableType]:
+    """Every user turn with its answers, then a table of the settings."""
+    for number, round in enumerate(found.transcript.rounds):
+        yield Text(safe(f"{number + 1}. USER: {round.user}"), style="bold")
+        yield _answers(found, number, safe)
+        if round.reply is not None and not found.own:
+            yield Text(safe(f"ASSISTANT, in the transcript: {round.reply}"), style="dim")
+        yield ""
+    yield _summary(found, safe)
+
+
+def _answers(found: Comparison, number: int, safe: Safe) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("setting", "held", "kept", "KL", "same"):
+        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
+    table.add_column("answer", overflow="fold")
+    for told in found.settings:
+        if number < len(told.rounds):
+            after = told.rounds[number]
+            cells = (f"{after.held:,}", _percent(told.kept(number)), _nats(after.nats))
+            row = (safe(told.name), *cells, _same(after), safe(after.answer.text))
+            table.add_row(*map(Text, row))
+    return table
+
+
+def _summary(found: Comparison, safe: Safe) -> Table:
+    columns = ("held", "of", "KL", "same", "read tok/s", "answer tok/s", "cache MiB")
+    table = Table(box=None, pad_edge=False, caption_justify="left", caption_style="dim")
+    table.caption = (
+        "held: tokens; kept: share of the turn held at the end; KL: of the next token from full's, "
+        "mean in nats; same: leading tokens of an answer that are full's, and answers that are"
+    )
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for told in found.settings:
+        same, of = told.same_answers
+        last = told.rounds[-1] if told.rounds else None
+        row = (
+            safe(told.name),
+            f"{last.held:,}" if last else "",
+            f"{last.seen:,}" if last else "",
+            _nats(told.nats),
+            f"{same}/{of}",
+            f"{told.read_speed:,.0f}",
+            f"{told.answer_speed:,.0f}",
+            f"{last.cache_bytes / MIB:,.2f}" if last else "",
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _same(after: After) -> str:
+    if after.same is None:
+        return ""
+    return "all" if after.same else str(after.differs_at)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _nats(nats: float | None) -> str:
+    return "" if nats is None else f"{nats:.3f}"
+
+
+def _told(told: Told) -> Record:
+    same, of = told.same_answers
+    return {
+        "name": told.name,
+        "setting": told.setting.model_dump(mode="json"),
+        "kl_nats": told.nats,
+        "same_answers": same,
+        "compared_answers": of,
+        "read_tokens_per_second": told.read_speed,
+        "answer_tokens_per_second": told.answer_speed,
+        "turns": [_after(told, number) for number in range(len(told.rounds))],
+        "tokens": _columns(told.tokens),
+    }
+
+
+def _after(told: Told, number: int) -> Record:
+    after = told.rounds[number]
+    answer = after.answer
+    return {
+        "answer": answer.text,
+        "answer_ids": answer.ids,
+        "answer_tokens": answer.tokens,
+        "finish": answer.finish,
+        "reply": after.reply,
+        "same": after.same,
+        "differs_at": after.differs_at,
+        "kl_nats": after.nats,
+        "held": after.held,
+        "seen": after.seen,
+        "kept_at_end": told.kept(number),
+        "own_turns": after.turns,
+        "held_of_turns": [one.held for one in after.shares],
+        "tokens_of_turns": [one.tokens for one in after.shares],
+        "cache_bytes": after.cache_bytes,
+        "tokens_in": answer.tokens_in,
+        "seconds_in": answer.seconds_in,
+        "seconds_out": answer.seconds_out,
+    }
+
+
+def _columns(tokens: tuple[Token, ...]) -> Record:
+    """The stream by columns; `held` is from, until, from, until ..., in tokens read."""
+    return {
+        "id": [one.id for one in tokens],
+        "text": [one.text for one in tokens],
+        "turn": [one.turn for one in tokens],
+        "role": [one.role for one in tokens],
+        "surprisal_nats": [_short(one.surprisal) for one in tokens],
+        "kl_nats": [_short(one.nats) for one in tokens],
+        "held": [[at for span in one.held for at in span] for one in tokens],
+    }
+
+
+def _short(value: float | None) -> Any:
+    """Five digits: there are thousands of these."""
+    return None if value is None else float(f"{value:.5g}")

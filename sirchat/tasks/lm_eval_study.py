@@ -1,0 +1,120 @@
+"""Tasks of lm-eval under several settings: the same documents, examples and metrics for each.
+
+A unit is one task under one setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.settings import check_budget
+from sirchat.tasks.journal import Record
+from sirchat.tasks.lm_eval_adapter import language_model
+from sirchat.tasks.lm_eval_harness import Harness, harness_version
+from sirchat.tasks.lm_eval_text import Texts
+from sirchat.tasks.reader import Reader
+from sirchat.tasks.report import Report, Table, Value, setting_names
+from sirchat.tasks.study import Work
+
+
+@dataclass(frozen=True)
+class LmEval:
+    """The study.
+
+    Attributes:
+        settings: profiles, one for each row of a metric.
+        tasks: names of tasks, groups or tags.
+        harness: how they are run.
+        piece: tokens of a round, where a context is to be read in several.
+
+    Raises UsageError without lm-eval, SettingError for an unknown task, or a setting that would
+    change nothing.
+    """
+
+    settings: tuple[Profile, ...]
+    tasks: tuple[str, ...]
+    harness: Harness
+    piece: int | None = None
+
+    def __post_init__(self) -> None:
+        for setting in self.settings:
+            _refuse_idle(setting, self.piece)
+        self.harness.check(self.tasks)
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "lm-eval"
+
+    def asked(self) -> Record:
+        """All that the findings depend on: every field, and whose metrics they are."""
+        return {
+            "settings": [one.model_dump(mode="json") for one in self.settings],
+            "tasks": list(self.tasks),
+            **asdict(self.harness),
+            "piece": self.piece,
+            "lm_eval": harness_version(),
+        }
+
+    def keys(self) -> list[str]:
+        """Every task under every setting."""
+        return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
+
+    def worker(self, model: LoadedModel) -> Work:
+        """Runs a task under a setting; raises SettingError for a budget above the context."""
+        for setting in self.settings:
+            check_budget(setting, model, "budget")
+        texts = Texts(model.tokenizer, chat=self.harness.chat)
+
+        def work(key: str) -> Record:
+            row, _, task = key.partition("/")
+            setting = self.settings[int(row)]
+            lm = language_model(Reader(model, setting, self.piece), texts)
+            return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.cut}
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """One table: each metric of each task, under every setting."""
+        columns = ("task", "metric", "setting", "value", "stderr", "documents", "shots")
+        rows = [row for task in self.tasks for row in self._rows(task, found)]
+        cut = sum(one["cut"] for one in found.values())
+        facts = (
+            f"lm-eval {harness_version()}",
+            f"at most {self.harness.limit:,} documents" if self.harness.limit else "",
+            "chat template" if self.harness.chat else "",
+            f"rounds of {self.piece} tokens" if self.piece else "",
+            f"{cut:,} texts beyond the model's length cut" if cut else "",
+        )
+        details = self.asked() | {"found": dict(found)}
+        table = Table("lm-eval", columns, tuple(rows))
+        return Report(tuple(fact for fact in facts if fact), (table,), details=details)
+
+    def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
+        """The rows of a task, metric by metric."""
+        names = setting_names(self.settings)
+        scores = [found[f"{row}/{task}"]["scores"] for row in range(len(names))]
+        numbers = ("value", "stderr", "documents", "shots")
+        return [
+            (one["task"], one["metric"], name, *(one[key] for key in numbers))
+            for metric in zip(*scores, strict=True)
+            for name, one in zip(names, metric, strict=True)
+        ]
+
+
+def _refuse_idle(setting: Profile, piece: int | None) -> None:
+    """Raise SettingError for a setting that would change nothing."""
+    if setting.recall != "off":
+        raise SettingError(
+            f"recall is {setting.recall}, must be off: nothing comes back while a context is read",
+            hint="--recall off",
+        )
+    if setting.decay != 1 and piece is None:
+        raise SettingError(
+            f"decay {setting.decay:g} changes nothing where a context is one round",
+            hint="--piece 64 reads it in rounds of 64 tokens",
+        )

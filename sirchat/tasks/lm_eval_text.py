@@ -1,0 +1,112 @@
+"""Text to ids as lm-eval's own adapter for Hugging Face models does it, so that figures compare.
+
+Two things differ, as everywhere here. Text never becomes a control token: what a document happens
+to spell is read as plain text or, in a chat template, which needs its own, left out. And no text
+begins with two begin tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from sirchat.errors import ModelError, UsageError, shown
+from sirchat.template import Template
+
+_BARE = "{{ messages[0].content }}"
+
+Ids = list[int]
+
+
+class Texts:
+    """Encodes contexts and continuations; `chat`, where contexts come out of the chat template.
+
+    Attributes:
+        prefix: the id that stands where there is no context.
+
+    Raises ModelError for a tokenizer that has no such token, or no template where it must.
+    """
+
+    def __init__(self, tokenizer: Any, *, chat: bool = False) -> None:
+        if chat and not tokenizer.chat_template:
+            raise ModelError("the model has no chat template", hint="run without one")
+        prefix = tokenizer.bos_token_id
+        prefix = tokenizer.eos_token_id if prefix is None else prefix
+        if prefix is None:
+            raise ModelError("the tokenizer has no token that begins or ends a text")
+        self.prefix = int(prefix)
+        self._tokenizer, self._chat = tokenizer, chat
+        Template(tokenizer)  # marks the control tokens
+        control = map(re.escape, tokenizer.chat_control_tokens)
+        self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
+
+    def encode(self, text: str, *, special: bool = True) -> Ids:
+        """The ids of a text; `special` begins it as the tokenizer does, unless it is begun."""
+        if self._chat:
+            begun = text.startswith(self._tokenizer.decode([self.prefix]))
+            return self._encode(text, special and not begun)
+        if self._control.search(text):
+            return [*self._encode("", special), *self._spelled(text)]
+        return self._encode(text, special)
+
+    def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
+        """The ids of a context and of what follows it; neither is empty.
+
+        Both are encoded as one text, which is cut where the context ends; blanks at the context's
+        end belong to what follows. Raises UsageError when nothing is left to follow.
+        """
+        end = len(context.rstrip())
+        text = context[end:] + (self._plain(continuation) if self._chat else continuation)
+        if end:
+            head = self.encode(context[:end])
+            tail = self.encode(context[:end] + text)[len(head) :]
+        else:
+            head, tail = [self.prefix], self.encode(text, special=False)
+        if not tail:
+            raise UsageError(
+                f"continuation {shown(continuation)} has no token of its own behind its context"
+            )
+        return head or [self.prefix], tail
+
+    def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
+        """What the chat template makes of a conversation: a text to `encode`.
+
+        `prompt` opens a reply; else the last message stays open. Where the template knows no
+        system message, it is left out.
+        """
+        clean = [{**one, "content": self._plain(one["content"])} for one in messages]
+        try:
+            return self._rendered(clean, prompt)
+        except TemplateError:
+            return self._rendered([one for one in clean if one["role"] != "system"], prompt)
+
+    def _encode(self, text: str, special: bool) -> Ids:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _spelled(self, text: str) -> Ids:
+        """The ids of a text, control tokens letter by letter."""
+        ids = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            chat_template=_BARE,
+            sanitize_control_tokens=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return list(ids)
+
+    def _plain(self, text: str) -> str:
+        """A text without control tokens; leaving one out may spell another."""
+        while (left := self._control.sub("", text)) != text:
+            text = left
+        return text
+
+    def _rendered(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            continue_final_message=not prompt,
+        )
+        return text

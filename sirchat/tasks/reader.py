@@ -1,0 +1,98 @@
+"""Reads texts under one setting, each in an engine of its own, and tells what would come next.
+
+A context is read as one user round, so that its end is protected as a question in a chat is; or in
+rounds of so many tokens, where decays are to take effect. What comes next is weighed on top of what
+is held, and never pushes anything out. Ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sirchat.detokenize import SentenceEnds
+from sirchat.engine import Engine
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies import policy_class
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.records import Generated, Place, Weighed
+from sirchat.sampling import Sampler, Sampling
+from sirchat.settings import build_memory
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model under a setting.
+
+    Attributes:
+        piece: tokens of a round; None reads a context as one.
+    """
+
+    model: LoadedModel
+    setting: Profile
+    piece: int | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that may be read where nothing is forgotten; None where there is no end."""
+        return None if policy_class(self.setting.policy).bounded else self.model.context_length
+
+    def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
+        """An engine that has read ids [n], n > 0; the last round is open for `reply` ids to come.
+
+        Raises ContextFullError when they do not fit and none may be forgotten.
+        """
+        engine = Engine(
+            self.model,
+            # nothing comes back here, so what is forgotten need not be kept
+            replace(build_memory(self.setting), archive=0, folder=None),
+            seed=self.setting.seed,
+            ends_sentence=SentenceEnds(self.model.tokenizer),
+        )
+        size = self.piece or len(ids)
+        for number, start in enumerate(range(0, len(ids), size)):
+            if number:
+                engine.close_round()
+            part, place = ids[start : start + size], Place(number, number)
+            to_come = reply if start + size >= len(ids) else 0
+            for _ in engine.open_turn(len(part), to_come, place):
+                pass
+            for _ in engine.feed(part, [Role.USER] * len(part), place):
+                pass
+        return engine
+
+    def weigh(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[Weighed]:
+        """How likely each continuation is after a context, which is read once; none are empty."""
+        engine = self.read(context)
+        return [engine.weigh(ids) for ids in continuations]
+
+    def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
+        """The log-probability, in nats, of ids [n], n > 0, that are read after a context."""
+        engine = self.read([*context, *ids[:-1]])
+        surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
+        (last,) = engine.weigh(ids[-1:]).log_probabilities
+        return last - float(surprisals.sum(dtype=np.float64))
+
+    def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
+        """The likeliest ids after a context, one by one, up to a stop id or `longest` of them."""
+        number = (len(context) - 1) // (self.piece or len(context))
+        for record in self.read(context, longest).generate(
+            Sampler(Sampling()),
+            Place(number, number),
+            stop_ids=self._stop_ids,
+            max_new_tokens=longest,
+        ):
+            if isinstance(record, Generated):
+                yield record.id
+
+    @property
+    def _stop_ids(self) -> frozenset[int]:
+        declared = getattr(self.model.module.generation_config, "eos_token_id", None)
+        ids = [*(declared if isinstance(declared, list) else [declared])]
+        ids.append(self.model.tokenizer.eos_token_id)
+        return frozenset(one for one in ids if one is not None)

@@ -1,0 +1,61 @@
+"""A transcript as rounds: what the user says, and the reply that stands there, if one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sirchat.errors import TranscriptError
+from sirchat.transcript import Turn
+
+
+@dataclass(frozen=True)
+class Round:
+    """A user turn; `reply` is the transcript's, None where it has none."""
+
+    user: str
+    reply: str | None
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A whole transcript.
+
+    Attributes:
+        system: the system turn at its beginning, None without one.
+        rounds: not empty.
+        notes: what of the transcript is left out, in words.
+    """
+
+    system: str | None
+    rounds: tuple[Round, ...]
+    notes: tuple[str, ...]
+
+
+def rounds_of(turns: Sequence[Turn], name: str) -> Rounds:
+    """Pair the turns of a transcript, which errors call `name`, as `sirchat replay --feed` does.
+
+    A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
+    that follows no user turn, and where no user speaks.
+    """
+    system, rounds, notes, previous = None, list[Round](), list[str](), ""
+    for turn in turns:
+        if turn.role == "user":
+            rounds.append(Round(turn.content, None))
+        elif turn.role == "assistant":
+            if previous != "user":
+                raise TranscriptError(
+                    f"{name}, line {turn.line}: an assistant turn must follow a user turn"
+                )
+            rounds[-1] = Round(rounds[-1].user, turn.content)
+        elif rounds:
+            notes.append(
+                f"{name}, line {turn.line}: a system turn after the first turn is left out"
+            )
+            continue  # a reply may still follow the user turn before it
+        else:
+            system = turn.content
+        previous = turn.role
+    if not rounds:
+        raise TranscriptError(f"{name} has no user turn", hint="there is nothing to compare")
+    return Rounds(system, tuple(rounds), tuple(notes))
