@@ -15,8 +15,8 @@ from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
     from sirchat.model import LoadedModel
-    from sirchat.tasks.compared import Comparison
-    from sirchat.tasks.rounds import Rounds
+    from sirchat.tasks.side_by_side.compared import Comparison
+    from sirchat.tasks.side_by_side.rounds import Rounds
 
 
 @with_settings
@@ -58,12 +58,12 @@ def compare(
         _write(html, "", "a")  # a path that can't be written costs no run
     model = load(profile, trust_remote_code)
     found = _run(model, settings, transcript, name, own)
-    from sirchat.tasks.compare_report import record_of
     from sirchat.tasks.report import about
+    from sirchat.tasks.side_by_side.report import record_of
 
     record = record_of(found, about(model, "compare", command_line()))
     if html is not None:
-        from sirchat.tasks.compare_page import page_of
+        from sirchat.tasks.side_by_side.page import page_of
 
         _write(html, page_of(record))
     if json:
@@ -90,7 +90,7 @@ def _settings(
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """The transcript, and what messages call it."""
-    from sirchat.tasks.rounds import rounds_of
+    from sirchat.tasks.side_by_side.rounds import rounds_of
     from sirchat.transcript import read_transcript
 
     name = "standard input" if str(file) == "-" else str(file)
@@ -108,7 +108,7 @@ def _run(
     from rich.console import Console
     from rich.progress import Progress
 
-    from sirchat.tasks.compare import compare
+    from sirchat.tasks.side_by_side.compare import compare
 
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -121,7 +121,7 @@ def _run(
 def _print(found: "Comparison") -> None:
     from rich.console import Console
 
-    from sirchat.tasks.compare_report import draw
+    from sirchat.tasks.side_by_side.report import draw
 
     console = Console(highlight=False)
     for part in draw(found, displayable):

@@ -43,8 +43,8 @@ def lm_eval(
 ) -> "Study":
     """Any task of EleutherAI's lm-evaluation-harness: its metrics under each setting."""
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
-    from sirchat.tasks.lm_eval_harness import Harness
-    from sirchat.tasks.lm_eval_study import LmEval
+    from sirchat.tasks.lm_eval.harness import Harness
+    from sirchat.tasks.lm_eval.study import LmEval
 
     folder = None if include_path is None else str(include_path)
     harness = Harness(num_fewshot, limit, folder, apply_chat_template)

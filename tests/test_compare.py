@@ -24,12 +24,12 @@ from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
 from sirchat.profile import Profile
 from sirchat.session import Session
-from sirchat.tasks.compare import compare
-from sirchat.tasks.compare_page import page_of
-from sirchat.tasks.compare_report import draw, record_of
-from sirchat.tasks.compared import Comparison, Told, first_difference
 from sirchat.tasks.report import about
-from sirchat.tasks.rounds import Round, Rounds, rounds_of
+from sirchat.tasks.side_by_side.compare import compare
+from sirchat.tasks.side_by_side.compared import Comparison, Told, first_difference
+from sirchat.tasks.side_by_side.page import page_of
+from sirchat.tasks.side_by_side.report import draw, record_of
+from sirchat.tasks.side_by_side.rounds import Round, Rounds, rounds_of
 from sirchat.transcript import Turn, read_transcript
 from sirchat.ui.text import displayable
 

@@ -25,11 +25,11 @@ from lm_eval.models.huggingface import HFLM
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
-from sirchat.tasks.lm_eval_adapter import language_model
-from sirchat.tasks.lm_eval_harness import Harness
-from sirchat.tasks.lm_eval_study import LmEval
-from sirchat.tasks.lm_eval_text import Texts
-from sirchat.tasks.reader import Reader
+from sirchat.tasks.lm_eval.adapter import language_model
+from sirchat.tasks.lm_eval.harness import Harness
+from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.study import LmEval
+from sirchat.tasks.lm_eval.text import Texts
 from sirchat.tasks.run import findings
 
 FULL = Profile(policy="full")

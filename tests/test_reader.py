@@ -17,8 +17,8 @@ from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
-from sirchat.tasks.lm_eval_text import Texts
-from sirchat.tasks.reader import Reader
+from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.text import Texts
 
 FULL = Profile(policy="full")
 

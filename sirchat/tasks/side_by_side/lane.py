@@ -15,9 +15,9 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.session import Session
-from sirchat.tasks.agreement import Agreement, Foretold, watched
-from sirchat.tasks.compared import After, Answer, Token, Told, first_difference
-from sirchat.tasks.held_spans import HeldSpans
+from sirchat.tasks.side_by_side.agreement import Agreement, Foretold, watched
+from sirchat.tasks.side_by_side.compared import After, Answer, Token, Told, first_difference
+from sirchat.tasks.side_by_side.held_spans import HeldSpans
 
 Listen = Callable[[int, Tensor], None]
 """Told the logits [m, V] of tokens that are read, and the stream position of the first."""

@@ -13,10 +13,10 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.settings import check_budget
 from sirchat.tasks.journal import Record
-from sirchat.tasks.lm_eval_adapter import language_model
-from sirchat.tasks.lm_eval_harness import Harness, harness_version
-from sirchat.tasks.lm_eval_text import Texts
-from sirchat.tasks.reader import Reader
+from sirchat.tasks.lm_eval.adapter import language_model
+from sirchat.tasks.lm_eval.harness import Harness, harness_version
+from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.text import Texts
 from sirchat.tasks.report import Report, Table, Value, setting_names
 from sirchat.tasks.study import Work
 

@@ -16,10 +16,10 @@ from itertools import chain
 
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
-from sirchat.tasks.compared import Comparison
-from sirchat.tasks.lane import Lane, Measure
 from sirchat.tasks.report import setting_names
-from sirchat.tasks.rounds import Round, Rounds
+from sirchat.tasks.side_by_side.compared import Comparison
+from sirchat.tasks.side_by_side.lane import Lane, Measure
+from sirchat.tasks.side_by_side.rounds import Round, Rounds
 
 
 def compare(

@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.tasks.compared import After, Comparison, Token, Told
 from sirchat.tasks.report import Record
+from sirchat.tasks.side_by_side.compared import After, Comparison, Token, Told
 
 Safe = Callable[[str], str]
 """Takes out of a text what must not reach a terminal."""

@@ -1,6 +1,6 @@
 """A comparison as one HTML page, which needs nothing else: no network, no other file.
 
-The page is `compare_page.html` with the JSON record in it. Its script makes every element as a text
+The page is `page.html` with the JSON record in it. Its script makes every element as a text
 node, and its policy forbids it to load anything.
 """
 
@@ -16,7 +16,7 @@ _PLACE = "{{record}}"
 
 def page_of(record: Record) -> str:
     """The page; pure ASCII where it comes from the record."""
-    template = files("sirchat.tasks").joinpath("compare_page.html").read_text("utf-8")
+    template = files("sirchat.tasks.side_by_side").joinpath("page.html").read_text("utf-8")
     # Inside a script element only "<" could end it, or begin a comment.
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
     before, _, after = template.partition(_PLACE)

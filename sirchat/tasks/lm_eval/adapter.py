@@ -12,8 +12,8 @@ from typing import Any
 
 from sirchat.detokenize import TextStream
 from sirchat.errors import SettingError
-from sirchat.tasks.lm_eval_text import Ids, Texts
-from sirchat.tasks.reader import Reader
+from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.text import Ids, Texts
 
 _LONGEST_REPLY = 256
 """Tokens, where a task does not say; lm-eval's own number."""

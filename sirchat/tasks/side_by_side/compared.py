@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sirchat.profile import Profile
 from sirchat.snapshot import TurnShare
-from sirchat.tasks.held_spans import Span
-from sirchat.tasks.rounds import Rounds
+from sirchat.tasks.side_by_side.held_spans import Span
+from sirchat.tasks.side_by_side.rounds import Rounds
 
 
 @dataclass(frozen=True)

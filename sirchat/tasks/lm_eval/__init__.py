@@ -1,0 +1,1 @@
+"""The tasks of lm-evaluation-harness under policies and budgets."""
