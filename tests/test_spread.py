@@ -14,10 +14,7 @@ from command import run
 
 from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.model import LoadedModel, load_model
-from sirchat.profile import Profile
 from sirchat.tasks.journal import Record
-from sirchat.tasks.multiple_choice import MultipleChoice
-from sirchat.tasks.run import findings
 from sirchat.tasks.spread import LOCAL, Cluster, spread
 from sirchat.tasks.study import Work
 
@@ -57,29 +54,30 @@ class Fatal:
 
 
 def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -> None:
-    settings = (Profile(policy="sink", budget=64), Profile(policy="random", budget=64))
-    study = MultipleChoice(settings, 2, task="dailydialog", repeats=2)
-    elsewhere = partial(spread, load=partial(load_model, endless, device="cpu"), cluster=TWO)
-    model = load_model(endless, device="cpu")
-    assert findings(study, model, tmp_path, elsewhere) == findings(study, model)
+    flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
+    one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
+    spread_out = ("--ray", "local", "--out", str(tmp_path))
+    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *spread_out)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.replace(" ".join(("", *spread_out)), "") == one.stdout
 
 
 @pytest.mark.parametrize("refuse", [False, True])
 def test_a_lost_workers_unit_is_done_again_and_a_refusal_is_told(
-    refuse: bool, endless: str, tmp_path: Path
+    refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = partial(load_model, endless, device="cpu")
-    study = Fatal(str(tmp_path / "died"), refuse)
-    found: dict[str, Record] = {}
+    study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")
+    units = spread(study, study.keys(), load, TWO)  # type: ignore[arg-type]
     if refuse:
         with pytest.raises(SettingError, match="the sixth is refused"):
-            found.update(spread(study, study.keys(), load, TWO))  # type: ignore[arg-type]
+            list(units)
     else:
-        found.update(spread(study, study.keys(), load, TWO))  # type: ignore[arg-type]
+        found = dict(units)
         assert {int(key): one["square"] for key, one in found.items()} == {
-            n: n**2 for n in range(6)
+            number: number**2 for number in range(6)
         }
     assert (tmp_path / "died").exists()
+    assert capsys.readouterr().out == ""  # where reports go
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere"])
@@ -93,11 +91,3 @@ def test_a_worker_that_can_not_load_its_model_says_so_in_one_line() -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model '/nowhere/model' cannot be loaded"):
         list(spread(study, ["0"], load, TWO))  # type: ignore[arg-type]
-
-
-def test_the_command_runs_on_a_cluster() -> None:
-    flags = ("--limit", "1", "--policies", "sink", "--budgets", "64", "--json")
-    one = run("eval", "dailydialog", *flags)
-    two = run("eval", "dailydialog", *flags, "--ray", "local")
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.replace(" --ray local", "") == one.stdout

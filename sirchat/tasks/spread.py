@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,8 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
             f"there is no Ray cluster at {cluster.address!r}: {error}", hint=_ADDRESSES
         ) from None
     try:
-        yield ray
+        with redirect_stdout(sys.stderr):  # Ray tells of lost workers on stdout
+            yield ray
     finally:
         ray.shutdown()
 
