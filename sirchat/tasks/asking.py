@@ -1,4 +1,4 @@
-"""Rounds of an evaluation: read, or answered by the model."""
+"""Rounds of an evaluation, read or answered by the model; settings switched between them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def ask(session: Session, user: str) -> str:
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
     return ""
+
+
+def switch(session: Session, **settings: object) -> None:
+    """Change settings at once."""
+    for _ in session.switch("eval", **settings):
+        pass

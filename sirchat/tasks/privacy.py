@@ -17,6 +17,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
 from sirchat.tasks import made
+from sirchat.tasks.asking import switch
 from sirchat.tasks.choice import take
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Plot, Report, Table, Value
@@ -70,7 +71,7 @@ class Privacy:
 
         def work(key: str) -> Record:
             one = told(self.task, self.profile.seed, int(key))
-            _switch(session, budget=self.base, recall="off")
+            switch(session, budget=self.base, recall="off")
             hear(session, one)
             return {str(n): self._ask(session, n, one, key) for n in self.counts}
 
@@ -101,7 +102,7 @@ class Privacy:
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}
         if n:
             settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
-        _switch(session, **settings)
+        switch(session, **settings)
         for _ in session.read_user(one.question):
             pass
         weighed = session.weigh(one.answer)
@@ -114,8 +115,3 @@ class Privacy:
             "said": weighed.greedy,
             "quiz": right,
         }
-
-
-def _switch(session: Session, **settings: object) -> None:
-    for _ in session.switch("eval", **settings):
-        pass

@@ -18,7 +18,7 @@ from sirchat.events import Delta, TurnDone
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
-from sirchat.tasks.asking import read
+from sirchat.tasks.asking import read, switch
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table
 from sirchat.tasks.study import Work, refuse_unknown, share
@@ -191,28 +191,23 @@ def cells(options: Retrieval) -> list[Cell]:
 
 def _hold(session: Session, one: Told, options: Retrieval, every: Sequence[Cell]) -> Record:
     found: Record = {}
-    _switch(session, policy="full", recall="off")
+    switch(session, policy="full", recall="off")
     hear(session, one)
     found[FULL] = answers(session, one)
-    _switch(session, policy="sink", budget=options.base, recall="off")
+    switch(session, policy="sink", budget=options.base, recall="off")
     hear(session, one)
     found["tokens"] = session.seen
     for cell in every:
-        _switch(session, **cell.settings)
+        switch(session, **cell.settings)
         found[cell.key] = answers(session, one)
         list(session.undo())
-    _switch(session, policy="full", recall="off")
+    switch(session, policy="full", recall="off")
     found[EVERYTHING] = answers(session, one)
     return found
 
 
 def _right(found: Sequence[Record], key: str) -> Measured:
     return share(one[key] for one in found)
-
-
-def _switch(session: Session, **settings: object) -> None:
-    for _ in session.switch("eval", **settings):
-        pass
 
 
 def hear(session: Session, one: Told) -> None:
