@@ -128,7 +128,7 @@ class Profile(BaseModel):
     )
     recall_soft: bool = Field(
         default=True,
-        description="Share the root of a token's measure with its neighbours, or leave it alone.",
+        description="Under attention: share the root of a token's measure with its neighbours.",
     )
     recall_span: int = Field(
         default=0, ge=0, description="Neighbours on each side of a token that come back with it."

@@ -99,7 +99,7 @@ def _recall(profile: Profile) -> Recall | None:
         measure=profile.recall,
         weight=profile.recall_weight,
         n=profile.recall_n,
-        soft=profile.recall_soft,
+        soft=profile.recall_soft and profile.recall == "attention",
         span=profile.recall_span,
         scope=profile.recall_scope,
         query=profile.recall_query,

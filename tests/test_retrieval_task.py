@@ -39,6 +39,7 @@ def test_every_way_is_asked_at_every_count() -> None:
     rows = {cell.row for cell in cells(options)}
     assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
     assert "attention x surprisal, soft, span 2" in rows
+    assert not any("soft" in row for row in rows if not row.startswith("attention"))
     assert {row for row in rows if row.startswith("random")} == {"random", "random, span 2"}
     by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
     assert by_row.pop(BASE) == [0]

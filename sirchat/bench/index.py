@@ -77,7 +77,8 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
     asked = list(questions(model, options.rounds))
     side = _Side(archive, surprisal.__getitem__, asked, model, _default_recall())
     for measure in sorted(MEASURES, key=lambda one: one != BEST_RECALL):
-        recall = replace(side.recall, measure=measure)  # type: ignore[arg-type]
+        soft = side.recall.soft and measure == "attention"
+        recall = replace(side.recall, measure=measure, soft=soft)  # type: ignore[arg-type]
         result = _measure(replace(side, recall=recall), options)
         yield replace(result, note=f"{made}{result.note}")
         made = ""

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 WORTHWHILE = 100_000
 """Archived rows above which `recall_index: auto` uses an index."""
 
-HITS, PROPOSALS = 1024, 8192
+HITS, PROPOSALS = 320, 8192
 """Rows that each query vector proposes, at least, and that all of them propose together."""
 
-_PROBES = {"attention": 96, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
+_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
 _INDEXED = ("measure", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows that are added at once
@@ -94,11 +94,10 @@ class Index:
         if self._vectors is None:
             return np.zeros(0, np.int64)
         asked = self._vectors.of_query(query, lowest)
-        more = 2 if self._recall.soft else 1  # for neighbours change the order
-        k = more * max(HITS, PROPOSALS // sum(map(len, asked)))
+        k = max(HITS, PROPOSALS // sum(map(len, asked)))
         found = [part.search(one, k) for part, one in zip(self._parts, asked, strict=True)]
         for part, one in zip(self._parts, self._vectors.of_softmax(query), strict=False):
-            found.append(part.search(one, HITS // 8))
+            found.append(part.search(one, HITS // 4))
         return np.unique(np.concatenate(found))
 
     @torch.inference_mode()

@@ -1,12 +1,10 @@
 """What a row is to an index: vectors whose inner products with a query's are the row's scores.
 
 Under `attention`, one vector for each chosen head: with surprisal s, exp(q k) s = exp(q k + log s),
-so the key with log s beside it, and one query for each token and query head. Under the other
-measures, one vector of all chosen heads' keys and values; (score - lowest) s is the inner product
-of that vector times s, with s beside it, and the query with minus the lowest score beside it.
-
-Where scores are softened, the root of a score times s is the root of the score times s * s: then s
-counts twice.
+so the key with log s beside it, and one query for each token and query head; where it is softened,
+the root of a score times s is the root of the score times s * s, and s counts twice. Under the
+other measures, one vector of all chosen heads' keys and values; (score - lowest) s is the inner
+product of that vector times s, with s beside it, and the query with minus the lowest score beside.
 
 Each is projected to the main axes of a sample of rows, so that a row takes at most DIMS numbers.
 """
@@ -93,8 +91,7 @@ class Vectors:
             return parts
         if self._measure == "attention":
             return [_beside(one, nats.clamp_min(_LEAST_NATS).log()) for one in parts]
-        weights = nats**self._power
-        return [_beside(one * weights[:, None], weights) for one in parts]
+        return [_beside(one * nats[:, None], nats) for one in parts]
 
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
         """For each part of the index its queries [m, d]; `lowest` is the lowest score of all.

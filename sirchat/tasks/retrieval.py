@@ -35,6 +35,12 @@ class Way:
     soft: bool = False
 
     @property
+    def makes_sense(self) -> bool:
+        """Whether its weight and softness change anything."""
+        weighs = self.weight == "none" or self.measure != "random"
+        return weighs and (not self.soft or self.measure == "attention")
+
+    @property
     def name(self) -> str:
         """`attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
@@ -52,8 +58,8 @@ class Retrieval:
         limit: conversations; every cell is asked the same ones.
         base: budget of the base policy, in tokens.
         counts: how many tokens come back.
-        measures, weights, spans, soft: what is combined; a choice by lot has no weight and no
-            measure to soften.
+        measures, weights, spans, soft: what is combined; a choice by lot has no weight, and only
+            attention is softened.
         data: a file with conversations, instead of the task's; see `told`.
 
     Raises SettingError for an unknown task, measure or weight, and a file that can't be read.
@@ -85,9 +91,7 @@ class Retrieval:
     def ways(self) -> tuple[Way, ...]:
         """Every way to bring tokens back."""
         made = (Way(*one) for one in product(self.measures, self.weights, self.spans, self.soft))
-        return tuple(
-            one for one in made if one.measure != "random" or one == Way("random", span=one.span)
-        )
+        return tuple(one for one in made if one.makes_sense)
 
     def asked(self) -> Record:
         """All that the findings depend on: every field."""
