@@ -47,7 +47,7 @@ class Recall:
         weight: `surprisal` multiplies the score, counted from the lowest one, by how much the token
             told when it was read.
         n: rows that may come back, a reserve beside what the policy holds.
-        soft: for `attention`: take the root of each score, and share it with the token's neighbours.
+        soft: under `attention`, take the root of each score and share it with the neighbours.
         span: neighbours on each side of a hit that come along, within the n.
         scope: one choice for all layers, or one for each.
         query: the rows of the turn, read once to search; or the recent window before it (the
