@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 WORTHWHILE = 100_000
 """Archived rows above which `recall_index: auto` uses an index."""
 
-HITS, PROPOSALS = 512, 16_384
+HITS, PROPOSALS = 320, 8192
 """Rows that each query vector proposes, at least, and that all of them propose together."""
 
-_PROBES = {"attention": 48, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
+_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
 _INDEXED = ("measure", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows that are added at once

@@ -21,7 +21,7 @@ from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_avai
 from sirchat.memory.recall import Query, Recall, score, softened, weighted
 from sirchat.memory.segments import Positions
 
-SAMPLE = 4_096
+SAMPLE = 8_192
 """Rows that stand for those that were not proposed."""
 
 
