@@ -19,6 +19,8 @@ _PAPERS = "full,entropy,sink,random,interval,reservoir"
 Scored = Annotated[
     str, typer.Option(help="How an option is taken.", metavar="paper|released|reply")
 ]
+Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
+Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
 Data = Annotated[
     str | None,
     typer.Option(help="A folder with the paper's released files; else questions of our own."),
@@ -140,8 +142,8 @@ def retrieval(
     task: Annotated[
         str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
     ] = "facts-12",
-    limit: Annotated[int, typer.Option(help="Conversations.", min=1)] = 200,
-    base: Annotated[int, typer.Option(help="Base budget in tokens.", min=24)] = 72,
+    limit: Conversations = 200,
+    base: Base = 72,
     counts: Annotated[
         str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
     ] = "10,20,50,100,200",
@@ -184,8 +186,8 @@ def privacy(
     task: Annotated[
         str, typer.Option(help="What is told.", metavar="facts-12|facts-40|stories-10|...")
     ] = "facts-12",
-    limit: Annotated[int, typer.Option(help="Conversations.", min=1)] = 100,
-    base: Annotated[int, typer.Option(help="Base budget in tokens.", min=24)] = 72,
+    limit: Conversations = 100,
+    base: Base = 72,
     counts: Annotated[
         str, typer.Option(help="How many tokens come back; 0 for none.", metavar="N,M,...")
     ] = "0,10,20,50,100,200",

@@ -18,7 +18,7 @@ from sirchat.memory.ranking import Ranked, rank_all, rank_proposed
 from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions
 from sirchat.model import LoadedModel
-from sirchat.profile import BEST_RECALL, Profile
+from sirchat.profile import BEST_RECALL, Profile, changed
 from sirchat.settings import build_memory
 
 MEASURES = ("attention", "mips", "cosine", "cosine-pairwise")
@@ -75,11 +75,9 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
         f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of others\n"
     )
     asked = list(questions(model, options.rounds))
-    side = _Side(archive, surprisal.__getitem__, asked, model, _default_recall())
+    side = _Side(archive, surprisal.__getitem__, asked, model, _recall(BEST_RECALL))
     for measure in sorted(MEASURES, key=lambda one: one != BEST_RECALL):
-        soft = side.recall.soft and measure == "attention"
-        recall = replace(side.recall, measure=measure, soft=soft)  # type: ignore[arg-type]
-        result = _measure(replace(side, recall=recall), options)
+        result = _measure(replace(side, recall=_recall(measure)), options)
         yield replace(result, note=f"{made}{result.note}")
         made = ""
 
@@ -106,9 +104,8 @@ def _measure(side: _Side, options: BenchOptions) -> Ratio:
     return replace(ratio, note=note, unit="search")
 
 
-def _default_recall() -> Recall:
-    """The settings of recall as they are by default."""
-    profile = Profile(recall="on")  # type: ignore[arg-type]
-    recall = build_memory(profile).recall
+def _recall(measure: str) -> Recall:
+    """The settings of recall by this measure, as they are by default."""
+    recall = build_memory(changed(Profile(), "bench", recall=measure)).recall
     assert recall is not None
     return replace(recall, index="on")

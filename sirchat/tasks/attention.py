@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -57,7 +58,7 @@ class Attention:
     def __post_init__(self) -> None:
         if self.tokens < SEGMENTS + 2:
             raise SettingError(f"tokens is {self.tokens}, must be at least {SEGMENTS + 2}")
-        self._lines()
+        _ = self._lines
 
     @property
     def name(self) -> str:
@@ -106,9 +107,8 @@ class Attention:
         return Report(facts, (table,), (plot,), self.asked())
 
     def _ids(self, model: LoadedModel, number: int) -> list[int]:
-        lines = self._lines()
-        if lines is not None:
-            ids: list[int] = model.tokenizer(lines[number])["input_ids"][: self.tokens]
+        if self._lines is not None:
+            ids: list[int] = model.tokenizer(self._lines[number])["input_ids"][: self.tokens]
         else:
             template, ids = Template(model.tokenizer), []
             for user, reply in self._talk(number):
@@ -124,6 +124,7 @@ class Attention:
         said = [one.text for one in dialogue(rng, self.tokens, QUIET) if one.role != "system"]
         return zip(said[::2], said[1::2], strict=False)
 
+    @cached_property
     def _lines(self) -> list[str] | None:
         if self.text is None:
             return None

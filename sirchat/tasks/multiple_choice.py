@@ -106,7 +106,8 @@ class MultipleChoice(Grid):
             shares: list[Value] = [_right(one, group) for group in groups]
             gaps = [_right(one, g).value - _right(stream, g).value for g in groups if stream]
             rows.append((one.name, *shares, *gaps))
-        tokens = [one["tokens"] for key, one in found.items() if self._whole(key)] or [0]
+        whole = [one for cell, one in zip(self.cells(), held, strict=True) if not cell.shots]
+        tokens = [each["tokens"] for one in whole for each in one.all] or [0]
         facts = (
             f"seed {self.seed}",
             f"{len(self.conversations)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
@@ -115,10 +116,6 @@ class MultipleChoice(Grid):
         )
         table = Table(self.name, tuple(columns), tuple(rows))
         return Report(facts, (table,), self._plots(held, groups), details=self.asked())
-
-    def _whole(self, key: str) -> bool:
-        """Whether a unit was a whole conversation, and not its questions one by one."""
-        return not self.cells()[int(key.partition("/")[0])].shots
 
     def _plots(self, held: list[Held], groups: list[str]) -> tuple[Plot, ...]:
         """The shares by decay (the paper's Figure 6), where several decays are compared."""

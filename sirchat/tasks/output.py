@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Drawn
 
-from sirchat.tasks.report import Measured, Plot, Record, Report, Table, Value
+from sirchat.tasks.journal import Record
+from sirchat.tasks.report import Measured, Plot, Report, Table, Value
 
 
 def record_of(report: Report, head: Record) -> Record:

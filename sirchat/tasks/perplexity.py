@@ -122,7 +122,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
     """Surprisal, in nats, of each token [n] read under a setting; NaN of the very first."""
     engine = Engine(
         model,
-        build_memory(setting),
+        replace(build_memory(setting), archive=0, folder=None),  # nothing is to come back
         seed=setting.seed,
         ends_sentence=SentenceEnds(model.tokenizer),
     )

@@ -9,7 +9,7 @@ right option of a question that needs no memory, at the same settings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from random import Random
 
 from sirchat.errors import SettingError
@@ -22,7 +22,7 @@ from sirchat.tasks.choice import take
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.retrieval import hear
-from sirchat.tasks.study import Work, mean, refuse_unknown, share
+from sirchat.tasks.study import Work, fields_of, mean, refuse_unknown, share
 from sirchat.tasks.told import TASKS, Told, told
 
 
@@ -58,8 +58,7 @@ class Privacy:
 
     def asked(self) -> Record:
         """All that the findings depend on: every field."""
-        asked: Record = {field.name: getattr(self, field.name) for field in fields(self)}
-        return asked | {"profile": self.profile.model_dump(mode="json")}
+        return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
         """Conversations, by number."""

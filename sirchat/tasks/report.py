@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import transformers
@@ -15,8 +14,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile, as_typed
 from sirchat.saving import fingerprint
 from sirchat.settings import has_effect
-
-Record = dict[str, Any]
+from sirchat.tasks.journal import Record
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ and forgets nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ from sirchat.session import Session
 from sirchat.tasks.asking import read, switch
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table
-from sirchat.tasks.study import Work, refuse_unknown, share
+from sirchat.tasks.study import Work, fields_of, refuse_unknown, share
 from sirchat.tasks.told import TASKS, Told, released, told
 
 
@@ -95,8 +95,7 @@ class Retrieval:
 
     def asked(self) -> Record:
         """All that the findings depend on: every field."""
-        asked = {field.name: getattr(self, field.name) for field in fields(self)}
-        return asked | {"profile": self.profile.model_dump(mode="json")}
+        return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
     def released(self) -> list[Told]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
@@ -19,6 +19,9 @@ from sirchat.session import Session
 from sirchat.tasks.interval import mean_interval, wilson
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Report, setting_names
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Work = Callable[[str], Record]
 
@@ -115,8 +118,9 @@ class Grid(ABC):
 
     def asked(self) -> Record:
         """All that the findings depend on: every field."""
-        asked: Record = {field.name: getattr(self, field.name) for field in fields(self)}
-        return asked | {"settings": [one.model_dump(mode="json") for one in self.settings]}
+        return fields_of(self) | {
+            "settings": [one.model_dump(mode="json") for one in self.settings]
+        }
 
     def cells(self) -> list[Cell]:
         """The rows of the table."""
@@ -137,12 +141,12 @@ class Grid(ABC):
 
     def worker(self, model: LoadedModel) -> Work:
         """Holds units in one session after another, one for each setting and seed."""
-        opened: dict[str, Session] = {}
+        cells, opened = self.cells(), dict[str, Session]()
 
         def work(key: str) -> Record:
             where, _, unit = key.rpartition("/")
             row, _, seed = where.partition("/")
-            cell = self.cells()[int(row)]
+            cell = cells[int(row)]
             if where not in opened:
                 opened.clear()
                 reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
@@ -165,6 +169,11 @@ class Grid(ABC):
     def _seeds(self, setting: Profile) -> tuple[int, ...]:
         draws = "seed" in policy_class(setting.policy).uses
         return tuple(setting.seed + i for i in range(self.repeats if draws else 1))
+
+
+def fields_of(study: DataclassInstance) -> Record:
+    """Every field of a study, by name."""
+    return {field.name: getattr(study, field.name) for field in fields(study)}
 
 
 def share(right: Iterable[bool]) -> Measured:
