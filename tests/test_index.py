@@ -92,6 +92,7 @@ def proposed(index: Index) -> list[int]:
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows beside the proposed ones that it is these that count."""
     monkeypatch.setattr(ranking, "SAMPLE", 500)
+    monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
 
 
 WEIGHED: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
@@ -164,6 +165,7 @@ def test_what_is_proposed_is_scored_exactly(
     measure: Measure, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
+    monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
     archive, recall = filled(3000), Recall(measure, "surprisal", soft=soft, index="on")
     every = archive.positions
     exact = rank_all(archive, every, some_query(), recall, ROTATIONS, surprisal_of)
@@ -252,8 +254,7 @@ def test_another_measure_gets_an_index_of_its_own() -> None:
 
 
 def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 1)
-    archive, recall = filled(), Recall("mips", "surprisal", span=2, index="on")
+    archive, recall = filled(), Recall("mips", span=2, index="on")
     index = indexed(archive, recall)
     some = np.array([0, 40, 5999])
     monkeypatch.setattr(index, "propose", lambda query, lowest: some)

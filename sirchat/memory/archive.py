@@ -113,14 +113,16 @@ class Archive:
             stored = segment.tensors
             if layer is not None:
                 stored = stored[2 * layer : 2 * layer + 2]
-            if not values:
-                stored = [one[:, :, : one.shape[2] * (n % 2 == 0)] for n, one in enumerate(stored)]
             within = places[start:end] % SEGMENT_ROWS
             written_at[order[start:end]] = segment.written_at[within]
             rows = torch.from_numpy(within)
-            parts.append([one.index_select(1, rows) for one in stored])
-        back = torch.from_numpy(np.argsort(order))
-        tensors = [torch.cat(one, dim=1).index_select(1, back) for one in zip(*parts, strict=True)]
+            parts.append([one.index_select(1, rows) for one in stored[:: 1 if values else 2]])
+        tensors = [torch.cat(one, dim=1) for one in zip(*parts, strict=True)]
+        if (np.diff(order) < 0).any():  # a copy of all, so not in vain
+            back = torch.from_numpy(np.argsort(order))
+            tensors = [one.index_select(1, back) for one in tensors]
+        if not values:
+            tensors = [one for key in tensors for one in (key, key[:, :, :0])]
         return Rows(positions.copy(), written_at, tensors)
 
     def blocks(self, wanted: Positions) -> Iterator[Rows]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 WORTHWHILE = 100_000
 """Archived rows above which `recall_index: auto` uses an index."""
 
-HITS, PROPOSALS = 320, 8192
+HITS, PROPOSALS = 320, 16_384
 """Rows that each query vector proposes, at least, and that all of them propose together."""
 
-_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 256}  # lists looked at
+_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 512}  # lists looked at
 _INDEXED = ("measure", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows that are added at once
@@ -98,7 +98,7 @@ class Index:
         found = [part.search(one, k) for part, one in zip(self._parts, asked, strict=True)]
         for part, one in zip(self._parts, self._vectors.of_softmax(query), strict=False):
             found.append(part.search(one, HITS // 4))
-        return np.unique(np.concatenate(found))
+        return united(found)
 
     @torch.inference_mode()
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
@@ -128,6 +128,14 @@ class Index:
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
             self._has = grown
+
+
+def united(parts: Sequence[Positions]) -> Positions:
+    """What is in any of them, once, ascending. (Ten times as fast as to sort them.)"""
+    there = np.zeros(1 + max((int(one.max()) for one in parts if len(one)), default=-1), bool)
+    for one in parts:
+        there[one] = True
+    return np.flatnonzero(there)
 
 
 def evenly(positions: Positions, count: int) -> Positions:

@@ -69,7 +69,7 @@ class Nearest:
         self._index.remove_ids(positions)
 
     def search(self, queries: Tensor, k: int) -> Positions:
-        """Positions, ascending, of the k best of each query [m, d]; all queries' in one."""
+        """Positions of the k best of each query [m, d], one after the other."""
         asked = _array(queries)
         near = asked @ self._centroids.T  # [m, lists]
         probes = min(near.shape[1], max(self._probes, near.shape[1] // len(asked)))
@@ -77,8 +77,8 @@ class Nearest:
         products = np.take_along_axis(near, lists, axis=1)
         self._index.nprobe = probes
         _, found = self._index.search_preassigned(asked, k, lists, products)
-        unique: Positions = np.unique(found[found >= 0])
-        return unique
+        positions: Positions = found[found >= 0]
+        return positions
 
 
 def _array(vectors: Tensor) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """Score archived rows for a query: all of them, or exactly those that an index proposes.
 
-With an index, an even sample of all rows is scored too. It tells the lowest score, and stands in
-the softmax of `attention` for the rows that were not proposed.
+With an index, an even sample of all rows is scored too. It stands in the softmax of `attention` for
+the rows that were not proposed; under the other measures it tells the lowest score.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from torch import Tensor
 
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_available
-from sirchat.memory.recall import Query, Recall, score, softened, weighted
-from sirchat.memory.segments import Positions
+from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_available, united
+from sirchat.memory.recall import Blocks, Query, Recall, score, softened, weighted
+from sirchat.memory.segments import Positions, Rows
 
-SAMPLE = 8_192
-"""Rows that stand for those that were not proposed."""
+SAMPLE = 32_768
+"""Rows that stand for those that were not proposed, in the softmax of `attention`."""
+
+LOWEST_OF = 16_384, 65_536
+"""Rows of which the lowest score is taken, at least and at most; between them, `_PART` of all."""
+
+_PART = 1 / 16
+_BATCH = 8_192  # rows that are fetched at once
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,58 @@ def rank_proposed(
     """
     index = _index(archive, recall, rotations)
     index.update(archive, archived, surprisal_of)
-    sample = evenly(archived, SAMPLE)
-    attends = recall.measure == "attention"
-    lowest = 0.0
-    if not attends and recall.weight == "surprisal":
-        rows = archive.fetch(sample)
-        lowest = float(score(recall.measure, query, lambda: iter([rows]), rotations).amin(1).mean())
-    found = _with_neighbours(index.propose(query, lowest), max(recall.span, recall.soft))
-    proposed = _among(found, archived)
-    positions = np.union1d(proposed, sample)
-    shares = _shares(np.isin(positions, proposed), len(archived)) if attends else None
-    rows = archive.fetch(positions, values=not attends)
-    scores = score(recall.measure, query, lambda: iter([rows]), rotations, shares)
-    return Ranked(positions, _finished(scores, positions, recall, surprisal_of))
+    rank = _rank_attended if recall.measure == "attention" else _rank_similar
+    ranked = rank(archive, archived, query, recall, rotations, index)
+    scores = _finished(ranked.scores, ranked.positions, recall, surprisal_of)
+    return Ranked(ranked.positions, scores)
+
+
+def _rank_attended(
+    archive: Archive,
+    archived: Positions,
+    query: Query,
+    recall: Recall,
+    rotations: Sequence[LayerRotation],
+    index: Index,
+) -> Ranked:
+    """What is proposed and a sample of the rest share the softmax of `attention`."""
+    near = max(recall.span, int(recall.soft))
+    proposed = _archived_near(index.propose(query), near, archived)
+    positions = united((proposed, evenly(archived, SAMPLE)))
+    shares = _shares(_is_among(positions, proposed), len(archived))
+    rows = archive.fetch(positions, values=False)
+    return Ranked(positions, score(recall.measure, query, _once(rows), rotations, shares))
+
+
+def _rank_similar(
+    archive: Archive,
+    archived: Positions,
+    query: Query,
+    recall: Recall,
+    rotations: Sequence[LayerRotation],
+    index: Index,
+) -> Ranked:
+    """A sample tells the lowest score, from which a weighted one is counted."""
+
+    def scores_of(positions: Positions) -> Tensor:
+        found = [torch.zeros(len(rotations), 0)]
+        for start in range(0, len(positions), _BATCH):
+            rows = archive.fetch(positions[start : start + _BATCH])
+            found.append(score(recall.measure, query, _once(rows), rotations))
+        return torch.cat(found, dim=1)
+
+    few, many = LOWEST_OF
+    weighs = recall.weight == "surprisal"
+    count = int(np.clip(_PART * len(archived), few, many))
+    sample = evenly(archived, count if weighs else 0)
+    sampled = scores_of(sample)
+    lowest = float(sampled.amin(1).mean()) if weighs else 0.0
+    proposed = _archived_near(index.propose(query, lowest), recall.span, archived)
+    new = proposed[~_is_among(proposed, sample)]
+    positions = np.concatenate([sample, new])
+    order = np.argsort(positions)
+    scores = torch.cat([sampled, scores_of(new)], dim=1)[:, torch.from_numpy(order)]
+    return Ranked(positions[order], scores)
 
 
 def _finished(
@@ -101,18 +146,24 @@ def _index(archive: Archive, recall: Recall, rotations: Sequence[LayerRotation])
     return archive.index
 
 
-def _among(found: Positions, archived: Positions) -> Positions:
-    """Those found that are archived; both are ascending."""
-    at = np.searchsorted(archived, found).clip(max=len(archived) - 1)
-    among: Positions = found[archived[at] == found]
+def _once(rows: Rows) -> Blocks:
+    return lambda: iter([rows])
+
+
+def _is_among(some: Positions, others: Positions) -> NDArray[np.bool_]:
+    """Which of some positions [n] are among others [k]; both are ascending."""
+    if not len(others):
+        return np.zeros(len(some), bool)
+    at = np.searchsorted(others, some).clip(max=len(others) - 1)
+    among: NDArray[np.bool_] = others[at] == some
     return among
 
 
-def _with_neighbours(positions: Positions, span: int) -> Positions:
-    """These positions and up to `span` before and after each."""
-    if not span:
-        return positions
-    return np.unique(positions[:, None] + np.arange(-span, span + 1))
+def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
+    """These positions and up to `span` before and after each, as far as they are archived."""
+    near = [positions + away for away in range(-span, span + 1)]
+    found = united([one[one >= 0] for one in near])
+    return found[_is_among(found, archived)]
 
 
 def _shares(proposed: NDArray[np.bool_], total: int) -> Tensor:
