@@ -101,11 +101,14 @@ def perplexity(
     text: Annotated[
         str | None, typer.Option(help="A text file; else talk of our own.", metavar="FILE")
     ] = None,
+    readings: Annotated[
+        int, typer.Option(help="Times to read it, each from further on.", min=1)
+    ] = 1,
 ) -> "Study":
     """Read a long text: what a token costs, in nats, as the text goes on."""
     from sirchat.tasks.perplexity import Perplexity
 
-    return Perplexity(*compared, text)
+    return Perplexity(*compared, text, readings)
 
 
 @study(eval_app, "attention", None)

@@ -228,6 +228,29 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
 
 
+def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(f"number {n}" for n in range(400)), "utf-8")
+    study = Perplexity((SINK,), 640, text=str(file), readings=5)
+    readings = [list(study.rounds(tiny(), number)) for number in range(5)]
+    assert [len(rounds) for rounds in readings] == [10] * 5
+    for place in range(10):
+        assert {tuple(one[place]) for one in readings} == {
+            tuple(readings[0][(place + 2 * number) % 10]) for number in range(5)
+        }
+
+
+def test_made_talk_read_from_further_on_is_the_same_talk() -> None:
+    study = Perplexity((SINK,), 3_000, readings=2)
+    first, second = (list(study.rounds(tiny(), number)) for number in range(2))
+    assert first[0] != second[0]
+    assert sum(map(len, first)) == sum(map(len, second)) == 3_000
+    shared = {tuple(one) for one in first} & {tuple(one) for one in second}
+    assert len(shared) >= 0.6 * len(first)
+    (found, again) = findings(study, tiny()).values()
+    assert found["nats"] != again["nats"]
+
+
 def test_full_reads_on_beyond_the_models_length() -> None:
     study = Perplexity((Profile(policy="full"),), 4_200)
     (found,) = findings(study, babbler()).values()

@@ -3,15 +3,18 @@
 The text is a file, read as it is in rounds of 64 tokens, or talk of the bundled model's world, read
 as a chat. What a token costs is its surprisal, given what was held when it came. `full` reads on
 beyond the length that the model was made for, as the paper's windows do.
+
+Where text is harder at one place than at another, several readings even it out: each begins further
+into the same text and ends with what was left out, so that every part is read at every place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,11 +45,13 @@ class Perplexity(Grid):
 
     Attributes:
         text: a UTF-8 file; None for made talk.
+        readings: how often the text is read, each time from further on.
 
     Raises SettingError when the file can't be read.
     """
 
     text: str | None = None
+    readings: int = 1
 
     def __post_init__(self) -> None:
         if self.text is not None:
@@ -58,13 +63,15 @@ class Perplexity(Grid):
         return "perplexity"
 
     def units(self) -> list[str]:
-        """The one text."""
-        return ["text"]
+        """Readings, by number."""
+        return [str(number) for number in range(self.readings)]
 
-    def rounds(self, model: LoadedModel) -> Iterator[list[int]]:
-        """The text's ids, round by round, `limit` in all or fewer."""
+    def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
+        """The text's ids as one reading has them, round by round, `limit` in all or fewer."""
         left = self.limit
-        for ids in self._talk(model) if self.text is None else self._pieces(model):
+        for ids in (
+            self._talk(model, reading) if self.text is None else self._pieces(model, reading)
+        ):
             yield ids[:left]
             left -= len(ids)
             if left <= 0:
@@ -75,7 +82,7 @@ class Perplexity(Grid):
         model = session.model
         if cell.setting.policy == "full":
             model = replace(model, context_length=max(model.context_length, self.limit))
-        found = read(model, session.profile, self.rounds(model))
+        found = read(model, session.profile, self.rounds(model, int(unit)))
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -85,10 +92,11 @@ class Perplexity(Grid):
         """The mean, how the end compares with the beginning, and the curve."""
         held = self.held(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
+        size = max(1, self.limit // _POINTS)
         points = {
             one.name: tuple(
-                (float((at + 1) * max(1, self.limit // _POINTS)), nats)
-                for at, nats in enumerate(one.all[0]["nats"])
+                (float((at + 1) * size), float(np.mean(nats)))
+                for at, nats in enumerate(zip(*(each["nats"] for each in one.all), strict=True))
             )
             for one in held
         }
@@ -96,26 +104,46 @@ class Perplexity(Grid):
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
             f"text {self.text}" if self.text else "talk of the bundled model's world",
+            *([f"{self.readings} readings, each from further on"] if self.readings > 1 else []),
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in held))
         plot = Plot("perplexity", "tokens read", "nats a token", points)
         return Report(facts, (table,), (plot,), self.asked())
 
-    def _talk(self, model: LoadedModel) -> Iterator[list[int]]:
+    def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         """Rounds of one conversation after another, as one chat."""
-        template, first = Template(model.tokenizer), True
-        for number in count():
-            talk = Dialogue(Random(f"perplexity/{self.seed}/{number}"), _TALK)
-            said = [one for one in talk.messages(_ROUNDS) if one.role != "system"]
-            for user, reply in zip(said[::2], said[1::2], strict=False):
-                asked = template.opening(user.text)[1] if first else template.user(user.text)
-                yield [*asked.ids, *template.assistant(reply.text).ids, *template.closing]
+        template, first, tokens = Template(model.tokenizer), True, 0
+        talks: list[list[tuple[str, str]]] = []
+        while tokens < self.limit:
+            talk = Dialogue(Random(f"perplexity/{self.seed}/{len(talks)}"), _TALK)
+            said = [one.text for one in talk.messages(_ROUNDS) if one.role != "system"]
+            talks.append(list(zip(said[::2], said[1::2], strict=False)))
+            tokens += sum(len(_ids(template, *pair)) for pair in talks[-1])
+        for talk_rounds in _from(talks, reading, self.readings):
+            for user, reply in talk_rounds:
+                yield _ids(template, user, reply, first=first)
                 first = False
 
-    def _pieces(self, model: LoadedModel) -> Iterator[list[int]]:
+    def _pieces(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         ids: list[int] = model.tokenizer(_read(self.text or ""))["input_ids"]
-        for start in range(0, len(ids), _PIECE):
+        starts = range(0, min(len(ids), self.limit), _PIECE)
+        for start in _from(starts, reading, self.readings):
             yield ids[start : start + _PIECE]
+
+
+T = TypeVar("T")
+
+
+def _from(parts: Sequence[T], reading: int, readings: int) -> list[T]:
+    """All parts, from where a reading begins; then those before."""
+    start = reading * len(parts) // readings
+    return [*parts[start:], *parts[:start]]
+
+
+def _ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
+    """A round of a chat, as it is read."""
+    asked = template.opening(user)[1] if first else template.user(user)
+    return [*asked.ids, *template.assistant(reply).ids, *template.closing]
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
@@ -137,7 +165,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
 
 
 def _row(one: Held) -> tuple[Value, ...]:
-    """Over several draws of the lots, means."""
+    """Over several readings and draws of the lots, means."""
     draws = [each["nats"] for each in one.all]
     tenth = max(1, len(draws[0]) // 10)
     second = np.mean([nats[tenth : 2 * tenth] or nats for nats in draws])
