@@ -50,14 +50,19 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings: answers, retention, agreement with full."""
+    """Replay a transcript under several settings: answers, retention, agreement with full.
+
+    Ctrl-C ends it after the round under way, and shows what was compared until then.
+    """
     profile = profile_of(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)
     if html is not None:
         _write(html, "", "a")  # a path that can't be written costs no run
     model = load(profile, trust_remote_code)
-    found = _run(model, settings, transcript, name, own)
+    found, interrupted = _run(model, settings, transcript, name, own)
+    if not found.transcript.rounds:
+        raise KeyboardInterrupt
     from sirchat.tasks.report import about
     from sirchat.tasks.side_by_side.report import record_of
 
@@ -74,6 +79,8 @@ def compare(
         _print(found)
     for note in found.notes:
         typer.echo(displayable_line(f"sirchat: {note}"), err=True)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _settings(
@@ -103,19 +110,28 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
-) -> "Comparison":
-    """Compare, with a bar on standard error, where that is a terminal."""
+) -> "tuple[Comparison, bool]":
+    """Compare, with a bar on standard error, where that is a terminal; and whether Ctrl-C came."""
     from rich.console import Console
     from rich.progress import Progress
 
     from sirchat.tasks.side_by_side.compare import compare
+    from sirchat.ui.interrupt import Interrupt
 
     console = Console(stderr=True, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with (
+        Interrupt() as stopped,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task("comparing", total=len(rounds.rounds) * len(settings))
-        return compare(
-            model, settings, rounds, file=name, own=own, advance=lambda: bar.advance(task)
+
+        def advance() -> None:
+            bar.update(task, advance=1, description="finishing this round" if stopped() else None)
+
+        found = compare(
+            model, settings, rounds, file=name, own=own, advance=advance, stopped=stopped
         )
+    return found, stopped()
 
 
 def _print(found: "Comparison") -> None:

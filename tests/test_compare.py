@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +20,7 @@ from chatting import answer, babbler, session, tiny
 from command import run
 from rich.console import Console
 from scipy.special import log_softmax, rel_entr
+from terminal import Terminal
 from torch import Tensor
 
 from sirchat.errors import TranscriptError
@@ -297,6 +300,30 @@ def test_the_command_compares(tmp_path: Path) -> None:
 
 
 ROLES = ("user", "assistant")
+
+
+def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
+    file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
+    file.write_text("USER: hello\nASSISTANT: hello\n" * 3_000, "utf-8")
+    words = ("compare", str(file), "--policies", "sink", "--budget", "32", "--html", str(page))
+    command = (sys.executable, "-m", "sirchat", *words)
+    with Terminal(*command, home=tmp_path, columns=200) as terminal:
+        terminal.wait("comparing")
+        time.sleep(1)
+        terminal.send("\x03")
+        assert terminal.ended() == 130
+    (record,) = re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))
+    told = json.loads(record)
+    rounds = len(told["turns"])
+    assert 1 <= rounds < 3_000
+    assert [len(one["turns"]) for one in told["settings"]] == [rounds, rounds]
+    assert told["notes"] == [f"stopped after {rounds} of 3000 user turns"]
+
+
+def test_a_stop_before_the_first_round_leaves_nothing_to_show() -> None:
+    held = compare(tiny(), (FULL, SINK), transcript(), stopped=lambda: True)
+    assert held.transcript.rounds == ()
+    assert [one.rounds for one in held.settings] == [(), ()]
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ agreement to tell, and the largest budget gives the replies that are missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from sirchat.model import LoadedModel
@@ -30,6 +31,7 @@ def compare(
     file: str = "transcript",
     own: bool = False,
     advance: Callable[[], None] = lambda: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Comparison:
     """Hold the conversation under every setting, all of them in step.
 
@@ -38,6 +40,7 @@ def compare(
         file: what messages call the transcript.
         own: go on with each setting's own answers.
         advance: called whenever a setting is through with a round.
+        stopped: asked before each round; once it says so, the transcript ends there.
 
     Raises SettingError for a setting that this model, or the system prompt, does not allow.
     """
@@ -46,9 +49,14 @@ def compare(
         settings = [changed(one, where, system=transcript.system) for one in settings]
     named = zip(settings, setting_names(settings), strict=True)
     lanes = [Lane(model, one, name, leads=not at) for at, (one, name) in enumerate(named)]
-    for round in transcript.rounds:
-        _hold(lanes, round, own, advance)
+    held = 0
+    while held < len(transcript.rounds) and not stopped():
+        _hold(lanes, transcript.rounds[held], own, advance)
+        held += 1
     notes = dict.fromkeys(chain(transcript.notes, *(lane.notes for lane in lanes)))
+    if held < len(transcript.rounds):
+        notes[f"stopped after {held} of {len(transcript.rounds)} user turns"] = None
+    transcript = replace(transcript, rounds=transcript.rounds[:held])
     return Comparison(file, transcript, own, tuple(lane.told() for lane in lanes), tuple(notes))
 
 
