@@ -83,6 +83,11 @@ def test_released_conversations_ask_for_what_they_told(data: Path) -> None:
         assert (f"{line}: {one.answer}", "OK.") in one.rounds
     (story,) = released(data / "rag_A_test_story.jsonl")
     assert story.answer.startswith("In story 2, a Frog escaped")
+    last, frog = released(data / "rag_A_test_story_2.jsonl")  # a third tells and asks in one turn
+    assert last.answer.startswith("In story 10, a Princess")
+    assert frog.answer.startswith("In story 2, a Frog")
+    with pytest.raises(SettingError, match="no conversation"):
+        released(data / "rag_mt_bench.jsonl")  # nothing is told there
     study = Retrieval(Profile(), limit=3, data=str(data / "rag_questions.jsonl"))
     assert (study.name, study.keys()) == ("rag_questions", ["0", "1", "2"])
 

@@ -145,16 +145,22 @@ def _lines(rng: Random, count: int) -> Told:
 
 
 def _released(turns: list[str], reference: list[str] | None) -> Told | None:
+    """None where the question is not for one of the lines told before it."""
     *lines, question = turns
-    if reference:
-        answer = str(reference[0])
-    else:
-        names = re.findall(r"\b[A-Z]\w+(?: \d+)?", question.partition(" ")[2]) or [""]
-        about = [line for line in lines if names[-1] and names[-1] in line]
-        answer = about[-1].rpartition(": ")[2] if about else ""
+    answer = str(reference[0]) if reference else _asked_for(question, lines)
     if not answer or not any(answer in line for line in lines):
         return None
     return Told(tuple((line, "OK.") for line in lines), question, answer, within=True)
+
+
+def _asked_for(question: str, lines: list[str]) -> str:
+    """The newest of several lines about whom, or which number, the first sentence asks."""
+    sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
+    names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
+    if not names or len(lines) < 2:
+        return ""
+    about = [line for line in lines if re.search(rf"\b{names[-1]}\b", line, re.IGNORECASE)]
+    return about[-1].rpartition(": ")[2] if about else ""
 
 
 def _plain(text: str) -> str:
