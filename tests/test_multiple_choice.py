@@ -184,7 +184,7 @@ def test_tiny_keeps_its_wits_and_forgets_what_the_policy_forgets() -> None:
     for one in (full, sink):
         assert all(all(each["right"]["commonsense"]) for each in one.all)
     assert all(each["right"]["grocery"] == [True] for each in full.all)
-    (table,) = study.report(found).tables
+    table, _ = study.report(found).tables
     assert table.columns == ("setting", "ACCc", "ACCg", "ACCc - sink 256", "ACCg - sink 256")
 
 

@@ -16,7 +16,7 @@ from typing import get_args
 from sirchat.errors import SettingError
 from sirchat.profile import changed
 from sirchat.session import Session
-from sirchat.tasks import made, released
+from sirchat.tasks import made, published, released
 from sirchat.tasks.asking import read
 from sirchat.tasks.choice import Question, Scoring, take
 from sirchat.tasks.journal import Record
@@ -115,7 +115,14 @@ class MultipleChoice(Grid):
             f"data {self.data}" if self.data else "the project's own questions",
         )
         table = Table(self.name, tuple(columns), tuple(rows))
-        return Report(facts, (table,), self._plots(held, groups), details=self.asked())
+        tables = (table, *self._published())
+        return Report(facts, tables, self._plots(held, groups), details=self.asked())
+
+    def _published(self) -> tuple[Table, ...]:
+        """The paper's tables."""
+        if self.task == "dailydialog":
+            return (published.dailydialog(),)
+        return (published.grocery(), *([published.few_shot()] if self.shots else []))
 
     def _plots(self, held: list[Held], groups: list[str]) -> tuple[Plot, ...]:
         """The shares by decay (the paper's Figure 6), where several decays are compared."""

@@ -18,6 +18,7 @@ from sirchat.events import Delta, TurnDone
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.session import Session
+from sirchat.tasks import published
 from sirchat.tasks.asking import read, switch
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table
@@ -140,6 +141,7 @@ class Retrieval:
         tables = (
             Table("Without any choice", ("", "right"), tuple(ends.items())),
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
+            *([published.retrieval()] if self.task == "stories-3" or self.data else []),
         )
         lines = {
             name: tuple((float(n), one.value) for n, one in row.items())

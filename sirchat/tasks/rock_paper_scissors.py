@@ -18,6 +18,7 @@ from typing import get_args
 
 from sirchat.errors import SettingError
 from sirchat.session import Session
+from sirchat.tasks import published
 from sirchat.tasks.asking import ask
 from sirchat.tasks.choice import Question, Scoring, take
 from sirchat.tasks.journal import Record
@@ -141,7 +142,8 @@ class RockPaperScissors(Grid):
             f"data {self.data}" if self.data else "moves drawn",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
-        return Report(facts, (Table("Rounds won", columns, rows),), details=self.asked())
+        tables = (Table("Rounds won", columns, rows), published.rock_paper_scissors())
+        return Report(facts, tables, details=self.asked())
 
     def _row(self, one: Held, last: Held) -> tuple[Value, ...]:
         each_player = (
