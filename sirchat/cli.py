@@ -18,6 +18,7 @@ from sirchat.cli_compare import compare
 from sirchat.cli_eval import eval_app
 from sirchat.cli_lm_eval import add_lm_eval
 from sirchat.cli_sessions import sessions_app
+from sirchat.cli_train import train_app
 from sirchat.errors import (
     SirchatError,
     TranscriptError,
@@ -47,7 +48,6 @@ profiles_app = typer.Typer(help="Named settings: list, show, find, and start you
 policies_app = typer.Typer(
     help="The eviction policies, with their options.", invoke_without_command=True
 )
-train_app = typer.Typer(help="Train the bundled models.")
 app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
@@ -234,23 +234,6 @@ def bench(
         print_limits(loaded, limits, limit or 0, as_json=json)
         return
     print_bench(loaded, options, panel=panel, archived=archived * index, as_json=json)
-
-
-@train_app.command("tiny")
-def train_tiny(
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("tiny"),
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps; default: the whole recipe.")
-    ] = None,
-    size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
-    seed: Annotated[int, typer.Option(help="Seeds weights and dialogues.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Train the bundled model anew, on dialogues that are made up as it learns."""
-    from sirchat.ui.training import train_with_progress
-
-    train_with_progress(out=out, steps=steps, size=size, seed=seed, resume=resume)
 
 
 @profiles_app.command("list")

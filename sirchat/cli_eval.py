@@ -111,6 +111,22 @@ def perplexity(
     return Perplexity(*compared, text, readings)
 
 
+@study(
+    eval_app,
+    "demonstrations",
+    Defaults("full,anchor", "1024", limit=50, of="Sets of demonstrations for each setting."),
+)
+def demonstrations(
+    compared: Compared,
+    shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
+    questions: Annotated[int, typer.Option(help="Questions behind each set.", min=1)] = 4,
+) -> "Study":
+    """Ask behind demonstrations that are read once: accuracy, cache and speed of anchors."""
+    from sirchat.tasks.demonstrations import Demonstrations
+
+    return Demonstrations(*compared, whole_numbers("shots", shots), questions)
+
+
 @study(eval_app, "attention", None)
 def attention(
     profile: Profile,

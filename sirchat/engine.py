@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.errors import ContextFullError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
@@ -62,8 +63,18 @@ class CausalModel(Protocol):
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
-        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sees: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
+
+        `sees`, bool [m, n + m], tells what each id sees, if that is not all before it; `positions`
+        [m] where each stands, if not in slots n.. of the cache.
+        """
 
 
 class Engine:
@@ -75,16 +86,17 @@ class Engine:
         memory: Memory,
         *,
         seed: int = 0,
-        ends_sentence: Callable[[int], bool] = lambda token_id: False,
+        ends_sequence: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
         self._model = model
-        self._ends_sentence = ends_sentence
+        self._ends_sequence = ends_sequence
         self._logits: Tensor | None = None  # [V], of the last token read, before any eviction
         self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         self._room = Room(memory, self.ledger, model.context_length)
         self.cache = model.new_cache(min(self.budget, 1024) if self._room.grows else self.budget)
+        self.cache.in_stream = memory.in_stream
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
@@ -132,15 +144,16 @@ class Engine:
         Raises ContextFullError, with nothing read, when they do not fit and none may be forgotten.
         """
         self._round = place.round
-        if self._room.grows:
-            self.require(len(ids))
+        self.require(len(ids))
+        ends = [self._ends_sequence(i) for i in ids]
         done = 0
         while done < len(ids):
             size = max(1, self._room.free() // 4)
-            end = min(len(ids), done + size)
+            end = self._room.behind_anchor(ends, done, min(len(ids), done + size))
             yield from self.make_room(end - done)
-            self._read(ids[done:end], roles[done:end], place, pinned)
+            self._read(ids[done:end], roles[done:end], place, pinned, ends[done:end])
             done = end
+            yield from self._behind_anchor()
             yield Read(done, len(ids))
 
     def generate(
@@ -169,13 +182,14 @@ class Engine:
             if token_id in stop_ids:
                 yield Stopped("stop")
                 return
-            if self._room.grows:
-                self.require(1 + reserve)
-            elif self._room.own >= self._room.base:
+            self.require(1 + reserve)
+            if not self._room.grows and self._room.own >= self._room.base:
                 yield from self.make_room(self._room.block)
-            self._read([token_id], [Role.ASSISTANT], place, pinned=False)
+            ends = [self._ends_sequence(token_id)]
+            self._read([token_id], [Role.ASSISTANT], place, False, ends)
             position = self.ledger.seen - 1
             yield Generated(token_id, position, float(self.ledger.column("surprisal")[position]))
+            yield from self._behind_anchor()
         yield Stopped("length")
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
@@ -188,7 +202,7 @@ class Engine:
         rows = [self._logits[None]]
         if len(ids) > 1:
             self.cache.reserve(self.resident + len(ids) - 1)
-            rows.append(self._model.forward(ids[:-1], self.cache))
+            rows.append(self._forward(ids[:-1], at_anchor=False))
         with torch.inference_mode():
             logits = torch.cat([row.to(rows[0].device) for row in rows])  # [m, V]
             wanted = torch.tensor(ids, device=logits.device)
@@ -196,9 +210,21 @@ class Engine:
             return Weighed(tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy)
 
     def make_room(self, count: int) -> Iterator[Evicted]:
-        """Forget what the policy does not keep, so that `count` more rows fit in the budget."""
+        """Forget what the policy does not keep, so that `count` more rows fit in the budget.
+
+        And, behind an anchor, what the policy lets go though there is room.
+        """
+        flags = self.ledger.column("flags")
+        if self._room.memory.policy.gathers and len(flags) and flags[-1] & Flag.ANCHOR:
+            rows = self._room.memory.policy.reduce(self._held(protect_round=False))
+            if rows is not None:
+                yield self._drop_but(rows)
         if self._room.own + count > self._room.base:
             yield self._keep(self._room.base - count)
+
+    def _behind_anchor(self) -> Iterator[Evicted]:
+        if self._room.memory.policy.gathers:
+            yield from self.make_room(0)
 
     def open_turn(self, count: int, max_new_tokens: int, place: Place) -> Iterator[Evicted]:
         """Make room for a user turn of `count` ids and its reply, where `evict` is "turn"."""
@@ -247,6 +273,7 @@ class Engine:
         if not self._room.grows:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
+        self.cache.place(in_stream=memory.in_stream)
         if (memory.archive, memory.folder) != (before.memory.archive, before.memory.folder):
             self.holding.set_limit(memory.archive, memory.folder)
         if memory.recall is None or memory.recall.index == "off":
@@ -290,6 +317,10 @@ class Engine:
     def _choice(self) -> Choice:
         """What the policy keeps of everything that is held or archived; the reserve is empty."""
         reachable = self.holding.reachable()
+        if self._room.memory.policy.gathers:
+            view = self._room.view(reachable, None)
+            rows = self._room.memory.policy.reduce(view)
+            reachable = reachable if rows is None else reachable[rows.numpy()]
         if len(reachable) <= self._room.base:
             return Choice(reachable, _NONE)
         if self._room.grows:  # not all of it fits: go on from what is held
@@ -390,8 +421,10 @@ class Engine:
         self.cache.reserve(len(ids))
         while start < len(ids):
             piece = ids[start : start + self._rows_per_pass]
-            self._model.forward(piece, self.cache)
-            self.cache.commit(len(piece))
+            at = saved.held[start : start + len(piece)]
+            positions = at.tolist() if self.cache.in_stream else None
+            self._model.forward(piece, self.cache, None, positions)
+            self.cache.commit(len(piece), at)
             start += len(piece)
 
     def forget(self, positions: NDArray[np.int64]) -> None:
@@ -410,13 +443,22 @@ class Engine:
         """Raise ContextFullError when `count` more rows do not fit and nothing may be forgotten."""
         if self._room.grows and self.resident + count > self.budget:
             self._room.memory.policy.keep(self._held(), self.budget - count)
+        if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
+            raise ContextFullError(
+                f"the model's context is full: {self.ledger.seen} tokens read, and positions are "
+                "those of the stream",
+                hint="/set positions cache goes on",
+            )
 
     def _held(self, *, protect_round: bool = True) -> Held:
         return self._room.view(self._room.own_positions, self._round if protect_round else None)
 
     def _keep(self, num_keep: int) -> Evicted:
         """Forget all but `num_keep` rows, and what is in the reserve."""
-        rows = self._room.choose(self._held(), num_keep)
+        return self._drop_but(self._room.choose(self._held(), num_keep))
+
+    def _drop_but(self, rows: Tensor) -> Evicted:
+        """Forget all but these rows [k] of the policy's, and what is in the reserve."""
         if len(self.ledger.recalled):
             stays = np.union1d(self._room.own_positions[rows.numpy()], self.ledger.recalled)
             rows = torch.from_numpy(np.searchsorted(self.ledger.held_positions, stays))
@@ -427,7 +469,14 @@ class Engine:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
         return ids
 
-    def _read(self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool) -> None:
+    def _read(
+        self,
+        ids: Sequence[int],
+        roles: Sequence[Role],
+        place: Place,
+        pinned: bool,
+        ends: Sequence[bool],
+    ) -> None:
         """Forward ids in pieces whose logits fit in memory; pieces never change what is evicted."""
         if self._room.grows and self.resident + len(ids) > self.cache.capacity:
             wanted = max(2 * self.cache.capacity, self.resident + len(ids))
@@ -436,17 +485,33 @@ class Engine:
         start = 0
         while start < len(ids):
             piece = ids[start : start + self._rows_per_pass]
+            end = start + len(piece)
             try:
-                logits = self._model.forward(piece, self.cache)  # [m, V]
+                logits = self._forward(piece, ends[end - 1])  # [m, V]
             except torch.OutOfMemoryError:
                 if len(piece) == 1:
                     raise
                 self._rows_per_pass = len(piece) // 2
                 continue
-            self._record(piece, logits, roles[start : start + len(piece)], place, pinned)
-            start += len(piece)
+            self._record(piece, logits, roles[start:end], place, pinned, ends[start:end])
+            start = end
         if opens:
             self.ledger.rank_first_token(len(ids))
+
+    def _forward(self, ids: Sequence[int], at_anchor: bool) -> Tensor:
+        """Logits [m, V] of ids, of which the last may be an anchor."""
+        sees = positions = None
+        if at_anchor and self._room.memory.policy.gathers:
+            own = self.cache.slots_of(self._room.sequence())
+            sees = torch.ones(len(ids), self.resident + len(ids), dtype=torch.bool)
+            sees = sees.tril(self.resident)
+            sees[-1, : self.resident] = False
+            sees[-1, own] = True
+        if self.cache.in_stream:
+            positions = range(self.ledger.seen, self.ledger.seen + len(ids))
+        if sees is None and positions is None:
+            return self._model.forward(ids, self.cache)
+        return self._model.forward(ids, self.cache, sees, positions)
 
     def _record(
         self,
@@ -455,6 +520,7 @@ class Engine:
         roles: Sequence[Role],
         place: Place,
         pinned: bool,
+        ends: Sequence[bool],
     ) -> None:
         """Commit rows that were read; the carried logits score the first of them."""
         with torch.inference_mode():
@@ -466,9 +532,9 @@ class Engine:
             # A copy, so that the other rows' logits are freed.
             self._logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
         base = int(Flag.PINNED) if pinned else 0
-        flags = [base | (Flag.ANCHOR if self._ends_sentence(i) else 0) for i in ids]
+        flags = [base | (Flag.ANCHOR if end else 0) for end in ends]
         self._last = None
-        self.cache.commit(len(ids))
+        self.cache.commit(len(ids), range(self.ledger.seen, self.ledger.seen + len(ids)))
         self.ledger.append(
             list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
         )

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sirchat import paths
+from sirchat.anchors import Anchors, anchors_of
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
@@ -63,20 +64,55 @@ class LoadedModel:
         dtype: torch.dtype = self.module.dtype
         return dtype
 
-    def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache with room for `capacity` rows."""
-        return BoundedCache(self.rotations, capacity)
+    def new_cache(self, capacity: int, *, in_stream: bool = False) -> BoundedCache:
+        """An empty cache with room for `capacity` rows; `in_stream` as it says."""
+        return BoundedCache(self.rotations, capacity, in_stream=in_stream)
+
+    @cached_property
+    def anchors(self) -> Anchors | None:
+        """How it was trained to gather text in anchors; None where it was not."""
+        return anchors_of(self.module.config)
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
-        """Read ids [m] at positions len(cache).., without committing; float32 logits [m, V]."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sees: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
+
+        `sees`, bool [m, n + m], tells what each id sees, if that is not all before it; `positions`
+        [m] where each stands, if not in slots n.. of the cache.
+        """
+        at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(
             input_ids=torch.tensor([ids], device=self.device),
+            attention_mask=None if sees is None else self._mask(sees),
+            position_ids=at,
             past_key_values=cache,
             use_cache=True,
         )
         logits: Tensor = output.logits[0].float()
         return logits
+
+    def _mask(self, sees: Tensor) -> Any:
+        """What is added to attention's scores [1, 1, m, n + m]; for each kind of layer its own."""
+
+        def added(visible: Tensor) -> Tensor:
+            mask = torch.zeros(visible.shape, dtype=self.dtype)
+            mask = mask.masked_fill(~visible, torch.finfo(self.dtype).min)
+            return mask[None, None].to(self.device)
+
+        config = self.module.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if self.window is None:
+            return added(sees)
+        near = sees & torch.ones_like(sees).triu(sees.shape[1] - len(sees) - self.window + 1)
+        if len(kinds) < 2:
+            return added(near)
+        return {kind: added(near if "sliding" in kind else sees) for kind in kinds}
 
 
 def load_model(
@@ -94,7 +130,7 @@ def load_model(
     """
     transformers_logging.set_verbosity_error()
     target = pick_device(device)
-    source, gguf = _locate(name)
+    source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:
         if not gguf:  # a GGUF file is no config; its layers show in the probe
@@ -110,9 +146,7 @@ def load_model(
                 **reports,
             )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(
-            f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name)
-        ) from error
+        raise unloadable(name, error) from error
     return wrap_model(name, module.to(target).eval(), tokenizer)
 
 
@@ -129,7 +163,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     )
 
 
-def _locate(name: str) -> tuple[str, dict[str, str]]:
+def locate(name: str) -> tuple[str, dict[str, str]]:
     """Where the model is, and the option that names a GGUF file."""
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
@@ -162,6 +196,11 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def unloadable(name: str, error: Exception) -> ModelError:
+    """The error that says, in one line, why a model can't be had."""
+    return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name))
 
 
 def _first_line(error: Exception) -> str:

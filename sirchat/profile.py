@@ -152,6 +152,11 @@ class Profile(BaseModel):
         default="room",
         description="When to forget: whenever room is needed, or only when you speak (SirLLM).",
     )
+    positions: Literal["cache", "stream"] = Field(
+        default="cache",
+        description="Where tokens stand for the model: close together in the cache, without end; "
+        "or as in the stream, which ends with the model's context.",
+    )
     save: bool = Field(default=True, description="Keep the chat on disk, turn by turn.")
     save_kv: Literal["auto", "on", "off"] = Field(
         default="auto",

@@ -29,6 +29,8 @@ class Memory:
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.
         evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
             its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
+        in_stream: keys stand where they stand in the stream, which then ends with the model's
+            context; else close together in the cache.
         recall: how archived rows come back for a turn; None for not at all. Its n rows are a
             reserve of the budget's, which the policy does without.
     """
@@ -41,6 +43,7 @@ class Memory:
     folder: Path | None = None
     protect: bool = True
     evict: Literal["room", "turn"] = "room"
+    in_stream: bool = False
     recall: Recall | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from sirchat.anchors import Anchors
 from sirchat.conversation import Tally
 from sirchat.engine import Engine
 from sirchat.events import (
@@ -103,6 +104,14 @@ class Reports:
             yield Notice(
                 f"budget {self.engine.budget} has room for {reserve} recalled tokens, not for "
                 f"{recall_n} (recall_n)"
+            )
+
+    def untrained(self, anchors: Anchors | None) -> Iterator[Notice]:
+        """That the policy counts on anchors and the model knows none, where that is so."""
+        if self.engine.memory.policy.gathers and anchors is None:
+            yield Notice(
+                "this model was not trained to gather text in anchors and will forget nearly "
+                "everything; `sirchat train anchor` trains it, /policy anchor lazy=true waits"
             )
 
     def troubles(self) -> Iterator[Notice]:

@@ -6,9 +6,11 @@ reserve, and the rest never leaves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -86,6 +88,22 @@ class Room:
     def pins(self, at: Positions) -> int:
         """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
+
+    def behind_anchor(self, ends: Sequence[bool], start: int, end: int) -> int:
+        """Where a piece that begins at `start` ends: behind its first anchor, or at `end`."""
+        if self.memory.policy.gathers:
+            return next((at + 1 for at in range(start, end) if ends[at]), end)
+        return end
+
+    def sequence(self) -> Tensor:
+        """Rows [k] of the held view that an anchor read now may see: its sequence, and the sinks.
+
+        Equation (4) of Anchor-based LLMs, and the sinks, which stand before all sequences.
+        """
+        held = self.ledger.held_positions
+        anchors = np.flatnonzero(self.ledger.column("flags")[held] & Flag.ANCHOR)
+        begins = held[anchors[-1]] + 1 if len(anchors) else 0
+        return torch.from_numpy(np.flatnonzero((held >= begins) | (held < self.sinks)))
 
     def pinned(self, at: Positions) -> NDArray[np.bool_]:
         """Mask [n] of the rows at `at` that are pinned; none, if the policy honours no pins."""

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from sirchat import __version__
+from sirchat.anchors import ends_sequence
 from sirchat.conversation import UNDO_DEPTH, Conversation, Moment, Tally, Turn
-from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts
+from sirchat.detokenize import TextStream, TokenTexts
 from sirchat.engine import Engine
 from sirchat.errors import UndoError
 from sirchat.events import Ended, Erased, Event, Notice, Pinned, Started, TokenRow, Undone
@@ -59,7 +60,7 @@ class Session:
         self.model = model
         self.profile = profile
         self._rows_in_events = rows_in_events
-        self._template = Template(model.tokenizer)
+        self._template = Template(model.tokenizer, model.anchors)
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self._template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
@@ -75,7 +76,7 @@ class Session:
             self.model,
             build_memory(self.profile, self._folder),
             seed=self.profile.seed,
-            ends_sentence=SentenceEnds(self.model.tokenizer),
+            ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
         )
         self.epoch += 1
         self._now = Conversation()
@@ -160,6 +161,7 @@ class Session:
                 f"of {self.budget} their window counts held tokens"
             )
         yield from self._reports.clamped(self.profile.recall_n)
+        yield from self._reports.untrained(self.model.anchors)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
@@ -308,6 +310,8 @@ class Session:
         yield from reports.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
         yield from reports.switched(before, profile, restored)
+        if profile.policy != before.policy:
+            yield from reports.untrained(self.model.anchors)
         if prompt is not None:
             yield from self._settle()
             yield from self._read_system(prompt, interrupted)

@@ -38,15 +38,21 @@ def build_policy(profile: Profile) -> Policy:
     if "recent" in known:
         options["recent"] = profile.recent
     for name, value in options.items():
-        optional = known[name].default is None
-        if not (optional and value is None) and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
+        default = known[name].default
+        optional = default is None and value is None
+        if not optional and not _fits(value, default):
+            allowed = "true or false" if isinstance(default, bool) else "a whole number from 0"
             raise SettingError(
-                f"option {name} of policy {profile.policy} can't be {value!r}; "
-                "it must be a whole number from 0"
+                f"option {name} of policy {profile.policy} can't be {value!r}; it must be {allowed}"
             )
     return made(**options)
+
+
+def _fits(value: object, default: object) -> bool:
+    """Whether an option can have this value."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int) and value >= 0
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
@@ -88,6 +94,7 @@ def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
         folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,
         evict=profile.evict,
+        in_stream=profile.positions == "stream",
         recall=_recall(profile),
     )
 
@@ -118,6 +125,12 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
         raise SettingError(
             f"{source}: recall_index can't be on: faiss is not installed",
             hint="pip install 'sirchat[faiss]'",
+        )
+    by_layer = profile.recall != "off" and profile.recall_scope == "layer"
+    if by_layer and profile.positions == "stream":
+        raise SettingError(
+            f"{source}: positions can't be stream when recall_scope is layer",
+            hint="choose positions cache, or recall_scope token",
         )
     if profile.recall != "attention":
         return

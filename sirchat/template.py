@@ -15,8 +15,10 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from sirchat.anchors import Anchors
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
+from sirchat.sentences import sentences
 
 _PLAIN = (
     "{{ bos_token }}"
@@ -52,11 +54,15 @@ class Template:
     """Renders turns for one tokenizer.
 
     The tokenizer's own chat template is used, or a plain USER / ASSISTANT one when it has none.
+    Where `anchors` says that the model gathers text in a token of its own, that token stands at the
+    end of each sentence, or of each system prompt and reply.
+
     Raises ModelError when the template can't be rendered turn by turn.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
         self._tokenizer = tokenizer
+        self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
         self._template: str | None = None if tokenizer.chat_template else self._plain()
         # Every added token is a control token here, but for runs of blanks, which are plain text.
         tokenizer.chat_control_tokens = [
@@ -74,19 +80,20 @@ class Template:
         whole = self._first(system, content)
         turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
         if not system:
-            return None, turn
+            return None, self._anchored(turn, content)
         start, end = turn.content
         cut = self._system_length(system, whole) or start
         others = [self._first(other, _QUESTION) for other in _OTHERS]
         head = self._spans(self._first(system, _QUESTION), Role.SYSTEM, others)
         rest = TurnIds(whole[cut:], turn.roles[cut:], (start - cut, end - cut))
-        return TurnIds(whole[:cut], head.roles[:cut], (0, cut)), rest
+        block = TurnIds(whole[:cut], head.roles[:cut], (0, cut))
+        return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
         """A later user turn, up to and with the header of the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
-        after = self._after_answer(ids)[len(self.closing) :]
-        return self._spans(after, Role.USER, self._later_turns)
+        after = self._after_answer(ids)[len(self._closing) :]
+        return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
         """A system prompt in the middle; as bare text where the template has no place for one."""
@@ -96,9 +103,9 @@ class Template:
             whole, others = [], [[]]
         turn = self._spans(whole, Role.SYSTEM, others)
         if turn.content[0] < turn.content[1]:
-            return turn
+            return self._closed(turn)
         ids = self._as_text(content)
-        return TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids)))
+        return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
         """A reply that is read, not generated: its text alone, between header and closing ids."""
@@ -112,11 +119,16 @@ class Template:
             ids = whole[len(header) : end]
         else:  # the header of a reply to come is not that of a past one: read the text as it is
             ids = self._as_text(content)
-        return TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids)))
+        return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
-    @cached_property
+    @property
     def closing(self) -> list[int]:
         """The ids that end a reply."""
+        return [*self._closing, *self._round_end]
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """What the chat template puts behind a reply."""
         alone = self._after_answer(self._render(self._history, prompt=False))
         followed = [*self._history, _message("user", _QUESTION)]
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
@@ -126,8 +138,40 @@ class Template:
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
         added = set(self._tokenizer.added_tokens_decoder)
-        ids |= set(self.closing[:1]) & added
+        ids |= set(self._closing[:1]) & added
         return frozenset(int(i) for i in ids if i is not None)
+
+    @property
+    def _round_end(self) -> list[int]:
+        """The anchor that stands behind a reply or a system prompt, if one does."""
+        anchors = self._anchors
+        if anchors is None or anchors.token_id is None or anchors.per != "round":
+            return []
+        return [anchors.token_id]
+
+    def _closed(self, turn: TurnIds) -> TurnIds:
+        """A system prompt, with the anchor that gathers it."""
+        more = self._round_end
+        return TurnIds(
+            [*turn.ids, *more], [*turn.roles, *[Role.TEMPLATE] * len(more)], turn.content
+        )
+
+    def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
+        """A turn with an anchor behind each of its sentences, where it is to have them."""
+        anchors, (start, end) = self._anchors, turn.content
+        if anchors is None or anchors.token_id is None or anchors.per != "sentence":
+            return turn
+        ids: list[int] = []
+        roles: list[Role] = []
+        for sentence in sentences(content):
+            text = self._as_text(sentence)
+            ids += [*text, anchors.token_id]
+            roles += [*turn.roles[start : start + 1] * len(text), Role.TEMPLATE]
+        return TurnIds(
+            [*turn.ids[:start], *ids, *turn.ids[end:]],
+            [*turn.roles[:start], *roles, *turn.roles[end:]],
+            (start, start + len(ids)),
+        )
 
     @property
     def _history(self) -> list[Message]:
@@ -216,12 +260,12 @@ class Template:
         """Later user turns with other texts."""
         stub = self._history
         rendered = [self._render([*stub, _message("user", o)], prompt=True) for o in _OTHERS]
-        return [self._after_answer(ids)[len(self.closing) :] for ids in rendered]
+        return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
         """What a system message after a reply adds; nothing where it is put elsewhere."""
         ids = self._render([*self._history, _message("system", content)], prompt=False)
-        after, closing = self._after_answer(ids), self.closing
+        after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:

@@ -44,6 +44,10 @@ def _check_choice(
     before: list[Row], after: list[int], event: Row, profile: Row, rounds: dict[int, int]
 ) -> None:
     now = rounds[event["turn"]]
+    reduced = _reduced(before, profile)
+    if reduced is not None:
+        assert set(after) == reduced
+        return
     protected = _protected(before, event["seen"], now, profile, rounds)
     assert protected <= set(after)
     if profile["policy"] != "random":
@@ -52,6 +56,19 @@ def _check_choice(
         context = {"seen": event["seen"], "now": now, "profile": profile, "rounds": rounds}
         room = len(after) - len(protected)
         assert set(after) == protected | set(choose(rest, room, {**context, "before": before}))
+
+
+def _reduced(before: list[Row], profile: Row) -> set[int] | None:
+    """What stays behind an anchor though there is room; None where that is everything."""
+    gathers = profile["policy"] == "anchor" and not profile["policy_options"].get("lazy")
+    if not gathers or "anchor" not in before[-1]["flags"]:
+        return None
+    stays = {
+        row["position"]
+        for row in before
+        if row["position"] < profile["sinks"] or {"anchor", "pinned"} & set(row["flags"])
+    }
+    return None if len(stays) == len(before) else stays
 
 
 def _protected(

@@ -601,7 +601,7 @@ def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 @settings(max_examples=20)
 def test_the_anchor_flag_marks_what_ends_a_sentence(ids: list[int]) -> None:
-    engine = Engine(BigramModel(), Memory(Sink(), budget=64), ends_sentence=lambda i: i % 3 == 0)
+    engine = Engine(BigramModel(), Memory(Sink(), budget=64), ends_sequence=lambda i: i % 3 == 0)
     feed(engine, ids)
     flags = engine.ledger.column("flags")
     assert [bool(flag & Flag.ANCHOR) for flag in flags] == [i % 3 == 0 for i in ids]

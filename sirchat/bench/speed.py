@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from sirchat.detokenize import SentenceEnds, TextStream
+from sirchat.anchors import ends_sequence
+from sirchat.detokenize import TextStream
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
@@ -199,7 +200,7 @@ def _engine(model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE) 
     memory = Memory(policy=Entropy(), budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, memory)
-    return Engine(model, memory, ends_sentence=SentenceEnds(model.tokenizer))
+    return Engine(model, memory, ends_sequence=ends_sequence(model.tokenizer, model.anchors))
 
 
 def _ids(model: LoadedModel, count: int) -> list[int]:

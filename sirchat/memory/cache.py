@@ -25,7 +25,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sirchat.memory.rope import Rotation
-from sirchat.memory.segments import Rows
+from sirchat.memory.segments import Positions, Rows
 
 
 @dataclass
@@ -168,11 +168,16 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Args:
         rotations: one entry per layer.
         capacity: rows there is room for.
+        in_stream: keys stand where they stand in the stream, and not, close together, in the cache.
     """
 
-    def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
+    def __init__(
+        self, rotations: list[LayerRotation], capacity: int, *, in_stream: bool = False
+    ) -> None:
+        self.in_stream = in_stream
         self._cursor = _Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
+        self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         self._foreign = range(0)
         super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
@@ -203,11 +208,20 @@ class BoundedCache(Cache):  # type: ignore[misc]
         buffers = [tensor.buffer for tensor in self._tensors]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def commit(self, count: int) -> None:
-        """Count the `count` rows that a forward pass has written behind the cursor."""
+    def commit(self, count: int, positions: Positions | range | None = None) -> None:
+        """Count the `count` rows that a forward pass has written behind the cursor.
+
+        They stand at these `positions` of the stream; without any, behind the last row.
+        """
         start = self._cursor.length
-        self._written_at[start : start + count] = self._slots[start : start + count]
-        self._cursor.length = start + count
+        if positions is None:
+            first = int(self._stream[start - 1]) + 1 if start else 0
+            positions = range(first, first + count)
+        end = start + count
+        self._stream[start:end] = positions
+        places = self._stream if self.in_stream else self._slots
+        self._written_at[start:end] = places[start:end]
+        self._cursor.length = end
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -215,7 +229,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         if self.foreign:
             before = int((rows < self._foreign.start).sum())
             foreign = torch.arange(self._foreign.start, self._foreign.stop)
-            slots = self._slots_of(rows)
+            slots = self.slots_of(rows)
             rows = torch.cat((slots[:before], foreign, slots[before:]))
             self._foreign = range(before, before + len(foreign))
         self._keep_slots(rows)
@@ -228,27 +242,31 @@ class BoundedCache(Cache):  # type: ignore[misc]
         self.reserve(end + count)
         slots = torch.arange(start, start + count)
         for layer, rows in zip(self.layers, layers, strict=True):
-            turns = _Turns(torch.from_numpy(rows.written_at), slots)
+            new = torch.from_numpy(rows.positions) if self.in_stream else slots
+            turns = _Turns(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
                 device = tensor.attended.device
                 tensor.insert(start, end, given.to(device), turns.of(tensor.rotation, device))
-        self._written_at[start + count : end + count] = self._written_at[start:end].copy()
+        for one in (self._written_at, self._stream):
+            one[start + count : end + count] = one[start:end].copy()
         self._written_at[start : start + count] = slots.numpy()
+        self._stream[start : start + count] = -1  # each layer's are others
         self._foreign = range(start, start + count)
         self._cursor.length = end + count
         moved = torch.arange(start + count, end + count)
         written_at = torch.from_numpy(self._written_at[start + count : end + count])
-        self._compact(moved, start + count, written_at, moved)
+        self._compact(moved, start + count, written_at, self._targets(moved))
 
     @torch.inference_mode()
     def remove(self) -> None:
         """Let the foreign rows go."""
         rows = torch.arange(self.length - self.foreign)
-        slots, self._foreign = self._slots_of(rows), range(0)
+        slots, self._foreign = self.slots_of(rows), range(0)
         if len(slots) < self.length:
             self._keep_slots(slots)
 
-    def _slots_of(self, rows: Tensor) -> Tensor:
+    def slots_of(self, rows: Tensor) -> Tensor:
+        """Where held rows [k] stand among all that attention sees."""
         if not self._foreign:
             return rows
         return rows + (rows >= self._foreign.start) * self.foreign
@@ -260,14 +278,16 @@ class BoundedCache(Cache):  # type: ignore[misc]
         tail = rows[start:]
         if len(tail):
             written_at = self._written_at[tail.numpy()]
-            self._compact(tail, start, torch.from_numpy(written_at), slots[start:])
+            self._stream[start : len(rows)] = self._stream[tail.numpy()]
+            new = self._targets(slots[start:])
+            self._compact(tail, start, torch.from_numpy(written_at), new)
             self._written_at[start : len(rows)] = written_at
         self._cursor.length = len(rows)
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
         """Rows `rows` [k] as first written, which stand at these stream positions: a copy."""
-        rows = self._slots_of(rows)
+        rows = self.slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
 
@@ -277,26 +297,44 @@ class BoundedCache(Cache):  # type: ignore[misc]
         count = len(rows)
         self._foreign = range(0)
         self.reserve(count)
+        self._stream[:count] = rows.positions
         written_at = torch.from_numpy(rows.written_at)
-        turn = _Turns(written_at, torch.arange(count))
+        turn = _Turns(written_at, self._targets(torch.arange(count)))
         for tensor, given in zip(self._tensors, rows.tensors, strict=True):
             device = given.device if tensor.buffer is None else tensor.buffer.device
             tensor.replace(self._cursor, given.to(device), turn.of(tensor.rotation, device))
         self._written_at[:count] = rows.written_at
         self._cursor.length = count
 
+    @torch.inference_mode()
+    def place(self, *, in_stream: bool) -> None:
+        """Let keys stand where they stand in the stream, or close together in the cache."""
+        if in_stream != self.in_stream:
+            self.in_stream = in_stream
+            rows, foreign = torch.arange(self.length), self._foreign
+            self._foreign = range(0)
+            self.replace(self.first_written(rows, self._stream[: self.length].copy()))
+            self._foreign = foreign
+
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows; buffers never shrink."""
         if capacity <= self.capacity:
             return
-        written_at = np.zeros(capacity, np.int64)
-        written_at[: self.length] = self._written_at[: self.length]
-        self._written_at = written_at
+        for name in ("_written_at", "_stream"):
+            grown = np.zeros(capacity, np.int64)
+            grown[: self.length] = getattr(self, name)[: self.length]
+            setattr(self, name, grown)
         self._slots = np.arange(capacity)
         self._cursor.capacity = capacity
         for tensor in self._tensors:
             tensor.grow(self._cursor)
+
+    def _targets(self, slots: Tensor) -> Tensor:
+        """Where the keys of these slots [n] stand: the positions that attention takes them for."""
+        if not self.in_stream:
+            return slots
+        return torch.from_numpy(self._stream[slots.numpy()].clip(min=0))
 
     def layer_keys(self, layer: int) -> Tensor:
         """What attention sees in a layer's key slot: [1, H, n, D] (a view)."""

@@ -110,7 +110,7 @@ class Attention:
         if self._lines is not None:
             ids: list[int] = model.tokenizer(self._lines[number])["input_ids"][: self.tokens]
         else:
-            template, ids = Template(model.tokenizer), []
+            template, ids = Template(model.tokenizer, model.anchors), []
             for user, reply in self._talk(number):
                 turn = template.user(user) if ids else template.opening(user)[1]
                 ids += [*turn.ids, *template.assistant(reply).ids, *template.closing]

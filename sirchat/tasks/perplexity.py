@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sirchat.detokenize import SentenceEnds
+from sirchat.anchors import ends_sequence
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.memory.ledger import Role
@@ -112,7 +112,7 @@ class Perplexity(Grid):
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         """Rounds of one conversation after another, as one chat."""
-        template, first, tokens = Template(model.tokenizer), True, 0
+        template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         talks: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
             talk = Dialogue(Random(f"perplexity/{self.seed}/{len(talks)}"), _TALK)
@@ -152,7 +152,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
         model,
         replace(build_memory(setting), archive=0, folder=None),  # nothing is to come back
         seed=setting.seed,
-        ends_sentence=SentenceEnds(model.tokenizer),
+        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
     )
     for number, ids in enumerate(rounds):
         place = Place(number, number)

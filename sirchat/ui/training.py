@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +19,18 @@ from sirchat.errors import SettingError
 from sirchat.training.schedule import SIZES
 from sirchat.training.trainer import TrainOptions, TrainStep, train
 
+if TYPE_CHECKING:
+    from sirchat.training.anchor import AnchorOptions
+
+
+_COLUMNS = (
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.description}"),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
+
 
 def train_with_progress(
     out: Path, *, steps: int | None, size: str, seed: int, resume: bool
@@ -28,18 +41,28 @@ def train_with_progress(
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
     recipe = TrainOptions.steps if steps is None else steps
     options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
         task = progress.add_task("learning the tokenizer", total=recipe)
         for record in train(options):
             progress.update(task, completed=record.step, description=_describe(record))
     Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
+
+
+def train_anchor_with_progress(options: AnchorOptions) -> None:
+    """Train anchors; progress goes to stderr, the folder's name to stdout; from one process."""
+    from sirchat.training.anchor import Step, is_first, prepare, train_anchors
+
+    training = prepare(options)  # what can't work is said before there is a bar
+    with Progress(*_COLUMNS, console=Console(stderr=True), disable=not is_first()) as progress:
+        task = progress.add_task("first step", total=None)
+
+        def show(step: Step) -> None:
+            speed = f"loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tok/s"
+            progress.update(task, total=step.steps, completed=step.step, description=speed)
+
+        train_anchors(training, show)
+    if is_first():
+        Console().print(str(options.out), soft_wrap=True, highlight=False, markup=False)
 
 
 def _describe(record: TrainStep) -> str:

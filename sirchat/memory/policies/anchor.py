@@ -1,8 +1,8 @@
-"""Policy `anchor`: the ends of finished sentences, and the sentence under way."""
+"""Policy `anchor`: the ends of finished sequences, and the sequence under way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,18 +14,38 @@ from sirchat.memory.policies.base import ScorePolicy
 
 @dataclass(frozen=True)
 class Anchor(ScorePolicy):
-    """Keeps the sinks, the current sentence, then sentence ends, newest first, then the rest.
+    """Keeps the sinks, the current sequence, and of the sequences before it their last tokens.
 
-    The endpoint variant of anchor-based language models (Pang et al. 2024, arXiv:2402.07616,
-    section 3.2): the token that ends a sentence stands for all of it. Known deviation: the model
-    was not trained to gather a sentence in its last token, and rows leave only when room is needed.
+    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once an anchor
+    is read or generated, all else of its sequence leaves the cache, and by equation (4) the anchor
+    itself has seen nothing of earlier sequences. The model must have learnt to gather a sequence in
+    its anchor (`sirchat train anchor`); with `lazy` one that has not keeps rows until room is
+    needed. When even the anchors take too much room, the oldest leave.
     """
 
-    source: ClassVar[str] = "Anchor-based LLMs (endpoint variant), arXiv:2402.07616"
+    source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"
+
+    lazy: bool = field(
+        default=False, metadata={"help": "true: rows leave only when room is needed"}
+    )
+
+    @property
+    def gathers(self) -> bool:
+        return not self.lazy
+
+    def reduce(self, rows: Held) -> Tensor | None:
+        if self.lazy:
+            return None
+        stays = _is_current(rows) | rows.is_anchor | rows.is_sink | rows.is_pinned
+        return None if bool(stays.all()) else stays.nonzero()[:, 0]
 
     def score(self, rows: Held) -> Tensor:
-        ends = rows.is_anchor.nonzero()
-        last_end = int(ends[-1, 0]) if len(ends) else -1
-        current = torch.arange(len(rows)) > last_end
-        tier = torch.where(current, 2, torch.where(rows.is_anchor, 1, 0))
+        tier = torch.where(_is_current(rows), 2, torch.where(rows.is_anchor, 1, 0))
         return tier * (rows.seen + 1) + rows.position
+
+
+def _is_current(rows: Held) -> Tensor:
+    """Mask [n] of the rows behind the last anchor."""
+    ends = rows.is_anchor.nonzero()
+    last_end = int(ends[-1, 0]) if len(ends) else -1
+    return torch.arange(len(rows)) > last_end

@@ -24,6 +24,9 @@ class Policy(ABC):
     Class attributes: `source` names where the idea is from; `uses` the shared settings that change
     what it keeps; `honours_sinks` and `honours_pins` say whether these rows are protected;
     `bounded` is false for a policy that never forgets.
+
+    `gathers` is true for a policy that counts on anchors: what is read is cut behind each of them,
+    `reduce` is asked there, and an anchor sees its own sequence alone.
     """
 
     source: ClassVar[str] = ""
@@ -31,6 +34,18 @@ class Policy(ABC):
     honours_sinks: ClassVar[bool] = True
     honours_pins: ClassVar[bool] = True
     bounded: ClassVar[bool] = True
+
+    @property
+    def gathers(self) -> bool:
+        """Whether sequences are gathered in their anchors."""
+        return False
+
+    def reduce(self, rows: Held) -> Tensor | None:
+        """Row numbers (int64) that stay though there is room for more, as `keep` gives them.
+
+        None where all stay.
+        """
+        return None
 
     @abstractmethod
     def keep(self, rows: Held, num_keep: int) -> Tensor:

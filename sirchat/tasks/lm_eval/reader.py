@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sirchat.detokenize import SentenceEnds
+from sirchat.anchors import ends_sequence
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
@@ -50,7 +50,7 @@ class Reader:
             # nothing comes back here, so what is forgotten need not be kept
             replace(build_memory(self.setting), archive=0, folder=None),
             seed=self.setting.seed,
-            ends_sentence=SentenceEnds(self.model.tokenizer),
+            ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
         )
         size = self.piece or len(ids)
         for number, start in enumerate(range(0, len(ids), size)):

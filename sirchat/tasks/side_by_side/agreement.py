@@ -27,9 +27,15 @@ class Watched(LoadedModel):
     watch: Watch
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sees: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> Tensor:
         """As the model's own."""
-        logits = super().forward(ids, cache)
+        logits = super().forward(ids, cache, sees, positions)
         self.watch(logits, cache)
         return logits
 

@@ -1,0 +1,91 @@
+"""The `sirchat train` commands: the bundled models, and anchors for any other."""
+
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from sirchat.errors import SettingError, nearest
+from sirchat.launch import Debug, Trust
+
+train_app = typer.Typer(help="Train the bundled models, or any model to gather text in anchors.")
+
+Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
+
+
+@train_app.command("tiny")
+def train_tiny(
+    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("tiny"),
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; default: the whole recipe.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
+    seed: Annotated[int, typer.Option(help="Seeds weights and dialogues.")] = 0,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> None:
+    """Train the bundled model anew, on dialogues that are made up as it learns."""
+    from sirchat.ui.training import train_with_progress
+
+    train_with_progress(out=out, steps=steps, size=size, seed=seed, resume=resume)
+
+
+@train_app.command("anchor")
+def train_anchor(
+    model: Annotated[str, typer.Option(help="A folder, or a Hugging Face name.")] = "tiny",
+    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("anchor"),
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Texts, or JSONL; can be repeated. Without any, talk is made up."),
+    ] = None,
+    variant: Annotated[
+        str, typer.Option(help="A token of its own, or the ends of sentences.", metavar="ac|ep")
+    ] = "ac",
+    per: Annotated[
+        str, typer.Option(help="Where a token of its own stands.", metavar="sentence|round")
+    ] = "sentence",
+    tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
+    batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
+    per_device: Annotated[
+        int, typer.Option(help="Rows that a device reads at once; others accumulate.", min=1)
+    ] = 1,
+    steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its peak.", min=0)] = 2e-5,
+    warmup: Annotated[int, typer.Option(help="Steps in which it rises.", min=0)] = 20,
+    schedule: Annotated[
+        str, typer.Option(help="What follows.", metavar="constant|cosine")
+    ] = "constant",
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+    ] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps.", min=1)] = 250,
+    seed: Annotated[int, typer.Option(help="Seeds the order of data, or the talk.")] = 0,
+    resume: Resume = False,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model on to gather each sentence, or round, in one token (AnSAN).
+
+    The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
+    all GPUs, or machines, take part.
+    """
+    from sirchat.anchors import Per, Variant
+    from sirchat.training.anchor import AnchorOptions, Schedule
+    from sirchat.ui.training import train_anchor_with_progress
+
+    named = (("variant", variant, Variant), ("per", per, Per), ("schedule", schedule, Schedule))
+    for name, value, allowed in named:
+        _refuse_unknown(name, value, get_args(allowed))
+    options: dict[str, Any] = {
+        name: value for name, value in locals().items() if name in AnchorOptions.__annotations__
+    }
+    train_anchor_with_progress(AnchorOptions(**options))
+
+
+def _refuse_unknown(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingError(
+            f"--{name} can't be {value!r}; it must be one of {', '.join(allowed)}",
+            hint=nearest(value, allowed),
+        )

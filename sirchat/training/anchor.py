@@ -1,0 +1,306 @@
+"""AnSAN: trains any causal language model on, to gather each sequence in its anchor.
+
+Anchor-based LLMs, section 4: next-token loss under the masks of equation (4). The `<AC>` variant's
+new token begins as the mean of all embeddings. It is transformers' Trainer with masks and losses of
+our own; the model's code is as it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging as transformers_logging
+
+from sirchat.anchors import ANCHOR, Anchors, Per, Variant
+from sirchat.errors import ModelError, SettingError
+from sirchat.model import locate, unloadable
+from sirchat.training.anchor_rows import Generated, Read, Row, Writer
+from sirchat.training.ansan import place_in, visible
+from sirchat.training.dialogue import Mix
+
+Schedule = Literal["constant", "cosine"]
+
+TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
+"""The talk that is generated."""
+
+
+@dataclass(frozen=True)
+class AnchorOptions:
+    """What to train on what, and how; the defaults are the paper's.
+
+    Attributes:
+        model: a folder, or a hub id.
+        out: where the trained model goes; checkpoints lie beside it, in `<out>.checkpoints`.
+        data: files; none for generated talk.
+        variant, per: see `Anchors`.
+        sinks: first tokens of each document that all of it sees.
+        mix: of generated talk.
+        steps: of `batch` rows of `tokens`; None for the data once (generated: 1,000).
+        per_device: rows that are read at once on each device; the rest is accumulated.
+        schedule: of the learning rate, after `warmup` steps.
+    """
+
+    model: str
+    out: Path
+    data: tuple[Path, ...] = ()
+    variant: Variant = "ac"
+    per: Per = "sentence"
+    sinks: int = 1
+    mix: Mix = TALK
+    tokens: int = 4096
+    batch: int = 512
+    per_device: int = 1
+    steps: int | None = None
+    learning_rate: float = 2e-5
+    warmup: int = 20
+    schedule: Schedule = "constant"
+    bf16: bool = True
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    checkpoint_every: int = 250
+    resume: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.out.with_name(f"{self.out.name}.checkpoints")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training needs: its options, the model with its tokenizer and anchors, the rows."""
+
+    options: AnchorOptions
+    model: Any
+    tokenizer: Any
+    anchors: Anchors
+    rows: Dataset[Row]
+
+
+def prepare(options: AnchorOptions) -> Training:
+    """Get everything ready.
+
+    Raises ModelError, in one line, when the model can't be had, SettingError for settings that
+    can't work together and for data that can't be read.
+    """
+    rows_at_once(options)
+    model, tokenizer = _load(options)
+    if options.variant == "ep":
+        anchors = Anchors("ep", "sentence", None, options.sinks)
+    else:
+        anchors = Anchors("ac", options.per, add_anchor(model, tokenizer), options.sinks)
+    anchors.write(model.config)
+    rows = _rows(options, Writer(tokenizer, anchors))
+    return Training(options, model, tokenizer, anchors, rows)
+
+
+def _load(options: AnchorOptions) -> tuple[Any, Any]:
+    """The model that is to be trained, and its tokenizer."""
+    trust = {"trust_remote_code": options.trust_remote_code}
+    source, gguf = locate(options.model)
+    if gguf:
+        raise ModelError(f"model {options.model!r} is GGUF, which can't be trained")
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, **trust
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise unloadable(options.model, error) from error
+    return model, tokenizer
+
+
+@torch.no_grad()
+def add_anchor(model: Any, tokenizer: Any) -> int:
+    """The id of the anchor token; a new one's embeddings begin as the mean of all others."""
+    known = tokenizer.convert_tokens_to_ids(ANCHOR)
+    if known is not None and ANCHOR in tokenizer.get_added_vocab():
+        return int(known)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [*tokenizer.extra_special_tokens, ANCHOR]}
+    )
+    token_id = int(tokenizer.convert_tokens_to_ids(ANCHOR))
+    rows = model.get_input_embeddings().weight.shape[0]
+    if token_id >= rows:
+        model.resize_token_embeddings(token_id + 1, mean_resizing=False)
+    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    for table in tables:  # one, where they are tied
+        table[token_id] = table[:rows].mean(0)
+    return token_id
+
+
+class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
+    """Reads rows in their order, under the masks of equation (4)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.model_accepts_loss_kwargs = True  # the loss is a sum over what counts everywhere
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Row,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """The mean over all tokens of the step, on all devices, each by its weight."""
+        output = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["visible"],
+            position_ids=inputs["place"],
+            use_cache=False,
+        )
+        sums = weighted_sum(output.logits, inputs)
+        count = num_items_in_batch if num_items_in_batch is not None else inputs["labels"].numel()
+        loss: Tensor = sums / count
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+
+def weighted_sum(logits: Tensor, row: Row) -> Tensor:
+    """The loss in nats of all tokens that are foretold, by weights whose mean is 1 in each row."""
+    ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
+    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
+    weight = weight / weight.mean(1, keepdim=True)
+    return (nats.view_as(weight) * weight).sum()
+
+
+def collate(rows: list[Row], sinks: int) -> Row:
+    """A batch: ids, masks, and positions within each document."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    is_anchor, document = batch.pop("is_anchor"), batch.pop("document")
+    batch["visible"] = visible(is_anchor, document, sinks=sinks)
+    batch["place"] = place_in(document)
+    batch["weight"][:, 1:][document[:, 1:] != document[:, :-1]] = 0.0  # nothing foretells these
+    batch["labels"] = batch["input_ids"][:, 1:].clone()
+    return batch
+
+
+def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
+    if options.data:
+        return Read(writer, options.data, options.tokens)
+    rows = (1000 if options.steps is None else options.steps) * options.batch
+    return Generated(writer, options.mix, rows, options.tokens, options.seed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is done, of `steps`: its loss in nats a token, and the speed so far."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+
+
+class _Reports(TrainerCallback):  # type: ignore[misc]
+    """Tells each step, in place of the Trainer's own words."""
+
+    def __init__(self, tokens: int, show: Callable[[Step], None]) -> None:
+        self._tokens, self._show, self._began = tokens, show, time.perf_counter()
+        self._first: int | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Hand the loss on."""
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        self._first = state.global_step - 1 if self._first is None else self._first
+        done = (state.global_step - self._first) * self._tokens
+        speed = done / max(1e-9, time.perf_counter() - self._began)
+        self._show(Step(state.global_step, state.max_steps, float(logs["loss"]), speed))
+
+
+def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
+    """Train, and write the model to the options' `out`; `show` is told of each step."""
+    options, sinks = training.options, training.anchors.sinks
+    trainer = AnchorTrainer(
+        model=training.model,
+        args=arguments(options),
+        train_dataset=training.rows,
+        data_collator=lambda rows: collate(rows, sinks),
+        processing_class=training.tokenizer,
+        callbacks=[_Reports(options.batch * options.tokens, show)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    found = options.resume and any(options.checkpoints.glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=str(newest(options.checkpoints)) if found else None)
+    if trainer.is_world_process_zero():
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        trained = trained.to(torch.bfloat16) if options.bf16 else trained
+        trained.save_pretrained(options.out)
+        training.tokenizer.save_pretrained(options.out)
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the first of several."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def newest(checkpoints: Path) -> Path:
+    """The last checkpoint."""
+    return max(checkpoints.glob("checkpoint-*"), key=lambda one: int(one.name.rpartition("-")[2]))
+
+
+def rows_at_once(options: AnchorOptions) -> int:
+    """Rows that all devices read together; raises SettingError where a step is no multiple."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    at_once = options.per_device * processes
+    if options.batch % at_once:
+        raise SettingError(
+            f"batch can't be {options.batch}: {processes} processes read {at_once} rows at once",
+            hint="give a multiple of that, or another --per-device",
+        )
+    return at_once
+
+
+def arguments(options: AnchorOptions) -> TrainingArguments:
+    """The Trainer's own settings."""
+    return TrainingArguments(
+        output_dir=str(options.checkpoints),
+        per_device_train_batch_size=options.per_device,
+        gradient_accumulation_steps=options.batch // rows_at_once(options),
+        max_steps=-1 if options.steps is None else options.steps,
+        num_train_epochs=1,
+        learning_rate=options.learning_rate,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        lr_scheduler_type="cosine" if options.schedule == "cosine" else "constant_with_warmup",
+        warmup_steps=options.warmup,
+        max_grad_norm=1.0,
+        bf16=options.bf16,
+        use_cpu=not torch.cuda.is_available(),
+        activation_checkpointing=options.gradient_checkpointing,
+        seed=options.seed,
+        data_seed=options.seed,
+        save_steps=options.checkpoint_every,
+        save_total_limit=2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,207 @@
+"""Rows of text with anchors, to train on: generated talk, transcripts, or plain text.
+
+Documents stand end to end in a row and do not see each other; the last one is cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sirchat.anchors import Anchors
+from sirchat.detokenize import SentenceEnds
+from sirchat.errors import SettingError
+from sirchat.sentences import sentences
+from sirchat.template import Template
+from sirchat.training.dialogue import Mix, dialogue, draw_length
+from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
+
+ANSWER_WEIGHT = 4.0
+"""How often a token of a reply counts, where a text is talk."""
+
+Row = dict[str, Tensor]
+
+
+class Said(Protocol):
+    """A message of a conversation."""
+
+    @property
+    def role(self) -> str:
+        """`system`, `user` or `assistant`."""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Ids [n], which of them are anchors, and how much each counts when it is foretold."""
+
+    ids: list[int]
+    is_anchor: list[bool]
+    weight: list[float]
+
+
+class Writer:
+    """Turns texts and conversations into ids with anchors."""
+
+    def __init__(self, tokenizer: Any, anchors: Anchors) -> None:
+        self._tokenizer, self._anchors = tokenizer, anchors
+        self._template = Template(tokenizer, anchors)
+
+    def talk(self, messages: Iterable[Said]) -> Document:
+        """A conversation as it is read in a chat; a reply that is the first turn is left out."""
+        ids: list[int] = []
+        weight: list[float] = []
+        system, template = None, self._template
+
+        def add(more: Sequence[int], counts: float = 1.0) -> None:
+            ids.extend(more)
+            weight.extend([counts] * len(more))
+
+        for one in messages:
+            if one.role == "system" and not ids:
+                system = one.text
+            elif one.role == "user" and not ids:
+                block, turn = template.opening(one.text, system)
+                add([*(block.ids if block else []), *turn.ids])
+            elif one.role == "user":
+                add(template.user(one.text).ids)
+            elif one.role == "assistant" and ids:
+                add([*template.assistant(one.text).ids, *template.closing], ANSWER_WEIGHT)
+        return self._document(ids, weight)
+
+    def text(self, text: str) -> Document:
+        """A plain text, behind the token that begins one, if there is such a token."""
+        bos = self._tokenizer.bos_token_id
+        ids = [] if bos is None else [bos]
+        token_id = self._anchors.token_id
+        if token_id is None:
+            ids += self._encode(text)
+        else:
+            for sentence in sentences(text):
+                ids += [*self._encode(sentence), token_id]
+        return self._document(ids, [1.0] * len(ids))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        return ids
+
+    def _document(self, ids: list[int], weight: list[float]) -> Document:
+        if self._anchors.variant == "ac":
+            is_anchor = [one == self._anchors.token_id for one in ids]
+        else:
+            ends = SentenceEnds(self._tokenizer)
+            is_anchor = [ends(one) for one in ids]
+        return Document(ids, is_anchor, weight)
+
+
+class Generated(Dataset[Row]):
+    """Talk of the bundled model's world, made up row by row: row i depends on seed and i alone."""
+
+    def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
+        self._writer, self._mix = writer, mix
+        self._rows, self._tokens, self._seed = rows, tokens, seed
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, number: int) -> Row:
+        rng = Random(f"{self._seed}/anchors/{number}")
+        return packed(self._documents(rng), self._tokens)
+
+    def _documents(self, rng: Random) -> Iterator[Document]:
+        left, mix = self._tokens, self._mix
+        while left > 0:
+            length = left if rng.random() < 0.4 else draw_length(rng, 60, left)
+            each = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
+            one = self._writer.talk(dialogue(rng, max(2, int(length / each)), mix))
+            left -= len(one.ids)
+            yield one
+
+
+class Read(Dataset[Row]):
+    """Documents from files, end to end, cut into rows; what does not fill a row is left out.
+
+    A `.jsonl` file has a conversation (`{"messages": [{"role", "content"}, ...]}`) or a text
+    (`{"text"}`) on each line; any other file is one text.
+
+    Raises SettingError when a file can't be read, or all of them do not fill a row.
+    """
+
+    def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
+        documents = [one for file in files for one in _documents(writer, file)]
+        self._tokens = tokens
+        self._columns = {
+            "input_ids": torch.tensor([x for one in documents for x in one.ids]),
+            "is_anchor": torch.tensor([x for one in documents for x in one.is_anchor]),
+            "weight": torch.tensor([x for one in documents for x in one.weight]),
+            "document": torch.tensor([n for n, one in enumerate(documents) for _ in one.ids]),
+        }
+        if not len(self):
+            raise SettingError(
+                f"the data has {len(self._columns['input_ids']):,} tokens, a row {tokens:,}",
+                hint="give more files, or fewer --tokens",
+            )
+
+    def __len__(self) -> int:
+        return len(self._columns["input_ids"]) // self._tokens
+
+    def __getitem__(self, number: int) -> Row:
+        part = slice(number * self._tokens, (number + 1) * self._tokens)
+        return {name: column[part] for name, column in self._columns.items()}
+
+
+def packed(documents: Iterable[Document], tokens: int) -> Row:
+    """One row of `tokens` ids: documents end to end, the last one cut."""
+    ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
+    for number, one in enumerate(documents):
+        ids += one.ids
+        is_anchor += one.is_anchor
+        weight += one.weight
+        document += [number] * len(one.ids)
+    return {
+        "input_ids": torch.tensor(ids[:tokens]),
+        "is_anchor": torch.tensor(is_anchor[:tokens]),
+        "weight": torch.tensor(weight[:tokens]),
+        "document": torch.tensor(document[:tokens]),
+    }
+
+
+@dataclass(frozen=True)
+class _Message:
+    role: str
+    text: str
+
+
+def _documents(writer: Writer, file: Path) -> Iterator[Document]:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"data {str(file)!r} can't be read: {error}") from None
+    if file.suffix != ".jsonl":
+        yield writer.text(text)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            if "messages" in entry:
+                yield writer.talk([_Message(m["role"], m["content"]) for m in entry["messages"]])
+            else:
+                yield writer.text(str(entry["text"]))
+        except (ValueError, KeyError, TypeError):
+            raise SettingError(
+                f"{file}, line {number}, is neither a text nor a conversation",
+                hint='{"text": ...} or {"messages": [{"role": ..., "content": ...}, ...]}',
+            ) from None

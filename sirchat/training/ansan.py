@@ -1,0 +1,55 @@
+"""What each token sees under anchor-based attention (Anchor-based LLMs, equation 4).
+
+A sequence ends with its anchor. A token sees its own sequence, and of the sequences before it the
+anchors alone; an anchor sees nothing but its own sequence, so that all of it must go into the
+anchor's keys and values. Beyond the equation, documents in one row do not see each other; the first
+`sinks` tokens of each are visible to all of it, as in a cache that holds them; and so are, but not
+to anchors, the rows that are kept (section 6.1, where the whole source stays).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible(
+    is_anchor: Tensor,
+    document: Tensor | None = None,
+    is_kept: Tensor | None = None,
+    *,
+    sinks: int = 0,
+) -> Tensor:
+    """Bool [B, 1, T, T]: whether a token (third dimension) sees another (fourth).
+
+    Args:
+        is_anchor: bool [B, T].
+        document: int [B, T], rising with each document that begins; None for one in each row.
+        is_kept: bool [B, T]; none if None.
+        sinks: first tokens of each document that all of it sees.
+    """
+    length = is_anchor.shape[1]
+    document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
+    sequence = sequences(is_anchor) + document * length  # a new document begins a new one, too
+    free = is_anchor if is_kept is None else is_anchor | is_kept
+    own = sequence[:, :, None] == sequence[:, None, :]
+    others = ~is_anchor[:, :, None] & free[:, None, :]
+    sink = (place_in(document) < sinks)[:, None, :]
+    together = document[:, :, None] == document[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=is_anchor.device).tril()
+    return (causal & together & (own | others | sink))[:, None]
+
+
+def sequences(is_anchor: Tensor) -> Tensor:
+    """The number of each token's sequence, int [B, T]; an anchor belongs to the one it ends."""
+    before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
+    return before
+
+
+def place_in(document: Tensor) -> Tensor:
+    """Where each token stands in its document, int [B, T], from 0."""
+    length = document.shape[1]
+    at = torch.arange(length, device=document.device).expand_as(document)
+    begins = torch.ones_like(document, dtype=torch.bool)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]
+    return at - torch.where(begins, at, 0).cummax(1).values
