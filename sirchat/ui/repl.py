@@ -88,12 +88,12 @@ class _Chat:
                 try:
                     self._keyboard.keep_typed()
                     line = self._prompt.read()
+                    if line is None or not self._goes_on_after(line):
+                        return
+                    with Interrupt():  # one that comes too late for the reply
+                        self._shelving.update()
                 except KeyboardInterrupt:
                     self._screen.note("Ctrl-D or /exit leaves")
-                    continue
-                if line is None or not self._goes_on_after(line):
-                    return
-                self._shelving.update()
         finally:
             self._shelving.close()
 
