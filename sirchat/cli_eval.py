@@ -162,7 +162,7 @@ def retrieval(
         str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
     ] = "facts-12",
     limit: Conversations = 200,
-    base: Base = 72,
+    base: Annotated[str, typer.Option(help="Base budgets in tokens.", metavar="N,M,...")] = "72",
     counts: Annotated[
         str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
     ] = "10,20,50,100,200",
@@ -189,7 +189,7 @@ def retrieval(
         profile,
         task,
         limit,
-        base,
+        whole_numbers("base", base),
         whole_numbers("counts", counts),
         tuple(measures.split(",")),
         tuple(weights.split(",")),

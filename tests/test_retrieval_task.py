@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_the_study_tells_forgetting_from_recalling() -> None:
     assert [name for name, _ in ends.rows] == [FULL, EVERYTHING, BASE]
     assert dict(table.rows)["attention x surprisal"] == share([True, True])
     assert min(one["tokens"] for one in found.values()) > 200
+
+
+def test_several_base_budgets_find_what_each_finds_alone() -> None:
+    one, other, both = (replace(FEW, limit=1, bases=bases) for bases in ((48,), (72,), (48, 72)))
+    alone = [findings(study, tiny())["0"] for study in (one, other)]
+    together = findings(both, tiny())["0"]
+    for base, found in zip((48, 72), alone, strict=True):
+        for key, right in found.items():
+            row, slash, count = key.partition("/")
+            assert together[f"{row}, base {base}/{count}" if slash else key] == right
+    ends, table = both.report({"0": together}).tables
+    assert [name for name, _ in ends.rows][2:] == [f"{BASE}, base 48", f"{BASE}, base 72"]
+    assert len(table.rows) == 2 * len(other.report({"0": alone[1]}).tables[1].rows)
+    with pytest.raises(SettingError, match="--base"):
+        replace(FEW, bases=(3,))
 
 
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:

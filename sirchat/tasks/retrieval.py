@@ -57,7 +57,7 @@ class Retrieval:
         profile: whatever the cells have in common.
         task: one of TASKS.
         limit: conversations; every cell is asked the same ones.
-        base: budget of the base policy, in tokens.
+        bases: budgets of the base policy, in tokens.
         counts: how many tokens come back.
         measures, weights, spans, soft: what is combined; a choice by lot has no weight, and only
             attention is softened.
@@ -69,7 +69,7 @@ class Retrieval:
     profile: Profile
     task: str = "facts-12"
     limit: int = 200
-    base: int = 72
+    bases: tuple[int, ...] = (72,)
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)
     measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
     weights: tuple[str, ...] = ("none", "surprisal")
@@ -82,6 +82,8 @@ class Retrieval:
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for measure, weight in product(self.measures, self.weights):
             changed(self.profile, "eval", recall=measure, recall_weight=weight)
+        for base in self.bases:
+            changed(self.profile, "--base", budget=base)
 
     @property
     def name(self) -> str:
@@ -129,14 +131,14 @@ class Retrieval:
         rows: dict[str, dict[int, Measured]] = {}
         for cell in cells(self):
             rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
-        base = rows.pop(BASE)[0]
+        alone = {name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]}
         tokens = [one["tokens"] for one in records] or [0]
         facts = (
             f"seed {self.profile.seed}",
             f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
-            f"base budget {self.base}",
+            f"base budget {', '.join(map(str, self.bases))}",
         )
-        ends = {FULL: _right(records, FULL), EVERYTHING: _right(records, EVERYTHING), BASE: base}
+        ends = {name: _right(records, name) for name in (FULL, EVERYTHING)} | alone
         columns = ("tokens back", *map(str, self.counts))
         tables = (
             Table("Without any choice", ("", "right"), tuple(ends.items())),
@@ -161,9 +163,10 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting: the row of the table it belongs to, tokens beside the base budget, settings."""
+    """One setting: the row of the table it belongs to, base budget, tokens beside it, settings."""
 
     row: str
+    base: int
     count: int
     settings: dict[str, object]
 
@@ -178,9 +181,14 @@ FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "
 
 def cells(options: Retrieval) -> list[Cell]:
     """All settings but `full`, in the order of the table."""
-    base, off = options.base, {"recall": "off"}
-    made = [Cell(BASE, 0, {"budget": base, **off})]
-    made += [Cell(MORE, n, {"budget": base + n, **off}) for n in options.counts]
+    return [cell for base in options.bases for cell in _cells(options, base)]
+
+
+def _cells(options: Retrieval, base: int) -> list[Cell]:
+    off: dict[str, object] = {"recall": "off"}
+    which = f", base {base}" if len(options.bases) > 1 else ""
+    made = [Cell(BASE + which, base, 0, {"budget": base, **off})]
+    made += [Cell(MORE + which, base, n, {"budget": base + n, **off}) for n in options.counts]
     for way, n in product(options.ways, options.counts):
         settings: dict[str, object] = {
             "budget": base + n,
@@ -190,7 +198,7 @@ def cells(options: Retrieval) -> list[Cell]:
             "recall_soft": way.soft,
             "recall_n": n,
         }
-        made.append(Cell(way.name, n, settings))
+        made.append(Cell(way.name + which, base, n, settings))
     return made
 
 
@@ -199,13 +207,15 @@ def _hold(session: Session, one: Told, options: Retrieval, every: Sequence[Cell]
     switch(session, policy="full", recall="off")
     hear(session, one)
     found[FULL] = answers(session, one)
-    switch(session, policy="sink", budget=options.base, recall="off")
-    hear(session, one)
-    found["tokens"] = session.seen
-    for cell in every:
-        switch(session, **cell.settings)
-        found[cell.key] = answers(session, one)
-        list(session.undo())
+    for base in options.bases:
+        switch(session, policy="sink", budget=base, recall="off")
+        hear(session, one)
+        found["tokens"] = session.seen
+        for cell in every:
+            if cell.base == base:
+                switch(session, **cell.settings)
+                found[cell.key] = answers(session, one)
+                list(session.undo())
     switch(session, policy="full", recall="off")
     found[EVERYTHING] = answers(session, one)
     return found
