@@ -224,8 +224,9 @@ def test_the_commands_print_what_the_paper_does(data: Path) -> None:
     for task, columns in (("dailydialog", ["right"]), ("grocery", ["ACCc", "ACCg"])):
         done = run("eval", task, *flags, "--data", str(data))
         assert done.returncode == 0, done.stderr
-        (table,) = json.loads(done.stdout)["tables"].values()
+        table, published = json.loads(done.stdout)["tables"].values()
         assert table["columns"][1 : 1 + len(columns)] == columns
+        assert published["columns"][1:] == columns
         assert not math.isnan(table["rows"][0][1]["value"])
     refused = run("eval", "grocery", "--scoring", "papers")
     assert refused.returncode == 2
