@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from sirchat.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.detokenize import ends_sentence
-from sirchat.errors import ModelError, SettingError
+from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.model import load_model
 from sirchat.training.anchor import (
     TALK,
@@ -233,3 +233,11 @@ def test_what_makes_no_sense_is_refused_in_one_line(folder: Path, tmp_path: Path
         assert done.returncode == 2, done.stderr
         assert hint in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_missing_extra_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.training.anchor.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="accelerate"):
+        prepare(options(folder, tmp_path / "out"))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from sirchat.anchors import ANCHOR, Anchors, Per, Variant
-from sirchat.errors import ModelError, SettingError
+from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.model import locate, unloadable
 from sirchat.training.anchor_rows import Generated, Read, Row, Writer
 from sirchat.training.ansan import place_in, visible
@@ -99,8 +100,10 @@ def prepare(options: AnchorOptions) -> Training:
     """Get everything ready.
 
     Raises ModelError, in one line, when the model can't be had, SettingError for settings that
-    can't work together and for data that can't be read.
+    can't work together and for data that can't be read, UsageError where an extra is missing.
     """
+    if find_spec("accelerate") is None:
+        raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
     rows_at_once(options)
     model, tokenizer = _load(options)
     if options.variant == "ep":
