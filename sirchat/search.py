@@ -19,7 +19,7 @@ from sirchat.listening import Ear
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Role, State
-from sirchat.memory.ranking import rank_all, rank_proposed, wants_index
+from sirchat.memory.ranking import Ranking, wants_index
 from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions, Rows
 from sirchat.records import Found, Place
@@ -79,8 +79,8 @@ def _score(
         draws = uniform(ledger.seed, Purpose.RECALL, archived, before)
         scores = torch.from_numpy(draws).expand(len(rotations), -1)
         return _found(archived, scores, recall)
-    rank = rank_proposed if wants_index(recall, len(archived)) else rank_all
-    ranked = rank(archive, archived, query, recall, rotations, ledger.surprisal_of)
+    ranking = Ranking(archive, archived, query, recall, rotations, ledger.surprisal_of)
+    ranked = ranking.proposed() if wants_index(recall, len(archived)) else ranking.all()
     return _found(ranked.positions, ranked.scores, recall)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -22,7 +23,7 @@ from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import WORTHWHILE, Index
-from sirchat.memory.ranking import rank_all, rank_proposed, wants_index
+from sirchat.memory.ranking import Ranked, Ranking, wants_index
 from sirchat.memory.recall import Heard, Measure, Query, Recall, Weight, score, softened, weighted
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
@@ -62,9 +63,11 @@ def surprisal_of(positions: Positions) -> np.ndarray:
     return np.random.default_rng(0).exponential(1.0, 20_000)[positions]
 
 
-def best(how: object, archive: Archive, query: Query, recall: Recall, n: int = 100) -> set[int]:
+def best(
+    how: Callable[[Ranking], Ranked], archive: Archive, query: Query, recall: Recall, n: int = 100
+) -> set[int]:
     every = archive.positions
-    ranked = how(archive, every, query, recall, ROTATIONS, surprisal_of)  # type: ignore[operator]
+    ranked = how(Ranking(archive, every, query, recall, ROTATIONS, surprisal_of))
     assert (np.diff(ranked.positions) > 0).all()
     return set(ranked.positions[ranked.scores.mean(0).topk(n).indices.numpy()].tolist())
 
@@ -76,7 +79,7 @@ def filled(count: int = 6000) -> Archive:
 
 
 def indexed(archive: Archive, recall: Recall) -> Index:
-    best(rank_proposed, archive, some_query(), recall)
+    best(Ranking.proposed, archive, some_query(), recall)
     assert archive.index is not None
     assert set(proposed(archive.index)) <= set(archive.positions.tolist())
     return archive.index
@@ -110,8 +113,10 @@ def test_an_index_finds_what_looking_at_every_row_finds(
     archive, recall = filled(), Recall(measure, weight, soft=soft, index="on")
     shares = []
     for seed in range(1, 6):
-        exact = best(rank_all, archive, some_query(seed), recall, 50)
-        shares.append(len(exact & best(rank_proposed, archive, some_query(seed), recall, 50)) / 50)
+        exact = best(Ranking.all, archive, some_query(seed), recall, 50)
+        shares.append(
+            len(exact & best(Ranking.proposed, archive, some_query(seed), recall, 50)) / 50
+        )
     # What is soft also depends on neighbours, which here have nothing to do with each other.
     assert np.mean(shares) >= (0.85 if soft else 0.9)
 
@@ -152,7 +157,9 @@ def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: b
 def test_scores_are_softened_and_then_weighted(measure: Measure) -> None:
     archive = filled(300)
     bare, found = (
-        rank_all(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of).scores
+        Ranking(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
+        .all()
+        .scores
         for recall in (Recall(measure), Recall(measure, "surprisal", soft=True))
     )
     plain = weighted(softened(bare, archive.positions), surprisal_of(archive.positions))
@@ -168,8 +175,8 @@ def test_what_is_proposed_is_scored_exactly(
     monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
     archive, recall = filled(3000), Recall(measure, "surprisal", soft=soft, index="on")
     every = archive.positions
-    exact = rank_all(archive, every, some_query(), recall, ROTATIONS, surprisal_of)
-    found = rank_proposed(archive, every, some_query(), recall, ROTATIONS, surprisal_of)
+    exact = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()
+    found = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).proposed()
     np.testing.assert_array_equal(found.positions, exact.positions)
     torch.testing.assert_close(found.scores, exact.scores, rtol=1e-4, atol=1e-6)
 
@@ -203,8 +210,8 @@ def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
     archive.index.update(archive, archive.positions, surprisal_of)  # type: ignore[union-attr]
     fresh = Archive()
     fresh.add(archive.fetch(archive.positions))
-    exact = best(rank_all, fresh, query, recall)
-    assert len(exact & best(rank_proposed, archive, query, recall)) >= 95
+    exact = best(Ranking.all, fresh, query, recall)
+    assert len(exact & best(Ranking.proposed, archive, query, recall)) >= 95
 
 
 def test_forgetting_leaves_no_index_behind() -> None:
@@ -238,8 +245,8 @@ def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.Monkey
     first = indexed(archive, recall).nbytes
     for start in (500, 1500, 4000):
         archive.add(some_rows(2500, first=start, seed=start))
-        exact = best(rank_all, archive, some_query(), recall)
-        assert len(exact & best(rank_proposed, archive, some_query(), recall)) >= 90
+        exact = best(Ranking.all, archive, some_query(), recall)
+        assert len(exact & best(Ranking.proposed, archive, some_query(), recall)) >= 90
         assert len(archive.index) == len(archive)  # type: ignore[arg-type]
     assert archive.index.nbytes > first  # type: ignore[union-attr]
     assert len(learnt) == 2
@@ -258,7 +265,9 @@ def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPa
     index = indexed(archive, recall)
     some = np.array([0, 40, 5999])
     monkeypatch.setattr(index, "propose", lambda query, lowest: some)
-    found = rank_proposed(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
+    found = Ranking(
+        archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of
+    ).proposed()
     assert found.positions.tolist() == [0, 1, 2, 38, 39, 40, 41, 42, 5997, 5998, 5999]
 
 

@@ -14,7 +14,7 @@ from sirchat.bench.speed import BenchOptions, Ratio, compare
 from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available
-from sirchat.memory.ranking import Ranked, rank_all, rank_proposed
+from sirchat.memory.ranking import Ranked, Ranking
 from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions
 from sirchat.model import LoadedModel
@@ -37,10 +37,11 @@ class _Side:
 
     def search(self, query: Query, *, index: bool) -> Ranked:
         """The scores of all rows, or of those that the index proposes."""
-        rank = rank_proposed if index else rank_all
-        every = self.archive.positions
-        of = self.surprisal_of
-        return rank(self.archive, every, query, self.recall, self.model.rotations, of)
+        archive, rotations = self.archive, self.model.rotations
+        ranking = Ranking(
+            archive, archive.positions, query, self.recall, rotations, self.surprisal_of
+        )
+        return ranking.proposed() if index else ranking.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
         """Seconds of one search after the other, the questions in turn; notes each one's `best`."""

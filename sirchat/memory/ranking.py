@@ -46,104 +46,80 @@ def wants_index(recall: Recall, rows: int) -> bool:
     return recall.index == "on" or (rows > WORTHWHILE and is_available())
 
 
-def rank_all(
-    archive: Archive,
-    archived: Positions,
-    query: Query,
-    recall: Recall,
-    rotations: Sequence[LayerRotation],
-    surprisal_of: SurprisalOf,
-) -> Ranked:
-    """The scores of all rows at `archived` [n], ascending, which must be stored."""
-    blocks = partial(archive.blocks, archived)
-    order = np.argsort(np.concatenate([rows.positions for rows in blocks()]))
-    scores = score(recall.measure, query, blocks, rotations)[:, torch.from_numpy(order)]
-    return Ranked(archived, _finished(scores, archived, recall, surprisal_of))
+@dataclass(frozen=True)
+class Ranking:
+    """A search: for rows like `query`'s, among those at `archived` [n], ascending and stored."""
 
+    archive: Archive
+    archived: Positions
+    query: Query
+    recall: Recall
+    rotations: Sequence[LayerRotation]
+    surprisal_of: SurprisalOf
 
-def rank_proposed(
-    archive: Archive,
-    archived: Positions,
-    query: Query,
-    recall: Recall,
-    rotations: Sequence[LayerRotation],
-    surprisal_of: SurprisalOf,
-) -> Ranked:
-    """The scores of those rows at `archived` [n], ascending and stored, that are likely the best.
+    def all(self) -> Ranked:
+        """The scores of all rows."""
+        blocks = partial(self.archive.blocks, self.archived)
+        order = np.argsort(np.concatenate([rows.positions for rows in blocks()]))
+        scores = self._score(blocks)[:, torch.from_numpy(order)]
+        return Ranked(self.archived, self._finished(scores, self.archived))
 
-    The archive's index is made, or brought up to date.
-    """
-    index = _index(archive, recall, rotations)
-    index.update(archive, archived, surprisal_of)
-    rank = _rank_attended if recall.measure == "attention" else _rank_similar
-    ranked = rank(archive, archived, query, recall, rotations, index)
-    scores = _finished(ranked.scores, ranked.positions, recall, surprisal_of)
-    return Ranked(ranked.positions, scores)
+    def proposed(self) -> Ranked:
+        """The scores of the rows that are likely the best.
 
+        The archive's index is made, or brought up to date.
+        """
+        archive, recall = self.archive, self.recall
+        if archive.index is None or not archive.index.is_for(recall):
+            archive.index = Index(recall, self.rotations)
+        archive.index.update(archive, self.archived, self.surprisal_of)
+        rank = self._attended if recall.measure == "attention" else self._similar
+        ranked = rank(archive.index)
+        return Ranked(ranked.positions, self._finished(ranked.scores, ranked.positions))
 
-def _rank_attended(
-    archive: Archive,
-    archived: Positions,
-    query: Query,
-    recall: Recall,
-    rotations: Sequence[LayerRotation],
-    index: Index,
-) -> Ranked:
-    """What is proposed and a sample of the rest share the softmax of `attention`."""
-    near = max(recall.span, int(recall.soft))
-    proposed = _archived_near(index.propose(query), near, archived)
-    positions = united((proposed, evenly(archived, SAMPLE)))
-    shares = _shares(_is_among(positions, proposed), len(archived))
-    rows = archive.fetch(positions, values=False)
-    return Ranked(positions, score(recall.measure, query, _once(rows), rotations, shares))
+    def _attended(self, index: Index) -> Ranked:
+        """What is proposed and a sample of the rest share the softmax of `attention`."""
+        near = max(self.recall.span, int(self.recall.soft))
+        proposed = _archived_near(index.propose(self.query), near, self.archived)
+        positions = united((proposed, evenly(self.archived, SAMPLE)))
+        shares = _shares(_is_among(positions, proposed), len(self.archived))
+        rows = self.archive.fetch(positions, values=False)
+        return Ranked(positions, self._score(_once(rows), shares))
 
+    def _similar(self, index: Index) -> Ranked:
+        """A sample tells the lowest score, from which a weighted one is counted."""
+        few, many = LOWEST_OF
+        weighs = self.recall.weight == "surprisal"
+        count = int(np.clip(_PART * len(self.archived), few, many))
+        sample = evenly(self.archived, count if weighs else 0)
+        sampled = self._scores_of(sample)
+        lowest = float(sampled.amin(1).mean()) if weighs else 0.0
+        proposed = index.propose(self.query, lowest)
+        proposed = _archived_near(proposed, self.recall.span, self.archived)
+        new = proposed[~_is_among(proposed, sample)]
+        positions = np.concatenate([sample, new])
+        order = np.argsort(positions)
+        scores = torch.cat([sampled, self._scores_of(new)], dim=1)[:, torch.from_numpy(order)]
+        return Ranked(positions[order], scores)
 
-def _rank_similar(
-    archive: Archive,
-    archived: Positions,
-    query: Query,
-    recall: Recall,
-    rotations: Sequence[LayerRotation],
-    index: Index,
-) -> Ranked:
-    """A sample tells the lowest score, from which a weighted one is counted."""
-
-    def scores_of(positions: Positions) -> Tensor:
-        found = [torch.zeros(len(rotations), 0)]
+    def _scores_of(self, positions: Positions) -> Tensor:
+        """A measure's scores [layers, k], a batch of rows at a time."""
+        found = [torch.zeros(len(self.rotations), 0)]
         for start in range(0, len(positions), _BATCH):
-            rows = archive.fetch(positions[start : start + _BATCH])
-            found.append(score(recall.measure, query, _once(rows), rotations))
+            rows = self.archive.fetch(positions[start : start + _BATCH])
+            found.append(self._score(_once(rows)))
         return torch.cat(found, dim=1)
 
-    few, many = LOWEST_OF
-    weighs = recall.weight == "surprisal"
-    count = int(np.clip(_PART * len(archived), few, many))
-    sample = evenly(archived, count if weighs else 0)
-    sampled = scores_of(sample)
-    lowest = float(sampled.amin(1).mean()) if weighs else 0.0
-    proposed = _archived_near(index.propose(query, lowest), recall.span, archived)
-    new = proposed[~_is_among(proposed, sample)]
-    positions = np.concatenate([sample, new])
-    order = np.argsort(positions)
-    scores = torch.cat([sampled, scores_of(new)], dim=1)[:, torch.from_numpy(order)]
-    return Ranked(positions[order], scores)
+    def _score(self, blocks: Blocks, shares: Tensor | None = None) -> Tensor:
+        return score(self.recall.measure, self.query, blocks, self.rotations, shares)
 
-
-def _finished(
-    scores: Tensor, positions: Positions, recall: Recall, surprisal_of: SurprisalOf
-) -> Tensor:
-    """A measure's scores [layers, n] of the rows at `positions`, softened and weighted."""
-    if recall.soft:
-        scores = softened(scores, positions)
-    if recall.weight == "surprisal":
-        scores = weighted(scores, surprisal_of(positions))
-    return scores
-
-
-def _index(archive: Archive, recall: Recall, rotations: Sequence[LayerRotation]) -> Index:
-    if archive.index is None or not archive.index.is_for(recall):
-        archive.index = Index(recall, rotations)
-    return archive.index
+    def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
+        """A measure's scores [layers, k] of the rows at `positions`, softened and weighted."""
+        if self.recall.soft:
+            scores = softened(scores, positions)
+        if self.recall.weight == "surprisal":
+            scores = weighted(scores, self.surprisal_of(positions))
+        return scores
 
 
 def _once(rows: Rows) -> Blocks:
