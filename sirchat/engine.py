@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.errors import ContextFullError
-from sirchat.memory.cache import BoundedCache
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.recall import choose
 from sirchat.memory.segments import Rows
+from sirchat.reading import CausalModel, Piece, Reader
 from sirchat.records import (
     Checkpoint,
     Choice,
@@ -41,40 +40,8 @@ from sirchat.records import (
 )
 from sirchat.room import Room
 from sirchat.sampling import Sampler
-from sirchat.scoring import surprisal, surprisal_of
-
-LOGITS_BYTES = 256 * 2**20
-"""Logits of one forward pass never take more than this (float32)."""
 
 _NONE = np.zeros(0, np.int64)
-
-
-class CausalModel(Protocol):
-    """What the engine needs of a model."""
-
-    @property
-    def context_length(self) -> int:
-        """Tokens the model was made for."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width V of the logits."""
-
-    def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache with room for `capacity` rows."""
-
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        sees: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
-
-        `sees`, bool [m, n + m], tells what each id sees, if that is not all before it; `positions`
-        [m] where each stands, if not in slots n.. of the cache.
-        """
 
 
 class Engine:
@@ -90,13 +57,12 @@ class Engine:
     ) -> None:
         self._model = model
         self._ends_sequence = ends_sequence
-        self._logits: Tensor | None = None  # [V], of the last token read, before any eviction
-        self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         self._room = Room(memory, self.ledger, model.context_length)
         self.cache = model.new_cache(min(self.budget, 1024) if self._room.grows else self.budget)
         self.cache.in_stream = memory.in_stream
+        self._reader = Reader(model, self.cache, self.ledger)
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
@@ -134,7 +100,7 @@ class Engine:
     @property
     def logits(self) -> Tensor | None:
         """Raw logits [V] for the token to come; None before the first."""
-        return self._logits
+        return self._reader.logits
 
     def feed(
         self, ids: Sequence[int], roles: Sequence[Role], place: Place, *, pinned: bool = False
@@ -145,13 +111,13 @@ class Engine:
         """
         self._round = place.round
         self.require(len(ids))
-        ends = [self._ends_sequence(i) for i in ids]
+        piece = self._piece(ids, roles, place, pinned)
         done = 0
         while done < len(ids):
             size = max(1, self._room.free() // 4)
-            end = self._room.behind_anchor(ends, done, min(len(ids), done + size))
+            end = self._room.behind_anchor(piece.flags, done, min(len(ids), done + size))
             yield from self.make_room(end - done)
-            self._read(ids[done:end], roles[done:end], place, pinned, ends[done:end])
+            self._read(piece.part(done, end))
             done = end
             yield from self._behind_anchor()
             yield Read(done, len(ids))
@@ -176,38 +142,24 @@ class Engine:
             if interrupted():
                 yield Stopped("interrupt")
                 return
-            if self._logits is None:
+            if self.logits is None:
                 raise RuntimeError("nothing has been read yet")
-            token_id = sampler.pick(self._logits, self._held_ids, self.ledger.seen)
+            token_id = sampler.pick(self.logits, self._held_ids, self.ledger.seen)
             if token_id in stop_ids:
                 yield Stopped("stop")
                 return
             self.require(1 + reserve)
             if not self._room.grows and self._room.own >= self._room.base:
                 yield from self.make_room(self._room.block)
-            ends = [self._ends_sequence(token_id)]
-            self._read([token_id], [Role.ASSISTANT], place, False, ends)
+            self._read(self._piece([token_id], [Role.ASSISTANT], place))
             position = self.ledger.seen - 1
             yield Generated(token_id, position, float(self.ledger.column("surprisal")[position]))
             yield from self._behind_anchor()
         yield Stopped("length")
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
-        """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
-
-        For the one forward pass it takes, the cache has room for as many rows more.
-        """
-        if self._logits is None or not ids:
-            raise RuntimeError("nothing has been read yet" if ids else "there is nothing to weigh")
-        rows = [self._logits[None]]
-        if len(ids) > 1:
-            self.cache.reserve(self.resident + len(ids) - 1)
-            rows.append(self._forward(ids[:-1], at_anchor=False))
-        with torch.inference_mode():
-            logits = torch.cat([row.to(rows[0].device) for row in rows])  # [m, V]
-            wanted = torch.tensor(ids, device=logits.device)
-            greedy = bool((logits.argmax(-1) == wanted).all())
-            return Weighed(tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy)
+        """How likely these ids are to come next; nothing is read by it, and nothing forgotten."""
+        return self._reader.weigh(ids)
 
     def make_room(self, count: int) -> Iterator[Evicted]:
         """Forget what the policy does not keep, so that `count` more rows fit in the budget.
@@ -215,7 +167,7 @@ class Engine:
         And, behind an anchor, what the policy lets go though there is room.
         """
         flags = self.ledger.column("flags")
-        if self._room.memory.policy.gathers and len(flags) and flags[-1] & Flag.ANCHOR:
+        if self._room.gathers and len(flags) and flags[-1] & Flag.ANCHOR:
             rows = self._room.memory.policy.reduce(self._held(protect_round=False))
             if rows is not None:
                 yield self._drop_but(rows)
@@ -223,7 +175,7 @@ class Engine:
             yield self._keep(self._room.base - count)
 
     def _behind_anchor(self) -> Iterator[Evicted]:
-        if self._room.memory.policy.gathers:
+        if self._room.gathers:
             yield from self.make_room(0)
 
     def open_turn(self, count: int, max_new_tokens: int, place: Place) -> Iterator[Evicted]:
@@ -317,7 +269,7 @@ class Engine:
     def _choice(self) -> Choice:
         """What the policy keeps of everything that is held or archived; the reserve is empty."""
         reachable = self.holding.reachable()
-        if self._room.memory.policy.gathers:
+        if self._room.gathers:
             view = self._room.view(reachable, None)
             rows = self._room.memory.policy.reduce(view)
             reachable = reachable if rows is None else reachable[rows.numpy()]
@@ -353,7 +305,7 @@ class Engine:
 
     def mark(self) -> Checkpoint:
         """The present moment, at the beginning of a turn, to come back to."""
-        return Checkpoint(self.holding.mark(), self._logits, self._round, self._held_now)
+        return Checkpoint(self.holding.mark(), self.logits, self._round, self._held_now)
 
     def undo(self, to: Checkpoint) -> None:
         """Go back: what was read or generated since has never been. The settings stay.
@@ -367,7 +319,7 @@ class Engine:
         self.ledger.recall(to.choice.recalled)
         with suppress(LookupError):  # what a layer had for itself may be gone by now
             self._insert(to.choice.layers)
-        self._logits, self._round, self._last = to.logits, to.round, None
+        self._reader.logits, self._round, self._last = to.logits, to.round, None
         if self.recalled > self.reserve or self._room.own > self._room.base:
             list(self._hold(self._choice()))
 
@@ -395,7 +347,7 @@ class Engine:
 
     def save(self) -> Saved:
         """All that a conversation needs to go on elsewhere, but keys and values."""
-        ledger, logits = self.ledger, self._logits
+        ledger, logits = self.ledger, self.logits
         return Saved(
             rows=ledger.rows(),
             held=ledger.held_positions.copy(),
@@ -413,19 +365,11 @@ class Engine:
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
-        self._logits = None if saved.logits is None else torch.from_numpy(saved.logits)
+        self._reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.holding.load(rows, device)
-            return
-        ids, start = self._held_ids(), 0
-        self.cache.reserve(len(ids))
-        while start < len(ids):
-            piece = ids[start : start + self._rows_per_pass]
-            at = saved.held[start : start + len(piece)]
-            positions = at.tolist() if self.cache.in_stream else None
-            self._model.forward(piece, self.cache, None, positions)
-            self.cache.commit(len(piece), at)
-            start += len(piece)
+        else:
+            self._reader.read_again(self._held_ids(), saved.held)
 
     def forget(self, positions: NDArray[np.int64]) -> None:
         """Let these rows go for good, wherever they are, with all that is known of them."""
@@ -469,72 +413,16 @@ class Engine:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
         return ids
 
-    def _read(
-        self,
-        ids: Sequence[int],
-        roles: Sequence[Role],
-        place: Place,
-        pinned: bool,
-        ends: Sequence[bool],
-    ) -> None:
-        """Forward ids in pieces whose logits fit in memory; pieces never change what is evicted."""
-        if self._room.grows and self.resident + len(ids) > self.cache.capacity:
-            wanted = max(2 * self.cache.capacity, self.resident + len(ids))
-            self.cache.reserve(min(self.budget, wanted))
-        opens = self.ledger.seen == 0
-        start = 0
-        while start < len(ids):
-            piece = ids[start : start + self._rows_per_pass]
-            end = start + len(piece)
-            try:
-                logits = self._forward(piece, ends[end - 1])  # [m, V]
-            except torch.OutOfMemoryError:
-                if len(piece) == 1:
-                    raise
-                self._rows_per_pass = len(piece) // 2
-                continue
-            self._record(piece, logits, roles[start:end], place, pinned, ends[start:end])
-            start = end
-        if opens:
-            self.ledger.rank_first_token(len(ids))
-
-    def _forward(self, ids: Sequence[int], at_anchor: bool) -> Tensor:
-        """Logits [m, V] of ids, of which the last may be an anchor."""
-        sees = positions = None
-        if at_anchor and self._room.memory.policy.gathers:
-            own = self.cache.slots_of(self._room.sequence())
-            sees = torch.ones(len(ids), self.resident + len(ids), dtype=torch.bool)
-            sees = sees.tril(self.resident)
-            sees[-1, : self.resident] = False
-            sees[-1, own] = True
-        if self.cache.in_stream:
-            positions = range(self.ledger.seen, self.ledger.seen + len(ids))
-        if sees is None and positions is None:
-            return self._model.forward(ids, self.cache)
-        return self._model.forward(ids, self.cache, sees, positions)
-
-    def _record(
-        self,
-        ids: Sequence[int],
-        logits: Tensor,
-        roles: Sequence[Role],
-        place: Place,
-        pinned: bool,
-        ends: Sequence[bool],
-    ) -> None:
-        """Commit rows that were read; the carried logits score the first of them."""
-        with torch.inference_mode():
-            first = math.nan if self._logits is None else surprisal_of(self._logits, ids[0])
-            scores = [first]
-            if len(ids) > 1:
-                targets = torch.tensor(ids[1:], device=logits.device)
-                scores += surprisal(logits[:-1], targets).tolist()
-            # A copy, so that the other rows' logits are freed.
-            self._logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
+    def _piece(
+        self, ids: Sequence[int], roles: Sequence[Role], place: Place, pinned: bool = False
+    ) -> Piece:
         base = int(Flag.PINNED) if pinned else 0
-        flags = [base | (Flag.ANCHOR if end else 0) for end in ends]
+        flags = [base | (Flag.ANCHOR if self._ends_sequence(i) else 0) for i in ids]
+        return Piece(ids, roles, flags, place)
+
+    def _read(self, piece: Piece) -> None:
+        if self._room.grows and self.resident + len(piece) > self.cache.capacity:
+            wanted = max(2 * self.cache.capacity, self.resident + len(piece))
+            self.cache.reserve(min(self.budget, wanted))
         self._last = None
-        self.cache.commit(len(ids), range(self.ledger.seen, self.ledger.seen + len(ids)))
-        self.ledger.append(
-            list(ids), scores, turn=place.turn, round=place.round, roles=list(roles), flags=flags
-        )
+        self._reader.read(piece, self._room.sequence if self._room.gathers else None)

@@ -17,6 +17,7 @@ from sirchat import paths
 from sirchat.anchors import Anchors, anchors_of
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.sight import USUAL, Sight
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
 from sirchat.progress import Progress, reporting
 
@@ -64,9 +65,9 @@ class LoadedModel:
         dtype: torch.dtype = self.module.dtype
         return dtype
 
-    def new_cache(self, capacity: int, *, in_stream: bool = False) -> BoundedCache:
-        """An empty cache with room for `capacity` rows; `in_stream` as it says."""
-        return BoundedCache(self.rotations, capacity, in_stream=in_stream)
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """An empty cache with room for `capacity` rows."""
+        return BoundedCache(self.rotations, capacity)
 
     @cached_property
     def anchors(self) -> Anchors | None:
@@ -74,18 +75,9 @@ class LoadedModel:
         return anchors_of(self.module.config)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        sees: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
-
-        `sees`, bool [m, n + m], tells what each id sees, if that is not all before it; `positions`
-        [m] where each stands, if not in slots n.. of the cache.
-        """
+    def forward(self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL) -> Tensor:
+        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
+        sees, positions = sight.sees, sight.positions
         at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(
             input_ids=torch.tensor([ids], device=self.device),

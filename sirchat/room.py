@@ -89,10 +89,15 @@ class Room:
         """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
 
-    def behind_anchor(self, ends: Sequence[bool], start: int, end: int) -> int:
+    @property
+    def gathers(self) -> bool:
+        """Whether the policy lets rows go behind each anchor."""
+        return self.memory.policy.gathers
+
+    def behind_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
         """Where a piece that begins at `start` ends: behind its first anchor, or at `end`."""
-        if self.memory.policy.gathers:
-            return next((at + 1 for at in range(start, end) if ends[at]), end)
+        if self.gathers:
+            return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
 
     def sequence(self) -> Tensor:

@@ -25,6 +25,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
+from sirchat.memory.sight import Sight
 from sirchat.model import LoadedModel, load_model
 from sirchat.profile import Profile
 from sirchat.records import Evicted, Generated, Memory, Place
@@ -202,7 +203,7 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     held = engine.ledger.held_positions.copy()
     keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
     fresh = model.new_cache(64)
-    model.forward([ids[at] for at in held], fresh, None, held.tolist())
+    model.forward([ids[at] for at in held], fresh, Sight(positions=held.tolist()))
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
     list(engine.switch(Memory(Sink(), budget=24)))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.sight import Sight
 from sirchat.profile import Profile
 from sirchat.session import Session
 from sirchat.tasks.report import about
@@ -90,11 +91,11 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     """The ids of the conversation, and the logits [n, V] after each, of a plain reading."""
     chat, rows = Session(tiny(), setting), list[Tensor]()
 
-    def forward(ids: Sequence[int], cache: BoundedCache) -> Tensor:
-        rows.append(tiny().forward(ids, cache))
+    def forward(ids: Sequence[int], cache: BoundedCache, *sight: Sight) -> Tensor:
+        rows.append(tiny().forward(ids, cache, *sight))
         return rows[-1]
 
-    chat._engine._model = SimpleNamespace(forward=forward)  # type: ignore[assignment]
+    chat._engine._reader._model = SimpleNamespace(forward=forward)  # type: ignore[assignment]
     for user, reply in TALK:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
             pass

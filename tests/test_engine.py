@@ -484,7 +484,7 @@ def test_the_same_seed_tells_the_same_conversation() -> None:
 def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
     model = loaded("llama")
     engine = Engine(model, Memory(Entropy(), budget=256))
-    engine._rows_per_pass = rows_per_pass
+    engine._reader._rows_per_pass = rows_per_pass
     shown: list[float] = []
     for turn in (0, 2):
         feed(engine, some_ids(45, turn), turn)
@@ -590,7 +590,7 @@ class Oracle:
 def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
     model = BigramModel()
     engine = Engine(model, Memory(Entropy(), budget=64, sinks=0))  # chunks of 16
-    engine._rows_per_pass = rows_per_pass
+    engine._reader._rows_per_pass = rows_per_pass
     feed(engine, some_ids(count))
     nats = engine.ledger.column("surprisal")
     assert np.isnan(nats[0])

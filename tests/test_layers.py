@@ -117,7 +117,8 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
-        ("engine", {"errors", "memory", "records", "room", "sampling", "scoring"}),
+        ("engine", {"errors", "memory", "reading", "records", "room", "sampling"}),
+        ("reading", {"memory", "records", "scoring"}),
         ("room", {"errors", "memory", "records"}),
     ],
 )

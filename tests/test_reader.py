@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.sight import Sight
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.tasks.lm_eval.reader import Reader
@@ -31,9 +32,9 @@ class Watched(LoadedModel):
     def passes(self) -> list[tuple[int, int]]:
         return self.__dict__.setdefault("_passes", [])
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *sight: Sight) -> Tensor:
         self.passes.append((cache.length, cache.length + len(ids)))
-        return super().forward(ids, cache)
+        return super().forward(ids, cache, *sight)
 
 
 def watched(model: LoadedModel) -> Watched:

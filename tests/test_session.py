@@ -87,10 +87,10 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
     forward, calls = type(chat.model).forward, iter(range(100))
 
-    def failing(self: Any, ids: Any, cache: Any) -> Any:
+    def failing(self: Any, ids: Any, cache: Any, *sight: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("out of luck")
-        return forward(self, ids, cache)
+        return forward(self, ids, cache, *sight)
 
     monkeypatch.setattr(type(chat.model), "forward", failing)
     with pytest.raises(RuntimeError, match="luck"):
@@ -309,10 +309,10 @@ def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
             raise KeyboardInterrupt
         return forward(*args)
 
-    chat._engine._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    chat._engine._reader._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
-    chat._engine._model = chat.model
+    chat._engine._reader._model = chat.model
     assert "pinned" in {flag for row in chat.snapshot().rows for flag in row.flags}
     list(chat.switch("/system", system=None))
     assert "pinned" not in {flag for row in chat.snapshot().rows for flag in row.flags}
@@ -334,10 +334,10 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
     def failing(*args: Any) -> Any:
         raise RuntimeError("no")
 
-    chat._engine._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    chat._engine._reader._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))
-    chat._engine._model = chat.model
+    chat._engine._reader._model = chat.model
     list(chat.ask("Hello again."))
     assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
     assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]

@@ -168,13 +168,12 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Args:
         rotations: one entry per layer.
         capacity: rows there is room for.
-        in_stream: keys stand where they stand in the stream, and not, close together, in the cache.
     """
 
-    def __init__(
-        self, rotations: list[LayerRotation], capacity: int, *, in_stream: bool = False
-    ) -> None:
-        self.in_stream = in_stream
+    in_stream = False
+    """Keys stand where they stand in the stream, and not, close together, in the cache."""
+
+    def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
         self._cursor = _Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)

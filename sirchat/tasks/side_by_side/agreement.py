@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.sight import USUAL, Sight
 from sirchat.model import LoadedModel
 
 Watch = Callable[[Tensor, BoundedCache], None]
@@ -27,15 +28,9 @@ class Watched(LoadedModel):
     watch: Watch
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        sees: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL) -> Tensor:
         """As the model's own."""
-        logits = super().forward(ids, cache, sees, positions)
+        logits = super().forward(ids, cache, sight)
         self.watch(logits, cache)
         return logits
 
