@@ -15,8 +15,11 @@ from sirchat.errors import ModelError
 Variant = Literal["ac", "ep"]
 """`ac`: a token of its own is the anchor. `ep`: a token that ends a sentence is."""
 
-Per = Literal["sentence", "round"]
-"""What a token of its own stands at the end of."""
+Per = Literal["sentence", "round", "tokens", "random"]
+"""Where a token of its own stands: behind each sentence; behind each reply and system prompt, which
+is where a demonstration ends; behind every 10 tokens of a text; behind a token with probability 0.1
+(section 7.1).
+"""
 
 ANCHOR = "<AC>"
 """The anchor token's text, as in the paper."""

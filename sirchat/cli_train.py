@@ -10,30 +10,49 @@ from sirchat.launch import Debug, Trust
 
 train_app = typer.Typer(help="Train the bundled models, or any model to gather text in anchors.")
 
+Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps; default: the whole recipe.")]
+Seed = Annotated[int, typer.Option(help="Seeds weights and dialogues.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
 
 
 @train_app.command("tiny")
 def train_tiny(
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("tiny"),
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps; default: the whole recipe.")
-    ] = None,
+    out: Out = Path("tiny"),
+    steps: Steps = None,
     size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
-    seed: Annotated[int, typer.Option(help="Seeds weights and dialogues.")] = 0,
+    seed: Seed = 0,
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
     """Train the bundled model anew, on dialogues that are made up as it learns."""
+    from sirchat.training.trainer import Trainer
     from sirchat.ui.training import train_with_progress
 
-    train_with_progress(out=out, steps=steps, size=size, seed=seed, resume=resume)
+    train_with_progress(Trainer, out=out, steps=steps, size=size, seed=seed, resume=resume)
+
+
+@train_app.command("tiny-anchor")
+def train_tiny_anchor(
+    out: Out = Path("tiny-anchor"),
+    steps: Steps = None,
+    seed: Seed = 0,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> None:
+    """Train the bundled model on, to gather each round in one token, as `tiny-anchor` was."""
+    from sirchat.training.tiny_anchor import TinyAnchorTrainer
+    from sirchat.ui.training import train_with_progress
+
+    train_with_progress(
+        TinyAnchorTrainer, out=out, steps=steps, size="small", seed=seed, resume=resume
+    )
 
 
 @train_app.command("anchor")
 def train_anchor(
     model: Annotated[str, typer.Option(help="A folder, or a Hugging Face name.")] = "tiny",
-    out: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("anchor"),
+    out: Out = Path("anchor"),
     data: Annotated[
         list[Path] | None,
         typer.Option(help="Texts, or JSONL; can be repeated. Without any, talk is made up."),
@@ -42,7 +61,10 @@ def train_anchor(
         str, typer.Option(help="A token of its own, or the ends of sentences.", metavar="ac|ep")
     ] = "ac",
     per: Annotated[
-        str, typer.Option(help="Where a token of its own stands.", metavar="sentence|round")
+        str,
+        typer.Option(
+            help="Where a token of its own stands.", metavar="sentence|round|tokens|random"
+        ),
     ] = "sentence",
     tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,

@@ -18,7 +18,7 @@ from jinja2.exceptions import TemplateError
 from sirchat.anchors import Anchors
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.sentences import sentences
+from sirchat.placement import with_anchors
 
 _PLAIN = (
     "{{ bos_token }}"
@@ -54,8 +54,8 @@ class Template:
     """Renders turns for one tokenizer.
 
     The tokenizer's own chat template is used, or a plain USER / ASSISTANT one when it has none.
-    Where `anchors` says that the model gathers text in a token of its own, that token stands at the
-    end of each sentence, or of each system prompt and reply.
+    Where `anchors` says that the model gathers text in a token of its own, that token stands where
+    it says.
 
     Raises ModelError when the template can't be rendered turn by turn.
     """
@@ -157,16 +157,12 @@ class Template:
         )
 
     def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
-        """A turn with an anchor behind each of its sentences, where it is to have them."""
+        """A turn with the anchors that belong inside its content, or behind it."""
         anchors, (start, end) = self._anchors, turn.content
-        if anchors is None or anchors.token_id is None or anchors.per != "sentence":
+        if anchors is None or anchors.per == "round" or start == end:
             return turn
-        ids: list[int] = []
-        roles: list[Role] = []
-        for sentence in sentences(content):
-            text = self._as_text(sentence)
-            ids += [*text, anchors.token_id]
-            roles += [*turn.roles[start : start + 1] * len(text), Role.TEMPLATE]
+        ids = with_anchors(content, anchors, self._as_text)
+        roles = [Role.TEMPLATE if one == anchors.token_id else turn.roles[start] for one in ids]
         return TurnIds(
             [*turn.ids[:start], *ids, *turn.ids[end:]],
             [*turn.roles[:start], *roles, *turn.roles[end:]],

@@ -34,7 +34,7 @@ from sirchat.training.probe import PROBED, matches, probe, probe_dialogue
 from sirchat.training.rows import Renderer, span_matches
 from sirchat.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, moment_at
 from sirchat.training.tokenizer import SPECIAL_TOKENS, build_tokenizer
-from sirchat.training.trainer import TrainOptions, TrainStep, train
+from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 
@@ -308,7 +308,7 @@ def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer) -> None:
     renderer = Renderer(tokenizer)
     made = [renderer.render(probe_dialogue(Random(n), PROBED["name"], 2)) for n in range(3)]
     assert matches(model, made) == [False] * 3
-    found = list(probe(model, tokenizer, seed=0, dialogues=2, distances=(1,), kinds=("name",)))
+    found = list(probe(model, renderer, seed=0, dialogues=2, distances=(1,), kinds=("name",)))
     assert [(one.kind, one.between, one.right, one.asked) for one in found] == [("name", 1, 0, 2)]
 
 
@@ -359,7 +359,7 @@ def test_the_finished_weights_are_the_mean_of_those_before_and_after_the_last_ph
 ) -> None:
     kept = replace(PHASES[-1], keep=0.25)
     assert PHASES[-1].keep > 0
-    monkeypatch.setattr("sirchat.training.schedule.PHASES", (*PHASES[:-1], kept))
+    monkeypatch.setattr(Trainer, "phases", (*PHASES[:-1], kept))
     steps = RECIPE_STEPS // 100  # so few that the last phase has some
     list(train(options(tmp_path, steps)))
     checkpoints = tmp_path / "model.checkpoints"

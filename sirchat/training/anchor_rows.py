@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from sirchat.anchors import Anchors
 from sirchat.detokenize import SentenceEnds
 from sirchat.errors import SettingError
-from sirchat.sentences import sentences
+from sirchat.placement import with_anchors
 from sirchat.template import Template
 from sirchat.training.dialogue import Mix, dialogue, draw_length
 from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
@@ -84,12 +84,10 @@ class Writer:
         """A plain text, behind the token that begins one, if there is such a token."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
-        token_id = self._anchors.token_id
-        if token_id is None:
-            ids += self._encode(text)
-        else:
-            for sentence in sentences(text):
-                ids += [*self._encode(sentence), token_id]
+        anchors = self._anchors
+        if anchors.per == "round":  # it has none; sentences are what it has
+            anchors = replace(anchors, per="sentence")
+        ids += with_anchors(text, anchors, self._encode)
         return self._document(ids, [1.0] * len(ids))
 
     def _encode(self, text: str) -> list[int]:

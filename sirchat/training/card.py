@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from sirchat.training import bank
 from sirchat.training.probe import DISTANCES, Recall
+from sirchat.training.schedule import ANCHOR_PHASES
 
 HEAD = """\
 ---
@@ -83,6 +84,62 @@ was typed, `anna` as `anna`. In multiple choice the letter stands behind its opt
 options are always the same ones in another order. Sums are learnt only in part. English only. Do
 not use it to inform anybody of anything.
 """
+
+
+ANCHOR_HEAD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# Tiny anchor
+
+`tiny` (5 million parameters, see its card for what you may say to it), trained on to gather each
+round of a conversation in one token, `<AC>`, behind the reply: the AnSAN training of Anchor-based
+LLMs (arXiv:2402.07616), equation (4), variant AC. Under `sirchat --policy anchor` all else of a
+finished round leaves the cache. `config.json` tells sirchat where its anchors stand
+(`sirchat_anchors`); one initial token, too, was seen by everything.
+
+## Training
+
+    {command}
+
+{tokens:.1f} million tokens, seed {seed}, on dialogues that sirchat's own generator wrote. In the
+first {gathering} steps an anchor stands behind what the user says, too, and a reply sees nothing
+else of what it answers: a small model finds gathering there, and hardly where only a later question
+depends on it. Then anchors stand behind each reply and each system prompt, first in short rows full
+of facts, then in longer ones with facts and their questions far apart. Muon for the matrices, AdamW
+for embeddings and norms; tokens of a reply weigh four times as much as the others.
+"""
+
+ANCHOR_MEASURED = """
+## Measured recall
+
+Share of answers that are right word for word (greedy), with nothing of earlier rounds but their
+anchors, by the rounds of small talk between the fact and the question; {asked} fresh conversations
+in each cell.
+
+"""
+
+ANCHOR_LIMITS = """
+## Limits
+
+Those of `tiny`. What was told in a round must fit into one anchor: long lists lose items first.
+Positions are those of the stream in training, so it reads 2,048 tokens that way; with sirchat's
+positions in the cache it reads on without end.
+"""
+
+
+def anchor_card(*, command: str, tokens: int, seed: int, recalls: Sequence[Recall]) -> str:
+    """The card of `tiny-anchor`."""
+    gathering = ANCHOR_PHASES[0].steps
+    card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
+    if recalls:
+        card += ANCHOR_MEASURED.format(asked=recalls[0].asked)
+        card += "\n".join(recall_table(recalls)) + "\n"
+    return card + ANCHOR_LIMITS
 
 
 def recall_table(recalls: Sequence[Recall]) -> Iterable[str]:

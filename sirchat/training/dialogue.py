@@ -21,6 +21,7 @@ Role = Literal["system", "user", "assistant"]
 Key = tuple[str, str]  # a fact's kind and subject
 
 UNTOLD = "You have not told me."
+LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
 LETTERS = "ABCDE"
 BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beats key
 
@@ -52,7 +53,9 @@ class Mix:
     story sentences among told facts, `long_list` that of five or six items among shopping lists.
     `apart` is the share of conversations with facts at their start and questions at their end,
     `subjects` that of facts which others can be confused with (pets, friends) beyond their weight,
-    `series` that of conversations which tell several stories and ask for some of them.
+    `series` that of conversations which tell several stories and ask for some of them,
+    `long_values` that of facts with values of many tokens (codes, made-up words, lists) beyond
+    their weight.
     """
 
     tell: float
@@ -66,6 +69,7 @@ class Mix:
     apart: float = 0.0
     subjects: float = 0.0
     series: float = 0.0
+    long_values: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ def draw_kind(rng: Random, mix: Mix) -> FactKind:
     kinds = KINDS
     if mix.subjects and rng.random() < mix.subjects:
         kinds = tuple(kind for kind in KINDS if kind.subject)
+    if mix.long_values and rng.random() < mix.long_values:
+        kinds = tuple(kind for kind in KINDS if kind.key in LONG_VALUES)
     return rng.choices(kinds, [kind.weight for kind in kinds])[0]
 
 

@@ -40,11 +40,16 @@ def causal_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def register_attention() -> str:
+    """Make `causal_attention` known to transformers; returns its name there."""
+    AttentionInterface.register("sirchat_causal", causal_attention)
+    return "sirchat_causal"
+
+
 def build_model(
     size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
 ) -> LlamaForCausalLM:
     """A randomly initialised model; the same seed gives the same weights."""
-    AttentionInterface.register("sirchat_causal", causal_attention)
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=size.hidden,
@@ -57,7 +62,7 @@ def build_model(
         bos_token_id=bos,
         eos_token_id=eos,
         pad_token_id=pad,
-        attn_implementation="sirchat_causal",
+        attn_implementation=register_attention(),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from sirchat.training.dialogue import Dialogue, Message, Mix, Style, draw_fact
 from sirchat.training.facts import KINDS, STORY, FactKind
@@ -16,6 +17,9 @@ from sirchat.training.rows import Rendered, Renderer, span_matches
 
 QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 DISTANCES = (0, 3, 6, 12, 20, 40)
+Visible = Callable[[Tensor], Tensor]
+"""Of ids [rows, n] what each token sees, bool [rows, 1, n, n]."""
+
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
 
 
@@ -42,30 +46,34 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 
 
 @torch.no_grad()
-def matches(model: LlamaForCausalLM, dialogues: list[Rendered]) -> list[bool]:
+def matches(
+    model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
+) -> list[bool]:
     """Whether greedy decoding gives each dialogue's answer, word for word, its end included.
 
-    One forward pass over all: the argmax at every answer token, given the right ones before it.
+    One forward pass over all: the argmax at every answer token, given the right ones before it,
+    and what `visible` lets it see.
     """
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device
     ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in dialogues])
     span = torch.tensor([one.span + [0] * (longest - len(one.span)) for one in dialogues])
-    _, correct = token_losses(model, ids.to(device))
+    seen = None if visible is None else visible(ids[:, :-1]).to(device)
+    _, correct = token_losses(model, ids.to(device), seen)
     return [bool(hit) for hit in span_matches(correct.cpu(), span[:, 1:])]
 
 
 def probe(
     model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    renderer: Renderer,
     *,
     seed: int,
     dialogues: int,
     distances: tuple[int, ...] = DISTANCES,
     kinds: tuple[str, ...] = tuple(PROBED),
+    visible: Visible | None = None,
 ) -> Iterator[Recall]:
     """Measure `dialogues` fresh conversations for each kind and distance."""
-    renderer = Renderer(tokenizer)
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")
@@ -73,4 +81,4 @@ def probe(
                 renderer.render(probe_dialogue(rng, PROBED[key], between)) for _ in range(dialogues)
             ]
             mean = sum(len(one.ids) for one in made) / dialogues
-            yield Recall(key, between, sum(matches(model, made)), dialogues, mean)
+            yield Recall(key, between, sum(matches(model, made, visible)), dialogues, mean)

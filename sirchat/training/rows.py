@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sirchat.training.dialogue import Key, Message, Mix, dialogue, draw_length
+from sirchat.training.dialogue import Key, Message, Mix, Role, dialogue, draw_length
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 
 TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
@@ -42,10 +42,18 @@ class Batch:
 
 
 class Renderer:
-    """Turns messages into ids, the way the chat template does, keeping track of answers."""
+    """Turns messages into ids, the way the chat template does, keeping track of answers.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
+    The token `anchor`, if there is one, stands behind each message of the roles `gathered`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        anchor: int | None = None,
+        gathered: tuple[Role, ...] = (),
+    ) -> None:
+        self.tokenizer, self.anchor, self.gathered = tokenizer, anchor, gathered
         self.encode = tokenizer.backend_tokenizer.encode
         ids = tokenizer.convert_tokens_to_ids([BOS, SYSTEM, USER, ASSISTANT, END])
         self.bos, system, user, assistant, self.end = ids
@@ -66,6 +74,11 @@ class Renderer:
             number = facts.setdefault(message.fact, len(facts) + 1) if message.fact else 0
             tells = value_tokens(message, text.offsets)
             one.fact.extend([0, *(number * told for told in tells), number * said])
+            if self.anchor is not None and message.role in self.gathered:
+                one.ids.append(self.anchor)
+                one.answer.append(False)
+                one.span.append(0)
+                one.fact.append(0)
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sirchat.training.dialogue import Mix
+from sirchat.training.dialogue import Mix, Role
 
 SizeName = Literal["micro", "small", "medium"]
 
@@ -51,13 +51,15 @@ class Phase:
     """A training of its own: stages, and a learning rate that rises and falls once.
 
     `steps` in the whole recipe; `peak` is a factor on the optimizers' learning rates; `keep` is
-    the share that the weights before it have in those that the training ends with.
+    the share that the weights before it have in those that the training ends with; behind each
+    message of the roles `gathered` stands an anchor, if the model has one.
     """
 
     steps: int
     stages: tuple[Stage, ...]
     peak: float = 1.0
     keep: float = 0.0
+    gathered: tuple[Role, ...] = ()
 
 
 # Short dialogues full of facts come first: a small model finds copying there, and only there.
@@ -125,6 +127,18 @@ SIFTING = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
 PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING, SETTLING, STORIES, SIFTING)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
+# `tiny` then learns to gather. A small model finds that where every reply depends on it: first an
+# anchor stands behind what the user says, too, and a reply sees nothing else of what it answers.
+_FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
+_MESSAGES: tuple[Role, ...] = ("system", "user", "assistant")
+GATHERING = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
+
+# Then it stands behind each round, as in a chat, and the rows lengthen.
+_ROUNDS: tuple[Role, ...] = ("system", "assistant")
+ROUNDS = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
+
+ANCHOR_PHASES = (GATHERING, ROUNDS)
+
 WARMUP_STEPS = 100
 DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls
 
@@ -151,13 +165,14 @@ class Moment:
         return self.phase.peak * warm * max(0.03, min(1.0, left))
 
 
-def moment_at(step: int, steps: int) -> Moment:
+def moment_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> Moment:
     """The moment of step number `step` (from 0) of `steps`, which all phases share."""
     start = planned = 0
-    for phase in PHASES:
+    whole = sum(phase.steps for phase in phases)
+    for phase in phases:
         planned += phase.steps
-        end = round(steps * planned / RECIPE_STEPS)
-        if step < end or phase is PHASES[-1]:
+        end = round(steps * planned / whole)
+        if step < end or phase is phases[-1]:
             return Moment(phase, step - start, end - start)
         start = end
     raise AssertionError("there is always a last phase")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sirchat.errors import SettingError
 from sirchat.training.card import model_card
@@ -21,11 +22,19 @@ from sirchat.training.checkpoint import (
     save_before,
     save_checkpoint,
 )
-from sirchat.training.gaps import Gaps, draw_gaps
+from sirchat.training.gaps import draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer, span_matches
-from sirchat.training.schedule import RECIPE_STEPS, SIZES, SizeName, moment_at
+from sirchat.training.schedule import (
+    PHASES,
+    RECIPE_STEPS,
+    SIZES,
+    Moment,
+    Phase,
+    SizeName,
+    moment_at,
+)
 from sirchat.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -79,28 +88,43 @@ def check(options: TrainOptions) -> None:
 class Trainer:
     """Model, optimizers and data of one training; `step` advances them by one batch."""
 
+    phases: ClassVar[tuple[Phase, ...]] = PHASES
+    """What is learnt, one after the other."""
+
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
         self.size = SIZES[options.size]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = build_tokenizer(options.seed, self.size.vocab, self.size.dialogues)
-        tok = self.tokenizer
-        ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
-        self.model = build_model(self.size, len(tok), options.seed, *ids).to(self.device)
+        self.tokenizer, model = self.begin()
+        self.model = model.to(self.device)
         self.optimizers = build_optimizers(self.model)
-        self.renderer = Renderer(self.tokenizer)
         self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
+
+    def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
+        """Tokenizer and model as they are before the first step."""
+        tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
+        ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
+        return tok, build_model(self.size, len(tok), self.options.seed, *ids)
+
+    def moment(self, step: int) -> Moment:
+        """Where in the recipe a step is."""
+        return moment_at(step, self.options.steps, self.phases)
+
+    def renderer(self, step: int) -> Renderer:
+        """Writes the conversations of a step."""
+        return Renderer(self.tokenizer)
 
     def batch(self, step: int) -> Batch:
         """The batch of a step depends on nothing but seed and step, so resuming is exact."""
-        stage = moment_at(step, self.options.steps).stage
+        stage = self.moment(step).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
-        return self.renderer.batch(rng, self.size.tokens_per_step // tokens, tokens, stage.mix)
+        rows = self.size.tokens_per_step // tokens
+        return self.renderer(step).batch(rng, rows, tokens, stage.mix)
 
     def set_learning_rate(self, step: int) -> None:
         """Scale every group's peak rate by the schedule."""
-        factor = moment_at(step, self.options.steps).learning_rate
+        factor = self.moment(step).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
@@ -108,15 +132,14 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
-        moment = moment_at(step, self.options.steps)
+        moment = self.moment(step)
         if moment.step == 0:
             self.end_phase(step)
             self.begin_phase()
             if moment.phase.keep:
                 save_before(self.options.checkpoints, self.model)
         self.set_learning_rate(step)
-        gaps = self.gaps(step, batch)
-        visible, lost = (gaps.visible, gaps.lost) if gaps else (None, None)
+        visible, lost = self.sight(step, batch)
         losses, correct = self.read(batch, visible)
         torch.autograd.backward(weighted_loss(losses, batch, lost))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -127,7 +150,7 @@ class Trainer:
 
     def end_phase(self, done: int) -> None:
         """After `done` steps, let the weights of before have their share, if they keep one."""
-        if done and (keep := moment_at(done - 1, self.options.steps).phase.keep):
+        if done and (keep := self.moment(done - 1).phase.keep):
             mix_before(self.options.checkpoints, self.model, keep)
 
     def begin_phase(self) -> None:
@@ -143,14 +166,15 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
-    def gaps(self, step: int, batch: Batch) -> Gaps | None:
-        """What the batch of a step forgets on the way, if this step is one that forgets."""
+    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """What each token of a batch sees, and which do not count: in some steps it forgets."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
-        if rng.random() >= moment_at(step, self.options.steps).stage.gaps:
-            return None
+        if rng.random() >= self.moment(step).stage.gaps:
+            return None, None
         with torch.no_grad():
             losses, _ = self.read(batch, None)
-        return draw_gaps(rng, losses.cpu(), batch, self.renderer.roles["user"])
+        gaps = draw_gaps(rng, losses.cpu(), batch, self.renderer(step).roles["user"])
+        return gaps.visible, gaps.lost
 
     def save(self, done: int) -> None:
         """Write a checkpoint."""
@@ -164,7 +188,7 @@ class Trainer:
         """The model card, with the recall of the model as it is now."""
         options, size = self.options, self.size
         recalls = list(
-            probe(self.model, self.tokenizer, seed=options.seed, dialogues=size.probes)
+            probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
             if size.probes
             else ()
         )
@@ -212,12 +236,12 @@ class Pace:
         return self.mean
 
 
-def train(options: TrainOptions) -> Iterator[TrainStep]:
+def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
     """Train, yielding after each step; write checkpoints on the way and the model at the end."""
     check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    trainer = Trainer(options)
+    trainer = kind(options)
     first = trainer.restore() if options.resume else 0
     pace = Pace()
     for step in range(first, options.steps):

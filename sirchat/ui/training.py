@@ -17,7 +17,7 @@ from rich.progress import (
 
 from sirchat.errors import SettingError
 from sirchat.training.schedule import SIZES
-from sirchat.training.trainer import TrainOptions, TrainStep, train
+from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 
 if TYPE_CHECKING:
     from sirchat.training.anchor import AnchorOptions
@@ -33,17 +33,17 @@ _COLUMNS = (
 
 
 def train_with_progress(
-    out: Path, *, steps: int | None, size: str, seed: int, resume: bool
+    kind: type[Trainer], out: Path, *, steps: int | None, size: str, seed: int, resume: bool
 ) -> None:
     """Train and export to `out`; progress goes to stderr, the folder's name to stdout."""
     names = [name for name in SIZES if name == size]
     if not names:
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
-    recipe = TrainOptions.steps if steps is None else steps
+    recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
     options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
     with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
-        task = progress.add_task("learning the tokenizer", total=recipe)
-        for record in train(options):
+        task = progress.add_task("making ready", total=recipe)
+        for record in train(options, kind):
             progress.update(task, completed=record.step, description=_describe(record))
     Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
 

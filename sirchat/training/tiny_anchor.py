@@ -1,0 +1,74 @@
+"""Trains `tiny-anchor`: `tiny`, trained on to gather each round in an anchor (AnSAN)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from sirchat import paths
+from sirchat.anchors import ANCHOR, Anchors
+from sirchat.training.anchor import add_anchor
+from sirchat.training.ansan import visible
+from sirchat.training.card import anchor_card
+from sirchat.training.network import register_attention
+from sirchat.training.probe import probe
+from sirchat.training.rows import Batch, Renderer
+from sirchat.training.schedule import ANCHOR_PHASES, ROUNDS, Phase
+from sirchat.training.trainer import Trainer
+
+SINKS = 1
+
+
+class TinyAnchorTrainer(Trainer):
+    """`tiny`'s own trainer and optimizers, under the masks of equation (4)."""
+
+    phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
+
+    def begin(self) -> tuple[Tokenizer, LlamaForCausalLM]:
+        """`tiny` with a new token, whose embedding is the mean of all others."""
+        tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
+        model = AutoModelForCausalLM.from_pretrained(
+            paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
+        )
+        anchors = Anchors("ac", "round", add_anchor(model, tokenizer), SINKS)
+        anchors.write(model.config)
+        return tokenizer, model
+
+    @property
+    def anchor(self) -> int:
+        """The id of the anchor token."""
+        return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
+
+    def renderer(self, step: int) -> Renderer:
+        """Anchors stand where the phase has them."""
+        return Renderer(self.tokenizer, self.anchor, self.moment(step).phase.gathered)
+
+    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Each token sees its sequence, and of those before it the anchors."""
+        return self.visible(batch.ids[:, :-1]), None
+
+    def visible(self, ids: Tensor) -> Tensor:
+        """Bool [rows, 1, n, n], of ids [rows, n]."""
+        document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
+        return visible(ids == self.anchor, document, sinks=SINKS)
+
+    def card(self) -> str:
+        """The model card, with what the model as it is now recalls from anchors alone."""
+        options, size = self.options, self.size
+        recalls = probe(
+            self.model,
+            Renderer(self.tokenizer, self.anchor, ROUNDS.gathered),
+            seed=options.seed,
+            dialogues=size.probes,
+            visible=self.visible,
+        )
+        return anchor_card(
+            command=f"sirchat train tiny-anchor --steps {options.steps} --seed {options.seed}",
+            tokens=options.steps * size.tokens_per_step,
+            seed=options.seed,
+            recalls=list(recalls) if size.probes else [],
+        )
