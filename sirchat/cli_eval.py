@@ -8,6 +8,7 @@ from sirchat.profile import Profile, changed, parse_value
 from sirchat.study_flags import Compared, Defaults, study, whole_numbers
 
 if TYPE_CHECKING:
+    from sirchat.anchors import Per
     from sirchat.tasks.choice import Scoring
     from sirchat.tasks.recall import Ask
     from sirchat.tasks.study import Study
@@ -111,6 +112,19 @@ def perplexity(
     return Perplexity(*compared, text, readings)
 
 
+@study(eval_app, "context", Defaults("full,anchor", "2048", limit=50, of="Conversations."))
+def context(
+    compared: Compared,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of context.", metavar="N,M,...")
+    ] = "128,256,512,1024,2048",
+) -> "Study":
+    """Read conversations: perplexity by the length of the context."""
+    from sirchat.tasks.context import Context
+
+    return Context(*compared, whole_numbers("lengths", lengths))
+
+
 @study(
     eval_app,
     "demonstrations",
@@ -120,11 +134,19 @@ def demonstrations(
     compared: Compared,
     shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
     questions: Annotated[int, typer.Option(help="Questions behind each set.", min=1)] = 4,
+    places: Annotated[
+        str,
+        typer.Option(
+            help="Where anchors are put, beside where the model has them.",
+            metavar="tokens,random,...",
+        ),
+    ] = "",
 ) -> "Study":
     """Ask behind demonstrations that are read once: accuracy, cache and speed of anchors."""
     from sirchat.tasks.demonstrations import Demonstrations
 
-    return Demonstrations(*compared, whole_numbers("shots", shots), questions)
+    put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
+    return Demonstrations(*compared, whole_numbers("shots", shots), questions, put)
 
 
 @study(eval_app, "attention", None)

@@ -60,9 +60,10 @@ class Session:
         self.model = model
         self.profile = profile
         self._rows_in_events = rows_in_events
-        self._template = Template(model.tokenizer, model.anchors)
+        self.template = Template(model.tokenizer, model.anchors)
+        """Writes turns as ids; another may be put in its place between two turns."""
         declared = getattr(model.module.generation_config, "eos_token_id", None)
-        self.stop_ids = self._template.stop_ids(declared)
+        self.stop_ids = self.template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = self.erasures = 0
         check_budget(profile, model, "budget")
@@ -189,9 +190,9 @@ class Session:
         """Read a user turn, and the system prompt before the first one."""
         yield from self._settle()
         if self.seen == 0:
-            system, ids = self._template.opening(text, self.profile.system)
+            system, ids = self.template.opening(text, self.profile.system)
         else:
-            system, ids = None, self._template.user(text)
+            system, ids = None, self.template.user(text)
         self._check_room(ids, system)
         moment = Moment.of(self._now, self._engine.mark(), text)
         self._moments = [*self._moments, moment][-self._undo_depth :]
@@ -201,7 +202,7 @@ class Session:
         self._now.attempt = 0
         self._now.in_round = True
         turn = self._begin("user")
-        closing = self._template.closing
+        closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         yield from self._recollection.renew(turn, ids, self._reports)
         yield from turn.read(ids, interrupted, after=closing)
@@ -210,7 +211,7 @@ class Session:
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
-        ids, closing = self._template.assistant(text), self._template.closing
+        ids, closing = self.template.assistant(text), self.template.closing
         self._engine.require(len(ids.ids) + len(closing))
         turn = self._begin("assistant")
         yield from turn.read(ids, interrupted, after=closing)
@@ -220,7 +221,7 @@ class Session:
 
     def weigh(self, reply: str) -> Weighed:
         """How likely a reply would be now, or the beginning of one; nothing is said by it."""
-        return self._engine.weigh(self._template.assistant(reply).ids)
+        return self._engine.weigh(self.template.assistant(reply).ids)
 
     def undo(self) -> Iterator[Event]:
         """Take the last user turn back, with all that came after it: it has never been.
@@ -297,7 +298,7 @@ class Session:
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
         memory = build_memory(profile, self._folder)
         replaced = self.seen > 0 and profile.system != before.system
-        prompt = self._template.system(profile.system) if replaced and profile.system else None
+        prompt = self.template.system(profile.system) if replaced and profile.system else None
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self._engine):
             if replaced or profile.pin_system != before.pin_system:
@@ -345,7 +346,7 @@ class Session:
         return self._reports.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
-        turn, closing = self._begin("assistant"), self._template.closing
+        turn, closing = self._begin("assistant"), self.template.closing
         records = self._engine.generate(
             Sampler(build_sampling(self.profile), self._now.attempt),
             turn.place,
@@ -378,7 +379,7 @@ class Session:
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.check_pins(before)
-        self._engine.require(before + len(ids.ids) + len(self._template.closing))
+        self._engine.require(before + len(ids.ids) + len(self.template.closing))
 
     def _begin(self, role: str) -> OpenTurn:
         """A turn more."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from chatting import tiny
 from command import run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sirchat import paths
+from sirchat.anchors import Anchors
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel, wrap_model
 from sirchat.profile import Profile
 from sirchat.tasks.demonstrations import Demonstrations
 from sirchat.tasks.run import findings
+from sirchat.training.anchor import add_anchor
 
 FULL, ANCHOR = Profile(policy="full", sinks=1), Profile(policy="anchor", sinks=1)
 
@@ -42,6 +49,44 @@ def test_what_is_cached_is_what_a_chat_would_hold() -> None:
         tokens, cached = (sum(one[key] for one in held.all) for key in ("tokens", "cached"))
         assert row[4] == pytest.approx(1 - cached / tokens)
     assert table.rows[2][-1] == 1.0
+
+
+def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
+    model = with_anchors()
+    study = Demonstrations(
+        (FULL, ANCHOR), 1, shots=(0, 2), questions=1, places=("tokens", "random")
+    )
+    names = [cell.name for cell in study.cells()]
+    assert names == [
+        "full, 0-shot",
+        "anchor 1024, 0-shot",
+        "full, 2-shot",
+        "anchor 1024, 2-shot",
+        "anchor 1024, 2-shot, anchors every 10 tokens",
+        "anchor 1024, 2-shot, anchors by lot, 0.1",
+    ]
+    *_, own, every, lots = study.held(findings(study, model))
+    assert own.all[0]["cached"] == 3  # the sink, and an anchor for each
+    assert own.all[0]["tokens"] < every.all[0]["tokens"]
+    assert own.all[0]["cached"] < every.all[0]["cached"] < every.all[0]["tokens"] / 4
+    assert lots.all[0]["cached"] > 3
+
+
+def test_only_a_token_of_its_own_can_be_put_elsewhere() -> None:
+    study = Demonstrations((ANCHOR,), 1, shots=(1,), questions=1, places=("tokens",))
+    with pytest.raises(SettingError, match="'tiny' has no anchor token"):
+        findings(study, tiny())
+    with pytest.raises(SettingError, match="place of anchors"):
+        Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
+
+
+def with_anchors() -> LoadedModel:
+    """The bundled model with an anchor token that it has not learnt to use."""
+    folder = paths.tiny_dir()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write(module.config)
+    return wrap_model("tiny with anchors", module.eval(), tokenizer)
 
 
 def test_the_command_of_the_study(tmp_path: object) -> None:

@@ -110,7 +110,10 @@ def test_the_command_prints_shares_with_intervals_and_how_to_repeat_them() -> No
     assert record["command"].endswith(" ".join(flags) + " --json")
     table = record["tables"]["Recall"]
     assert [row[0] for row in table["rows"]] == ["full", "sink 64", "sink 128"]
-    for name, share in table["rows"]:
+    for name, share, held, reduction in table["rows"]:
+        assert held <= (int(name.rpartition(" ")[2]) if name != "full" else 10_000)
+        assert reduction >= 0
+        assert name != "full" or reduction == 0
         assert share["low"] <= share["value"] <= share["high"]
         assert len(record["wrong"][name]) == 2 - 2 * share["value"]
     table = run("eval", "recall", "--policies", "full", *flags).stdout

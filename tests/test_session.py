@@ -66,7 +66,7 @@ def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
     assert reply.finish == "interrupt"
     assert 0 < reply.tokens_out < 10
     assert reply.text == "".join(e.text for e in events if isinstance(e, Delta))
-    assert _ids(chat)[-1] == chat._template.closing[-1]
+    assert _ids(chat)[-1] == chat.template.closing[-1]
     assert _turns(list(chat.ask("Again.", interrupted=lambda: True)))[-1].finish == "interrupt"
 
 
@@ -76,7 +76,7 @@ def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
     while not isinstance(next(events), Delta):
         pass
     events.close()
-    assert _ids(chat)[-1] == chat._template.closing[-1]
+    assert _ids(chat)[-1] == chat.template.closing[-1]
     assert chat._engine.ledger.log_decay == 0.0
     assert chat._engine.ledger.held_count == chat.resident
 
@@ -325,7 +325,7 @@ def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
     (turn,) = _turns(list(chat.switch("/system", lambda: True, system="word " * 50)))
     assert turn.finish == "interrupt"
     assert 0 < turn.tokens_in < 50
-    assert _ids(chat)[-1] == chat._template.closing[-1]
+    assert _ids(chat)[-1] == chat.template.closing[-1]
 
 
 def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> None:

@@ -22,7 +22,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.tasks.journal import Record
 from sirchat.tasks.multiple_choice import MultipleChoice
-from sirchat.tasks.output import draw, markdown, record_of, write_report
+from sirchat.tasks.output import draw, markdown, print_report, record_of, write_report
 from sirchat.tasks.perplexity import Perplexity
 from sirchat.tasks.report import Measured, Plot, Report, Table, about
 from sirchat.tasks.run import findings
@@ -268,3 +268,18 @@ def test_the_command_of_a_study_refuses_in_one_line() -> None:
         assert done.returncode == 2, words
         assert hint in done.stderr
         assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_no_number_is_cut_where_the_terminal_is_narrow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = ("setting", "exact answers", "demonstrations", "milliseconds", "half", "last")
+    row = ("entropy 256, decay 0.9", Measured(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
+    head = {"model": "tiny", "revision": "r", "device": "cpu", "dtype": "float32"}
+    head |= dict.fromkeys(("task", "command", "sirchat", "torch", "transformers"), "x")
+    print_report(Report((), (Table("Recall", columns, (row,)),)), head)
+    shown = capsys.readouterr().out
+    for part in ("entropy 256, decay 0.9", "0.930", "1234.500", "demonstrations", "far-away", "7"):
+        assert part in shown
+    assert "…" not in shown

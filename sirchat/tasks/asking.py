@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from sirchat.anchors import Per
+from sirchat.errors import SettingError
 from sirchat.events import TurnDone
 from sirchat.session import Session
+from sirchat.template import Template
 
 
 def read(session: Session, user: str, reply: str) -> None:
@@ -20,6 +27,25 @@ def ask(session: Session, user: str) -> str:
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
     return ""
+
+
+@contextmanager
+def placing(session: Session, per: Per | None) -> Iterator[None]:
+    """Meanwhile, put the model's anchors elsewhere; None for where it has them.
+
+    Raises SettingError for a model whose anchors are not a token of their own.
+    """
+    own, anchors = session.template, session.model.anchors
+    if per is None:
+        yield
+        return
+    if anchors is None or anchors.token_id is None:
+        raise SettingError(f"model {session.model.name!r} has no anchor token that could be put")
+    session.template = Template(session.model.tokenizer, replace(anchors, per=per))
+    try:
+        yield
+    finally:
+        session.template = own
 
 
 def switch(session: Session, **settings: object) -> None:

@@ -12,16 +12,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import get_args
 
+from sirchat.anchors import Per
+from sirchat.placement import CHANCE, EVERY
 from sirchat.session import Session
 from sirchat.tasks import made
-from sirchat.tasks.asking import read
+from sirchat.tasks.asking import placing, read
 from sirchat.tasks.choice import Question, likeliest
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Report, Table, Value
-from sirchat.tasks.study import Cell, Grid, Held, mean, share
+from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown, share
 
 OPTIONS = 5
+
+_PLACES: dict[Per, str] = {
+    "round": "anchors behind each",
+    "sentence": "anchors behind each sentence",
+    "tokens": f"anchors every {EVERY} tokens",
+    "random": f"anchors by lot, {CHANCE}",
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +41,16 @@ class Demonstrations(Grid):
     Attributes:
         shots: how many demonstrations, for each row; 0 for none.
         questions: asked behind each set.
+        places: where anchors are put among the demonstrations (section 7.1), beside where the
+            model has them.
     """
 
     shots: tuple[int, ...] = (0, 5)
     questions: int = 4
+    places: tuple[Per, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_unknown("place of anchors", self.places, get_args(Per))
 
     @property
     def name(self) -> str:
@@ -42,12 +58,18 @@ class Demonstrations(Grid):
         return "demonstrations"
 
     def cells(self) -> list[Cell]:
-        """Every setting with every number of shots."""
-        return [
-            Cell(f"{cell.name}, {n}-shot", cell.setting, cell.seeds, shots=n)
-            for n in self.shots
-            for cell in super(Demonstrations, self).cells()
-        ]
+        """Every setting with every number of shots; policies that gather with every place, too."""
+        cells: list[Cell] = []
+        for n in self.shots:
+            for cell in super().cells():
+                name = f"{cell.name}, {n}-shot"
+                cells.append(Cell(name, cell.setting, cell.seeds, shots=n))
+                cells += [
+                    Cell(f"{name}, {_PLACES[per]}", cell.setting, cell.seeds, shots=n, per=per)
+                    for per in self.places
+                    if n and cell.setting.policy == "anchor"
+                ]
+        return cells
 
     def units(self) -> list[str]:
         """Sets, by number."""
@@ -58,8 +80,9 @@ class Demonstrations(Grid):
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [made.bank(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)]
         shown, asked = every[: cell.shots], every[-self.questions :]
-        for one in shown:
-            read(session, one.text, one.answer)
+        with placing(session, cell.per):
+            for one in shown:
+                read(session, one.text, one.answer)
         cached = session.resident
         found: Record = {"tokens": session.seen, "cached": cached, "right": [], "seconds": []}
         for one in asked:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Drawn
 
@@ -33,13 +34,29 @@ def print_report(report: Report, head: Record) -> None:
     console = Console(highlight=False)
     console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
     for table in report.tables:
+        widths = _least(table)
         drawn = Drawn(title=table.name, title_justify="left", box=None)
         for number, column in enumerate(table.columns):
             drawn.add_column(column, justify="right" if number else "left", no_wrap=not number)
         for row in table.rows:
             drawn.add_row(*(_text(value, table.digits) for value in row))
+        natural = console.measure(drawn, options=console.options.update(max_width=1000)).maximum
+        if not console.is_terminal:
+            console.width = max(console.width, natural)
+        if natural > console.width:
+            for one, width in zip(drawn.columns, widths, strict=True):
+                one.width = width
+            console.width = max(console.width, sum(widths) + 2 * len(widths))
         console.print()
         console.print(drawn)
+
+
+def _least(table: Table) -> list[int]:
+    """The width of each column at which no word or number is cut, and no row's name wrapped."""
+    rows = [[_text(value, table.digits) for value in row] for row in table.rows]
+    names, *columns = ([*cells] for cells in zip(table.columns, *rows, strict=True))
+    words = ([word for cell in cells for word in cell.split()] for cells in columns)
+    return [max(map(cell_len, one), default=0) for one in (names, *words)]
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:

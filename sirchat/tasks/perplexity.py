@@ -115,13 +115,11 @@ class Perplexity(Grid):
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         talks: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
-            talk = Dialogue(Random(f"perplexity/{self.seed}/{len(talks)}"), _TALK)
-            said = [one.text for one in talk.messages(_ROUNDS) if one.role != "system"]
-            talks.append(list(zip(said[::2], said[1::2], strict=False)))
-            tokens += sum(len(_ids(template, *pair)) for pair in talks[-1])
+            talks.append(talk(f"perplexity/{self.seed}/{len(talks)}", _ROUNDS))
+            tokens += sum(len(round_ids(template, *pair)) for pair in talks[-1])
         for talk_rounds in _from(talks, reading, self.readings):
             for user, reply in talk_rounds:
-                yield _ids(template, user, reply, first=first)
+                yield round_ids(template, user, reply, first=first)
                 first = False
 
     def _pieces(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
@@ -140,7 +138,14 @@ def _from(parts: Sequence[T], reading: int, readings: int) -> list[T]:
     return [*parts[start:], *parts[:start]]
 
 
-def _ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
+def talk(seed: str, rounds: int) -> list[tuple[str, str]]:
+    """A conversation in the bundled model's world: what is said, and the replies."""
+    messages = Dialogue(Random(seed), _TALK).messages(rounds)
+    said = [one.text for one in messages if one.role != "system"]
+    return list(zip(said[::2], said[1::2], strict=False))
+
+
+def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
     """A round of a chat, as it is read."""
     asked = template.opening(user)[1] if first else template.user(user)
     return [*asked.ids, *template.assistant(reply).ids, *template.closing]

@@ -17,7 +17,7 @@ from sirchat.session import Session
 from sirchat.tasks.asking import ask, read
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Report, Table, Value
-from sirchat.tasks.study import Cell, Grid, Held, refuse_unknown
+from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown
 from sirchat.training.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 from sirchat.training.probe import PROBED, QUIET
 
@@ -84,8 +84,11 @@ class Recall(Grid):
                 right += _letter(ask(session, user)) == _letter(reply)
             else:
                 read(session, user, reply)
+        held, seen = session.resident, session.seen
         said = ask(session, one.question)
         return {
+            "held": held,
+            "reduction": 1 - held / seen,
             "kind": one.kind,
             "between": one.between,
             "right": said == one.answer,
@@ -112,10 +115,13 @@ class Recall(Grid):
 
     def _by_setting(self, held: Sequence[Held]) -> Table:
         distances = self.between if len(self.between) > 1 else ()
-        columns = ["setting", "exact answers", *(f"{n} rounds between" for n in distances)]
+        columns = ["setting", "exact answers", "held", "reduction"]
+        columns += [f"{n} rounds between" for n in distances]
         rows: list[tuple[Value, ...]] = []
         for one in held:
             row: list[Value] = [one.name, one.share("right")]
+            row.append(round(mean([each["held"] for each in one.all]).value))
+            row.append(mean([each["reduction"] for each in one.all]).value)
             row += [one.share("right", between=n) for n in distances]
             if self.generate:
                 right = sum(each["quizzes right"] for each in one.all)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from sirchat.anchors import Per
 from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.model import LoadedModel
@@ -50,13 +51,15 @@ class Study(Protocol):
 class Cell:
     """A row of the table: one setting, with the seeds under which it is run.
 
-    `shots` is for studies that hold the same units in another way, too.
+    `shots`, and where anchors are put (`per`, if not where the model has them), are for studies
+    that hold the same units in another way, too.
     """
 
     name: str
     setting: Profile
     seeds: tuple[int, ...]
     shots: int = 0
+    per: Per | None = None
 
 
 @dataclass(frozen=True)

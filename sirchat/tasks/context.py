@@ -1,0 +1,92 @@
+"""Perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4).
+
+Conversations of the bundled model's world are read from their beginning. The perplexity at a length
+is that of all tokens up to there. Anchors do not count: they say nothing, and are foreseen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
+from sirchat.session import Session
+from sirchat.tasks.journal import Record
+from sirchat.tasks.perplexity import read, round_ids, talk
+from sirchat.tasks.report import Plot, Report, Table
+from sirchat.tasks.study import Cell, Grid, Held
+from sirchat.template import Template
+
+
+@dataclass(frozen=True)
+class Context(Grid):
+    """The study; `limit` is conversations.
+
+    Attributes:
+        lengths: tokens of context, ascending.
+
+    Raises SettingError for lengths that do not ascend.
+    """
+
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or self.lengths[0] < 2 or sorted(set(self.lengths)) != [*self.lengths]:
+            shown = ",".join(map(str, self.lengths))
+            raise SettingError(f"lengths is {shown}, must ascend from 2 or more")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "context"
+
+    def units(self) -> list[str]:
+        """Conversations, by number."""
+        return [str(number) for number in range(self.limit)]
+
+    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read one: the sum of the surprisals, in nats, up to each length, and of how many."""
+        model, rounds = session.model, list(self._rounds(session.model, unit))
+        nats = read(model, session.profile, iter(rounds))
+        ids = np.array([one for each in rounds for one in each])
+        counts = ~np.isnan(nats)
+        if model.anchors is not None and model.anchors.token_id is not None:
+            counts &= ids != model.anchors.token_id
+        up_to = [counts[:length] for length in self.lengths]
+        return {
+            "nats": [float(nats[: len(one)][one].sum()) for one in up_to],
+            "tokens": [int(one.sum()) for one in up_to],
+        }
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Perplexity at each length."""
+        held = self.held(found)
+        rows = {one.name: self._perplexities(one) for one in held}
+        columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))
+        table = Table("Perplexity by context", columns, tuple((n, *v) for n, v in rows.items()))
+        lines = {
+            name: tuple(zip(map(float, self.lengths), values, strict=True))
+            for name, values in rows.items()
+        }
+        plot = Plot("perplexity by context", "tokens", "perplexity", lines, log_x=True)
+        facts = (f"seed {self.seed}", f"{self.limit} conversations")
+        return Report(facts, (table,), (plot,), self.asked())
+
+    def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
+        """A conversation's ids, round by round, as many as the longest context has."""
+        template, left = Template(model.tokenizer, model.anchors), self.lengths[-1]
+        for number, (user, reply) in enumerate(talk(f"context/{self.seed}/{unit}", left // 8)):
+            ids = round_ids(template, user, reply, first=not number)[:left]
+            yield ids
+            left -= len(ids)
+            if not left:
+                return
+
+    def _perplexities(self, held: Held) -> list[float]:
+        nats = np.sum([one["nats"] for one in held.all], axis=0)
+        tokens = np.sum([one["tokens"] for one in held.all], axis=0)
+        return [math.exp(each) for each in nats / tokens]
