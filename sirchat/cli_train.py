@@ -58,7 +58,11 @@ def train_anchor(
         typer.Option(help="Texts, or JSONL; can be repeated. Without any, talk is made up."),
     ] = None,
     variant: Annotated[
-        str, typer.Option(help="A token of its own, or the ends of sentences.", metavar="ac|ep")
+        str,
+        typer.Option(
+            help="Anchors: a token of its own, the ends of sentences, or none to compare with.",
+            metavar="ac|ep|none",
+        ),
     ] = "ac",
     per: Annotated[
         str,
@@ -66,6 +70,9 @@ def train_anchor(
             help="Where a token of its own stands.", metavar="sentence|round|tokens|random"
         ),
     ] = "sentence",
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="Begin with new weights of the model's shape.")
+    ] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
     per_device: Annotated[
@@ -92,13 +99,13 @@ def train_anchor(
     The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
     all GPUs, or machines, take part.
     """
-    from sirchat.anchors import Per, Variant
-    from sirchat.training.anchor import AnchorOptions, Schedule
+    from sirchat.anchors import Per
+    from sirchat.training.anchor import TRAINED, AnchorOptions, Schedule
     from sirchat.ui.training import train_anchor_with_progress
 
-    named = (("variant", variant, Variant), ("per", per, Per), ("schedule", schedule, Schedule))
-    for name, value, allowed in named:
-        _refuse_unknown(name, value, get_args(allowed))
+    _refuse_unknown("variant", variant, TRAINED)
+    _refuse_unknown("per", per, get_args(Per))
+    _refuse_unknown("schedule", schedule, get_args(Schedule))
     options: dict[str, Any] = {
         name: value for name, value in locals().items() if name in AnchorOptions.__annotations__
     }

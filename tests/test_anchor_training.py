@@ -177,6 +177,25 @@ def test_what_was_trained_is_a_model_that_knows_its_anchors(folder: Path, tmp_pa
     assert ANCHOR in model.tokenizer.get_added_vocab()
 
 
+def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Path) -> None:
+    """Trained from new weights, with anchors or without: to compare the two (section 7.2)."""
+    plain = options(folder, tmp_path / "plain", variant="none", scratch=True, seed=7)
+    ready = prepare(plain)
+    assert ready.anchors is None
+    document = ready.rows[0]["document"]
+    seen = collate([ready.rows[0]], 0)["visible"][0, 0]
+    assert torch.equal(seen, (document[:, None] == document).tril())
+    other = prepare(options(folder, tmp_path / "ep", variant="ep", scratch=True, seed=7))
+    old = load_model(str(folder)).module
+    for name, weight in ready.model.named_parameters():
+        assert torch.equal(weight, other.model.get_parameter(name))
+        assert name.endswith("norm.weight") or not torch.equal(weight, old.get_parameter(name))
+    losses(plain)
+    trained = load_model(str(tmp_path / "plain"))
+    assert trained.anchors is None
+    assert len(trained.tokenizer) == len(load_model(str(folder)).tokenizer)
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
     whole = losses(options(folder, tmp_path / "whole", steps=6))
 

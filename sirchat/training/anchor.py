@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PrinterCallback,
@@ -38,6 +39,11 @@ from sirchat.training.dialogue import Mix
 
 Schedule = Literal["constant", "cosine"]
 
+Trained = Variant | Literal["none"]
+"""What a model is trained to have; `none` is the usual training, to compare with."""
+
+TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
+
 TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
 """The talk that is generated."""
 
@@ -50,7 +56,8 @@ class AnchorOptions:
         model: a folder, or a hub id.
         out: where the trained model goes; checkpoints lie beside it, in `<out>.checkpoints`.
         data: files; none for generated talk.
-        variant, per: see `Anchors`.
+        variant, per: see `Trained` and `Anchors`.
+        scratch: begin with new weights of the model's shape (section 7.2).
         sinks: first tokens of each document that all of it sees.
         mix: of generated talk.
         steps: of `batch` rows of `tokens`; None for the data once (generated: 1,000).
@@ -61,8 +68,9 @@ class AnchorOptions:
     model: str
     out: Path
     data: tuple[Path, ...] = ()
-    variant: Variant = "ac"
+    variant: Trained = "ac"
     per: Per = "sentence"
+    scratch: bool = False
     sinks: int = 1
     mix: Mix = TALK
     tokens: int = 4096
@@ -92,7 +100,7 @@ class Training:
     options: AnchorOptions
     model: Any
     tokenizer: Any
-    anchors: Anchors
+    anchors: Anchors | None
     rows: Dataset[Row]
 
 
@@ -106,11 +114,13 @@ def prepare(options: AnchorOptions) -> Training:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
     rows_at_once(options)
     model, tokenizer = _load(options)
+    anchors = None
     if options.variant == "ep":
         anchors = Anchors("ep", "sentence", None, options.sinks)
-    else:
+    elif options.variant == "ac":
         anchors = Anchors("ac", options.per, add_anchor(model, tokenizer), options.sinks)
-    anchors.write(model.config)
+    if anchors is not None:
+        anchors.write(model.config)
     rows = _rows(options, Writer(tokenizer, anchors))
     return Training(options, model, tokenizer, anchors, rows)
 
@@ -124,6 +134,11 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+        if options.scratch:
+            config = AutoConfig.from_pretrained(source, **trust)
+            with torch.random.fork_rng():
+                torch.manual_seed(options.seed)
+                return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, use_safetensors=True, **trust
         )
@@ -238,7 +253,8 @@ class _Reports(TrainerCallback):  # type: ignore[misc]
 
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
     """Train, and write the model to the options' `out`; `show` is told of each step."""
-    options, sinks = training.options, training.anchors.sinks
+    options = training.options
+    sinks = training.anchors.sinks if training.anchors else 0
     trainer = AnchorTrainer(
         model=training.model,
         args=arguments(options),

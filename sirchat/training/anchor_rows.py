@@ -52,9 +52,9 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into ids with anchors."""
+    """Turns texts and conversations into ids, with anchors if there are to be any."""
 
-    def __init__(self, tokenizer: Any, anchors: Anchors) -> None:
+    def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
@@ -85,9 +85,12 @@ class Writer:
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         anchors = self._anchors
-        if anchors.per == "round":  # it has none; sentences are what it has
-            anchors = replace(anchors, per="sentence")
-        ids += with_anchors(text, anchors, self._encode)
+        if anchors is None:
+            ids += self._encode(text)
+        elif anchors.per == "round":  # it has none; sentences are what it has
+            ids += with_anchors(text, replace(anchors, per="sentence"), self._encode)
+        else:
+            ids += with_anchors(text, anchors, self._encode)
         return self._document(ids, [1.0] * len(ids))
 
     def _encode(self, text: str) -> list[int]:
@@ -97,7 +100,9 @@ class Writer:
         return ids
 
     def _document(self, ids: list[int], weight: list[float]) -> Document:
-        if self._anchors.variant == "ac":
+        if self._anchors is None:
+            is_anchor = [False] * len(ids)
+        elif self._anchors.variant == "ac":
             is_anchor = [one == self._anchors.token_id for one in ids]
         else:
             ends = SentenceEnds(self._tokenizer)
