@@ -149,6 +149,18 @@ def demonstrations(
     return Demonstrations(*compared, whole_numbers("shots", shots), questions, put)
 
 
+@study(eval_app, "anchor-attention", None)
+def anchor_attention(
+    profile: Profile,
+    limit: Conversations = 50,
+    facts: Annotated[int, typer.Option(help="Facts told in each.")] = 5,
+) -> "Study":
+    """Tell facts and ask for one: which rounds' anchors its answer attends to."""
+    from sirchat.tasks.anchor_attention import AnchorAttention
+
+    return AnchorAttention(profile, limit, facts)
+
+
 @study(eval_app, "attention", None)
 def attention(
     profile: Profile,

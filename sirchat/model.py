@@ -81,7 +81,7 @@ class LoadedModel:
         at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(
             input_ids=torch.tensor([ids], device=self.device),
-            attention_mask=None if sees is None else self._mask(sees),
+            attention_mask=None if sees is None else self.mask(sees),
             position_ids=at,
             past_key_values=cache,
             use_cache=True,
@@ -89,8 +89,11 @@ class LoadedModel:
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def _mask(self, sees: Tensor) -> Any:
-        """What is added to attention's scores [1, 1, m, n + m]; for each kind of layer its own."""
+    def mask(self, sees: Tensor) -> Any:
+        """What is added to attention's scores [1, 1, m, n + m] where ids see `sees` [m, n + m].
+
+        For each kind of layer its own, where there are several.
+        """
 
         def added(visible: Tensor) -> Tensor:
             mask = torch.zeros(visible.shape, dtype=self.dtype)

@@ -155,7 +155,7 @@ def received(weights: Tensor) -> Tensor:
 
 
 def _read(model: LoadedModel, ids: list[int]) -> Record:
-    with _seen(model.module) as module, torch.inference_mode():
+    with telling_weights(model.module) as module, torch.inference_mode():
         tokens = torch.tensor([ids], device=model.device)
         out = module(input_ids=tokens, use_cache=False, output_attentions=True)
     if not out.attentions or out.attentions[0] is None:
@@ -170,7 +170,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 
 @contextmanager
-def _seen(module: Any) -> Iterator[Any]:
+def telling_weights(module: Any) -> Iterator[Any]:
     """The module with an attention that tells its weights."""
     usual = module.config._attn_implementation
     module.set_attn_implementation("eager")
