@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from sirchat.anchors import Anchors
 from sirchat.events import Event, TurnDone
 from sirchat.model import LoadedModel, load_model, wrap_model
 from sirchat.paths import tiny_dir
@@ -64,3 +65,13 @@ def random_model(vocab_size: int) -> Any:
     with torch.no_grad():
         module.lm_head.weight[:8] = 0.0  # control tokens get logit 0, far below the largest
     return module
+
+
+def with_anchors() -> LoadedModel:
+    """The bundled model with an anchor token that it has not learnt to use."""
+    from sirchat.training.anchor import add_anchor
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    module = LlamaForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)
+    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write(module.config)
+    return wrap_model("tiny with anchors", module.eval(), tokenizer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatting import tiny
-from test_demonstrations import with_anchors
+from chatting import tiny, with_anchors
 
 from sirchat.errors import SettingError
 from sirchat.profile import Profile

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from chatting import tiny
+from chatting import tiny, with_anchors
 from command import run
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sirchat import paths
-from sirchat.anchors import Anchors
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel, wrap_model
 from sirchat.profile import Profile
 from sirchat.tasks.demonstrations import Demonstrations
 from sirchat.tasks.run import findings
-from sirchat.training.anchor import add_anchor
 
 FULL, ANCHOR = Profile(policy="full", sinks=1), Profile(policy="anchor", sinks=1)
 
@@ -78,15 +72,6 @@ def test_only_a_token_of_its_own_can_be_put_elsewhere() -> None:
         findings(study, tiny())
     with pytest.raises(SettingError, match="place of anchors"):
         Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
-
-
-def with_anchors() -> LoadedModel:
-    """The bundled model with an anchor token that it has not learnt to use."""
-    folder = paths.tiny_dir()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write(module.config)
-    return wrap_model("tiny with anchors", module.eval(), tokenizer)
 
 
 def test_the_command_of_the_study(tmp_path: object) -> None:

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import pytest
-from chatting import babbler, tiny
+from chatting import babbler, tiny, with_anchors
 from command import run
 
 pytest.importorskip("lm_eval")
@@ -22,6 +22,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from sirchat.anchors import Anchors
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
@@ -277,3 +278,30 @@ def test_a_task_that_is_not_there_is_refused_in_one_line(tasks: Path) -> None:
         assert done.returncode == code
         assert hint in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_example_has_the_models_own_anchor_behind_it(chat: bool) -> None:
+    tokenizer = with_anchors().tokenizer
+    texts = Texts(tokenizer, chat=chat, anchors=Anchors("ac", "round", 2048))
+    plain = Texts(tokenizer, chat=chat)
+    if chat:
+        talk = [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Where? <AC>"},
+            {"role": "assistant", "content": "Here."},
+            {"role": "user", "content": "And you?"},
+        ]
+        ids, own = (each.encode(each.conversation(talk, prompt=True)) for each in (texts, plain))
+        examples = ["<|system|>Be kind.<|end|>", "<|user|>Where? <|end|><|assistant|>Here.<|end|>"]
+    else:
+        text = "Where? Here.\n\nWhere? There.\n\nAnd you?"
+        ids, own = texts.encode(text), plain.encode(text)
+        examples = ["Where? Here.\n\n", "Where? There.\n\n"]
+    ends = [at for at, one in enumerate(ids) if one == 2048]
+    parts = [ids[a + 1 : b] for a, b in zip([-1, *ends], ends, strict=False)]
+    assert [tokenizer.decode(part).removeprefix("<|bos|>") for part in parts] == examples
+    assert tokenizer.decode([one for one in ids if one != 2048]) == tokenizer.decode(own)
+    head, tail = texts.pair("Where? Here.\n\nAnd you?", " There.")
+    assert head.count(2048) == (not chat)
+    assert tokenizer.decode(tail) == " There."

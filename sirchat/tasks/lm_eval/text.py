@@ -12,10 +12,13 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from sirchat.anchors import Anchors
 from sirchat.errors import ModelError, UsageError, shown
 from sirchat.template import Template
 
 _BARE = "{{ messages[0].content }}"
+
+_BEHIND_BLANK_LINE = re.compile(r"(?<=\n\n)")
 
 Ids = list[int]
 
@@ -23,13 +26,18 @@ Ids = list[int]
 class Texts:
     """Encodes contexts and continuations; `chat`, where contexts come out of the chat template.
 
+    A token of the model's own, if `anchors` say so, stands behind each example: behind a blank
+    line, which is what lm-eval puts between two; in a chat, behind replies and the system prompt.
+
     Attributes:
         prefix: the id that stands where there is no context.
 
     Raises ModelError for a tokenizer that has no such token, or no template where it must.
     """
 
-    def __init__(self, tokenizer: Any, *, chat: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, chat: bool = False, anchors: Anchors | None = None
+    ) -> None:
         if chat and not tokenizer.chat_template:
             raise ModelError("the model has no chat template", hint="run without one")
         prefix = tokenizer.bos_token_id
@@ -38,6 +46,7 @@ class Texts:
             raise ModelError("the tokenizer has no token that begins or ends a text")
         self.prefix = int(prefix)
         self._tokenizer, self._chat = tokenizer, chat
+        self._anchor = anchors.token_id if anchors is not None else None
         Template(tokenizer)  # marks the control tokens
         control = map(re.escape, tokenizer.chat_control_tokens)
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
@@ -47,9 +56,13 @@ class Texts:
         if self._chat:
             begun = text.startswith(self._tokenizer.decode([self.prefix]))
             return self._encode(text, special and not begun)
-        if self._control.search(text):
-            return [*self._encode("", special), *self._spelled(text)]
-        return self._encode(text, special)
+        if self._anchor is None:
+            return self._passage(text, special)
+        first, *others = _BEHIND_BLANK_LINE.split(text)
+        ids = self._passage(first, special)
+        for one in others:
+            ids += [self._anchor, *self._passage(one, special=False)]
+        return ids
 
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
         """The ids of a context and of what follows it; neither is empty.
@@ -82,6 +95,11 @@ class Texts:
         except TemplateError:
             return self._rendered([one for one in clean if one["role"] != "system"], prompt)
 
+    def _passage(self, text: str, special: bool) -> Ids:
+        if self._control.search(text):
+            return [*self._encode("", special), *self._spelled(text)]
+        return self._encode(text, special)
+
     def _encode(self, text: str, special: bool) -> Ids:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
@@ -103,10 +121,16 @@ class Texts:
         return text
 
     def _rendered(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=prompt,
-            continue_final_message=not prompt,
-        )
+        end = {"add_generation_prompt": prompt, "continue_final_message": not prompt}
+        text = self._shown(messages, **end)
+        if self._anchor is None:
+            return text
+        for count in range(len(messages) - 1, 0, -1):
+            before = self._shown(messages[:count])
+            if messages[count - 1]["role"] != "user" and text.startswith(before):
+                text = before + self._tokenizer.decode([self._anchor]) + text[len(before) :]
+        return text
+
+    def _shown(self, messages: list[dict[str, str]], **options: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
