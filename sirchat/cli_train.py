@@ -73,6 +73,9 @@ def train_anchor(
     scratch: Annotated[
         bool, typer.Option("--scratch", help="Begin with new weights of the model's shape.")
     ] = False,
+    attention: Annotated[
+        str, typer.Option(help="With a dense mask, or by blocks (GPU).", metavar="sdpa|flex")
+    ] = "sdpa",
     tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
     per_device: Annotated[
@@ -100,12 +103,13 @@ def train_anchor(
     all GPUs, or machines, take part.
     """
     from sirchat.anchors import Per
-    from sirchat.training.anchor import TRAINED, AnchorOptions, Schedule
+    from sirchat.training.anchor import TRAINED, AnchorOptions, Attention, Schedule
     from sirchat.ui.training import train_anchor_with_progress
 
     _refuse_unknown("variant", variant, TRAINED)
     _refuse_unknown("per", per, get_args(Per))
     _refuse_unknown("schedule", schedule, get_args(Schedule))
+    _refuse_unknown("attention", attention, get_args(Attention))
     options: dict[str, Any] = {
         name: value for name, value in locals().items() if name in AnchorOptions.__annotations__
     }

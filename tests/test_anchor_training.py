@@ -254,6 +254,19 @@ def test_what_makes_no_sense_is_refused_in_one_line(folder: Path, tmp_path: Path
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_flex_attention_wants_a_gpu(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="trains on a GPU"):
+        prepare(options(folder, tmp_path, attention="flex"))
+
+
+@pytest.mark.gpu
+def test_both_attentions_train_alike(folder: Path, tmp_path: Path) -> None:
+    dense = losses(options(folder, tmp_path / "dense", tokens=256))
+    flex = losses(options(folder, tmp_path / "flex", tokens=256, attention="flex"))
+    assert dense == pytest.approx(flex, rel=1e-2)
+
+
 def test_a_missing_extra_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from sirchat.sentences import sentences
 from sirchat.settings import build_policy
 from sirchat.template import Template
 from sirchat.training.anchor import AnchorOptions, prepare
-from sirchat.training.ansan import place_in, visible
+from sirchat.training.ansan import blocks, place_in, visible
 
 FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs
     "llama": 90,
@@ -58,6 +58,19 @@ def test_the_mask_is_equation_4_entry_by_entry(is_anchor: list[bool]) -> None:
             else:
                 expected = i >= j
             assert found[i, j] == expected, (i, j)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
+    lots = torch.Generator().manual_seed(0)
+    is_anchor = torch.rand(2, 300, generator=lots) < 0.1
+    document = (torch.rand(2, 300, generator=lots) < 0.02).long().cumsum(1)
+    dense = visible(is_anchor, document, sinks=sinks)
+    made = blocks(is_anchor, document, sinks=sinks)
+    assert made.shape == (2, 1, 300, 300)
+    at = torch.arange(300)
+    found = made.mask_mod(torch.tensor([0, 1])[:, None, None], None, at[:, None], at)
+    assert torch.equal(found, dense[:, 0])
 
 
 @given(st.data())
@@ -122,7 +135,7 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int)
     with torch.inference_mode():
         logits = model.module(
             input_ids=torch.tensor([ids]),
-            attention_mask=model._mask(mask),
+            attention_mask=model.mask(mask),
             position_ids=torch.arange(len(ids))[None],
             use_cache=False,
         ).logits[0]

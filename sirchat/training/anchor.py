@@ -34,13 +34,16 @@ from sirchat.anchors import ANCHOR, Anchors, Per, Variant
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.model import locate, unloadable
 from sirchat.training.anchor_rows import Generated, Read, Row, Writer
-from sirchat.training.ansan import place_in, visible
+from sirchat.training.ansan import blocks, place_in, visible
 from sirchat.training.dialogue import Mix
 
 Schedule = Literal["constant", "cosine"]
 
 Trained = Variant | Literal["none"]
 """What a model is trained to have; `none` is the usual training, to compare with."""
+
+Attention = Literal["sdpa", "flex"]
+"""How attention is computed: with a dense mask, or flex attention with a mask of blocks."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 
@@ -57,6 +60,7 @@ class AnchorOptions:
         out: where the trained model goes; checkpoints lie beside it, in `<out>.checkpoints`.
         data: files; none for generated talk.
         variant, per: see `Trained` and `Anchors`.
+        attention: see `Attention`; `flex` needs a GPU.
         scratch: begin with new weights of the model's shape (section 7.2).
         sinks: first tokens of each document that all of it sees.
         mix: of generated talk.
@@ -71,6 +75,7 @@ class AnchorOptions:
     variant: Trained = "ac"
     per: Per = "sentence"
     scratch: bool = False
+    attention: Attention = "sdpa"
     sinks: int = 1
     mix: Mix = TALK
     tokens: int = 4096
@@ -112,8 +117,12 @@ def prepare(options: AnchorOptions) -> Training:
     """
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
+    if options.attention == "flex" and not torch.cuda.is_available():
+        raise SettingError("attention is 'flex', which trains on a GPU, and there is none here")
     rows_at_once(options)
     model, tokenizer = _load(options)
+    if options.attention == "flex":
+        model.set_attn_implementation("flex_attention")
     anchors = None
     if options.variant == "ep":
         anchors = Anchors("ep", "sentence", None, options.sinks)
@@ -169,8 +178,9 @@ def add_anchor(model: Any, tokenizer: Any) -> int:
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     """Reads rows in their order, under the masks of equation (4)."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, sinks: int, **options: Any) -> None:
         super().__init__(**options)
+        self.sinks = sinks
         self.model_accepts_loss_kwargs = True  # the loss is a sum over what counts everywhere
 
     def _get_train_sampler(self, *_: Any) -> Any:
@@ -184,9 +194,12 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """The mean over all tokens of the step, on all devices, each by its weight."""
+        mask = inputs.get("visible")
+        if mask is None:
+            mask = blocks(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
         output = model(
             input_ids=inputs["input_ids"],
-            attention_mask=inputs["visible"],
+            attention_mask=mask,
             position_ids=inputs["place"],
             use_cache=False,
         )
@@ -206,11 +219,13 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
     return (nats.view_as(weight) * weight).sum()
 
 
-def collate(rows: list[Row], sinks: int) -> Row:
-    """A batch: ids, masks, and positions within each document."""
+def collate(rows: list[Row], sinks: int, attention: Attention = "sdpa") -> Row:
+    """A batch: ids, positions within each document, and masks or what they are made of."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    is_anchor, document = batch.pop("is_anchor"), batch.pop("document")
-    batch["visible"] = visible(is_anchor, document, sinks=sinks)
+    document = batch["document"]
+    if attention == "sdpa":
+        del batch["document"]
+        batch["visible"] = visible(batch.pop("is_anchor"), document, sinks=sinks)
     batch["place"] = place_in(document)
     batch["weight"][:, 1:][document[:, 1:] != document[:, :-1]] = 0.0  # nothing foretells these
     batch["labels"] = batch["input_ids"][:, 1:].clone()
@@ -259,7 +274,8 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         model=training.model,
         args=arguments(options),
         train_dataset=training.rows,
-        data_collator=lambda rows: collate(rows, sinks),
+        data_collator=lambda rows: collate(rows, sinks, options.attention),
+        sinks=sinks,
         processing_class=training.tokenizer,
         callbacks=[_Reports(options.batch * options.tokens, show)],
     )
