@@ -209,6 +209,10 @@ def bench(
         typer.Option(metavar="TOKENS", help="Measure what the archive takes over so many instead."),
     ] = None,
     archive_limit: Annotated[str, typer.Option(help="Limit of that archive.")] = "256MiB",
+    training: Annotated[
+        int,
+        typer.Option(metavar="TOKENS", help="Measure a training step with anchors instead.", min=0),
+    ] = 0,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -233,7 +237,14 @@ def bench(
         )
         print_limits(loaded, limits, limit or 0, as_json=json)
         return
-    print_bench(loaded, options, panel=panel, archived=archived * index, as_json=json)
+    print_bench(
+        loaded,
+        options,
+        panel=panel,
+        archived=archived * index,
+        training=training,
+        as_json=json,
+    )
 
 
 @profiles_app.command("list")

@@ -177,6 +177,14 @@ def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch)
     assert run("bench", "--panel", "--rounds", "2").returncode == 2
 
 
+def test_bench_of_a_training_step_compares_masks() -> None:
+    done = run("bench", "--training", "64", "--rounds", "2", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["name"] == "a training step, mask dense against none"
+    assert result["low"] <= result["median"] <= result["high"]
+
+
 def test_bench_of_the_archive_says_what_it_took() -> None:
     done = run("bench", "--limits", "4000", "--archive-limit", "8MiB", "--json")
     assert done.returncode == 0, done.stderr

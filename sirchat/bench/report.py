@@ -10,21 +10,31 @@ from rich.table import Table
 from sirchat.bench.index import bench_index
 from sirchat.bench.panel import bench_panel
 from sirchat.bench.speed import BenchOptions, bench_record, run_bench
+from sirchat.bench.training import bench_training
 from sirchat.model import LoadedModel
 
 
 def print_bench(
-    model: LoadedModel, options: BenchOptions, *, panel: bool, archived: int, as_json: bool
+    model: LoadedModel,
+    options: BenchOptions,
+    *,
+    panel: bool,
+    archived: int,
+    training: int,
+    as_json: bool,
 ) -> None:
     """Run the benchmark, or another, and print it to stdout; progress on stderr.
 
-    That of the live panel with `panel`, and that of the search index where rows are `archived`.
+    That of the live panel with `panel`, that of the search index where rows are `archived`, and
+    that of a training step on rows of `training` tokens.
     Raises UsageError where the terminal wants no drawing, or faiss is not installed.
     """
     notes = Console(stderr=True, highlight=False)
     results = []
     if archived:
         measured = bench_index(model, options, archived)
+    elif training:
+        measured = bench_training(model, options, training)
     else:
         measured = bench_panel(model, options) if panel else run_bench(model, options)
     with notes.status("measuring", spinner="line"):

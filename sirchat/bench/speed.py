@@ -127,7 +127,7 @@ def _ours(
 ) -> Iterator[float]:
     """Seconds a token for blocks of generation with surprisal, ledger and one eviction each."""
     engine = _engine(model, options, archive)
-    ids = _ids(model, seen or 2 * options.cache)
+    ids = some_ids(model, seen or 2 * options.cache)
     for _ in engine.feed(ids, [Role.USER] * len(ids), _PLACE):
         pass
     sampler = Sampler(Sampling())
@@ -147,12 +147,12 @@ def _ours(
         for _ in engine.generate(sampler, _PLACE, stop_ids=frozenset(), max_new_tokens=1):
             pass
     while True:
-        yield _time(block, model) / options.block
+        yield timed(block, model) / options.block
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Seconds a token for blocks of a plain greedy loop that ends at the same cache length."""
-    prompt = torch.tensor([_ids(model, options.cache - options.block)], device=model.device)
+    prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
         cache = DynamicCache(config=model.module.config)
@@ -167,12 +167,12 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
                     logits = model.module(input_ids=ids, past_key_values=cache).logits
                     token = int(logits[0, -1].argmax())
 
-        yield _time(block, model) / options.block
+        yield timed(block, model) / options.block
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Seconds a token for reading a full cache of ids, with surprisal and ledger."""
-    ids = _ids(model, options.cache)
+    ids = some_ids(model, options.cache)
     while True:
         engine = _engine(model, options)
 
@@ -180,12 +180,12 @@ def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
             for _ in engine.feed(ids, [Role.USER] * len(ids), _PLACE):
                 pass
 
-        yield _time(block, model) / options.cache
+        yield timed(block, model) / options.cache
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Seconds a token for reading the same ids in one pass; logits of the last alone."""
-    prompt = torch.tensor([_ids(model, options.cache)], device=model.device)
+    prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         cache = DynamicCache(config=model.module.config)
 
@@ -193,7 +193,7 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
             with torch.inference_mode():
                 model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
 
-        yield _time(block, model) / options.cache
+        yield timed(block, model) / options.cache
 
 
 def _engine(model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE) -> Engine:
@@ -203,13 +203,15 @@ def _engine(model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE) 
     return Engine(model, memory, ends_sequence=ends_sequence(model.tokenizer, model.anchors))
 
 
-def _ids(model: LoadedModel, count: int) -> list[int]:
+def some_ids(model: LoadedModel, count: int) -> list[int]:
+    """Ids that are the same each time."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
     return ids
 
 
-def _time(block: Callable[[], None], model: LoadedModel) -> float:
+def timed(block: Callable[[], None], model: LoadedModel) -> float:
+    """Seconds that a call takes, to the end of what it began on the device."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

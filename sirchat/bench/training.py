@@ -1,0 +1,73 @@
+"""A step of training with anchors: what its masks cost, dense or by blocks, in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from sirchat.bench.speed import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.model import LoadedModel
+from sirchat.training.ansan import blocks, visible
+
+Mask = Literal["none", "dense", "blocks"]
+
+_SEQUENCE = 20
+"""Tokens from one anchor to the next."""
+
+
+def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
+    """A row of `tokens`: forward, backward and AdamW, in bfloat16 where the device computes so.
+
+    A dense mask against none; on a GPU also one by blocks against the dense one.
+    """
+    on_gpu = model.device.type == "cuda"
+    pairs: list[tuple[Mask, Mask]] = [("dense", "none")]
+    pairs += [("blocks", "dense")] if on_gpu else []
+    for ours, other in pairs:
+        name = f"a training step, mask {ours} against {other}"
+        sides = (partial(_steps, model, tokens, mask) for mask in (ours, other))
+        found = compare(name, *sides, options)
+        note = ""
+        if on_gpu:
+            most = [
+                f"{mask} {_peak(model, tokens, mask) / 2**30:.1f} GiB" for mask in (ours, other)
+            ]
+            note = f"memory at its peak: {', '.join(most)}"
+        yield replace(found, note=note)
+
+
+def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
+    """Seconds a token, step after step."""
+    module = model.module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    ids = torch.tensor([some_ids(model, tokens)], device=model.device)
+    is_anchor = (torch.arange(tokens, device=model.device) % _SEQUENCE == _SEQUENCE - 1)[None]
+
+    def step() -> None:
+        seen = None
+        if mask == "dense":
+            seen = visible(is_anchor, sinks=1)
+        elif mask == "blocks":
+            seen = blocks(is_anchor, torch.zeros_like(ids), sinks=1)
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            logits = module(input_ids=ids, attention_mask=seen, use_cache=False).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    while True:
+        module.set_attn_implementation("flex_attention" if mask == "blocks" else "sdpa")
+        yield timed(step, model) / tokens
+
+
+def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
+    """Bytes of GPU memory that a step takes at most."""
+    torch.cuda.reset_peak_memory_stats()
+    next(_steps(model, tokens, mask))
+    return torch.cuda.max_memory_allocated()
