@@ -30,8 +30,8 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
     pairs += [("blocks", "dense")] if on_gpu else []
     for ours, other in pairs:
         name = f"a training step, mask {ours} against {other}"
-        sides = (partial(_steps, model, tokens, mask) for mask in (ours, other))
-        found = compare(name, *sides, options)
+        one, two = (partial(_steps, model, tokens, mask) for mask in (ours, other))
+        found = compare(name, one, two, options)
         note = ""
         if on_gpu:
             most = [
