@@ -24,7 +24,7 @@ from sirchat.progress import Progress, reporting
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-BUNDLED = {"tiny"}
+BUNDLED = {"tiny", "tiny-anchor"}
 """Names of the models that come with sirchat."""
 
 
@@ -206,4 +206,4 @@ def _first_line(error: Exception) -> str:
 def _hint(name: str) -> str:
     if name.lower().endswith(".gguf"):
         return "GGUF files need the extra: pip install 'sirchat[gguf]'"
-    return "give tiny, a folder with safetensors, a .gguf file, or a hub id"
+    return "give tiny, tiny-anchor, a folder with safetensors, a .gguf file, or a hub id"

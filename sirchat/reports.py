@@ -111,7 +111,8 @@ class Reports:
         if self.engine.memory.policy.gathers and anchors is None:
             yield Notice(
                 "this model was not trained to gather text in anchors and will forget nearly "
-                "everything; `sirchat train anchor` trains it, /policy anchor lazy=true waits"
+                "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
+                "/policy anchor lazy=true waits"
             )
 
     def troubles(self) -> Iterator[Notice]:

@@ -133,11 +133,22 @@ _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
 _MESSAGES: tuple[Role, ...] = ("system", "user", "assistant")
 GATHERING = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
 
-# Then it stands behind each round, as in a chat, and the rows lengthen.
+# Then it stands behind each round, as in a chat.
 _ROUNDS: tuple[Role, ...] = ("system", "assistant")
 ROUNDS = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
 
-ANCHOR_PHASES = (GATHERING, ROUNDS)
+# Values of many tokens (codes, made-up names, lists) are what is hardest to put into one.
+_VALUES = Mix(
+    0.28, 0.34, 0.06, story=0.12, quiz=0.1, untold=0.04, long_list=0.1, subjects=0.1, apart=0.1,
+    long_values=0.55,
+)  # fmt: skip
+VALUES = Phase(600, (Stage(1.0, 384, _VALUES),), peak=0.5, gathered=_ROUNDS)
+_MORE = replace(
+    _VALUES, tell=0.36, ask=0.46, repeat=0, story=0.1, quiz=0.05, apart=0, long_values=0.6
+)
+MORE_VALUES = Phase(700, (Stage(1.0, 384, _MORE),), peak=0.5, gathered=_ROUNDS)
+
+ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES)
 
 WARMUP_STEPS = 100
 DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls
