@@ -11,6 +11,15 @@ from chatting import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sirchat.anchors import ANCHOR, Anchors, anchors_of
+from sirchat.events import Notice
+from sirchat.memory.policies.anchor import Anchor
+from sirchat.model import load_model
+from sirchat.profile import Profile
+from sirchat.profile_files import resolve
+from sirchat.session import Session
+from sirchat.settings import build_policy
+from sirchat.tasks.recall import Recall
+from sirchat.tasks.run import findings
 from sirchat.training.anchor_rows import Writer
 from sirchat.training.dialogue import Mix, dialogue
 from sirchat.training.rows import Renderer
@@ -76,3 +85,29 @@ def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None
     assert tokenizer.convert_tokens_to_ids(ANCHOR) == 2048
     assert model.get_input_embeddings().weight.shape[0] == 2049
     assert "tiny-anchor" in (folder / "README.md").read_text("utf-8")
+
+
+# --- the bundled model ---
+
+
+def test_the_bundled_model_recalls_from_anchors_alone() -> None:
+    """Ten facts of one value each, twelve quizzes between: little is held, nearly all is known."""
+    kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")
+    setting = Profile(policy="anchor", sinks=1)
+    study = Recall((setting,), 10, between=(12,), kinds=kinds)
+    found = findings(study, load_model("tiny-anchor", device="cpu")).values()
+    assert sum(one["right"] for one in found) >= 8
+    for one in found:
+        assert one["held"] == 1 + 13  # the sink, and an anchor for each round
+        assert one["reduction"] > 0.95
+
+
+def test_the_profile_of_the_paper_opens_a_chat_with_it() -> None:
+    profile = resolve("anchor", {}, {})
+    assert (profile.model, profile.policy, profile.sinks) == ("tiny-anchor", "anchor", 1)
+    assert build_policy(profile) == Anchor(lazy=False)
+    chat = Session(load_model(profile.model, device="cpu"), profile)
+    events = [*chat.ask("My name is Anna."), *chat.ask("What is my name?")]
+    assert not [event for event in events if isinstance(event, Notice)]
+    assert chat.turns[-1].text == "Your name is Anna."
+    assert chat.resident == 1 + 2

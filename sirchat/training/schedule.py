@@ -148,7 +148,14 @@ _MORE = replace(
 )
 MORE_VALUES = Phase(700, (Stage(1.0, 384, _MORE),), peak=0.5, gathered=_ROUNDS)
 
-ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES)
+# Last, long rows: told at the start, asked for at the end, quizzes and small talk between.
+_DISTANT = replace(
+    _MORE, tell=0.24, ask=0.3, quiz=0.3, story=0.12, untold=0.06, subjects=0.15, apart=0.5,
+    long_values=0.5,
+)  # fmt: skip
+DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, gathered=_ROUNDS)
+
+ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES, DISTANT)
 
 WARMUP_STEPS = 100
 DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls
