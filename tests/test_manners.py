@@ -11,9 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import DummyCompleter
+from prompt_toolkit.history import DummyHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
+from sirchat.ui.prompt import Line, Prompt
 from tests.terminal import Shared, Terminal, pager_into
 
 ESCAPE, ENTER, UP = "\x1b", "\r", "\x1b[A"
@@ -490,3 +497,24 @@ def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
     with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
         assert "max_new_tokens" in chat.ask("/set")
         assert chat.leave() == 0
+
+
+def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with create_pipe_input() as keys:
+        prompt = Prompt(
+            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
+        )
+        closes = PromptSession.prompt
+
+        def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
+            closes(self, *args, **options)
+            raise KeyboardInterrupt
+
+        keys.send_text("Hello.\r")
+        assert prompt.read() == Line("Hello.", is_command=False)
+        monkeypatch.setattr(PromptSession, "prompt", closed_too_late)
+        keys.send_text("Hello.\r")
+        assert prompt.read() == Line("Hello.", is_command=False, is_stopped=True)
+        keys.send_text("\x03")
+        with pytest.raises(KeyboardInterrupt):
+            prompt.read()

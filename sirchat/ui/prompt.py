@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -28,10 +28,14 @@ _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"}
 
 @dataclass(frozen=True)
 class Line:
-    """What was typed; a command, slash included, or a message."""
+    """What was typed: a command, slash included, or a message.
+
+    `is_stopped` where Ctrl-C came before anything could be done about it.
+    """
 
     text: str
     is_command: bool
+    is_stopped: bool = False
 
 
 class Prompt:
@@ -57,6 +61,7 @@ class Prompt:
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._pasted: str | None = None
+        self._entered: str | None = None
         self._toolbar = toolbar
         self._prompt: PromptSession[str] = PromptSession(
             FormattedText([("class:prompt", "> ")]),
@@ -82,14 +87,19 @@ class Prompt:
         Raises KeyboardInterrupt for Ctrl-C at an empty prompt.
         """
         while True:
-            self._pasted = None
+            self._pasted = self._entered = None
+            stopped = False
             try:
                 text = self._prompt.prompt()
             except EOFError:
                 return None
+            except KeyboardInterrupt:
+                if self._entered is None:
+                    raise
+                text, stopped = self._entered, True  # the prompt was about to close
             line = self._meaning(text)
             if line.text.strip():
-                return line
+                return replace(line, is_stopped=stopped)
 
     def _meaning(self, text: str) -> Line:
         if self._is_literal(text):
@@ -153,6 +163,7 @@ class Prompt:
         is_open = text.lstrip().startswith(_FENCE) and text.count(_FENCE) % 2 == 1
         continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
         if self._is_literal(text) or not (is_open or continues):
+            self._entered = text
             buffer.validate_and_handle()
             return
         if not is_open:

@@ -129,7 +129,7 @@ class _Chat:
                 except Another as other:
                     self._go_on_with(other.session)
             else:
-                self._turn(lambda stops: self._session.ask(line.text, stops))
+                self._turn(lambda stops: self._session.ask(line.text, stops), line.is_stopped)
         except Leave:
             return False
         except SirchatError as error:
@@ -142,11 +142,13 @@ class _Chat:
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
 
-    def _turn(self, events: Callable[[Interrupted], Iterator[Event]]) -> None:
+    def _turn(
+        self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
+    ) -> None:
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
-                stops = _stops(interrupt, self._keyboard)
+                stops = _stops(interrupt, self._keyboard, is_stopped)
                 for event in events(stops):
                     view.show(event)
         finally:
@@ -160,9 +162,8 @@ def _output(screen: Screen) -> Output:
     return create_output(always_prefer_tty=True)
 
 
-def _stops(interrupt: Interrupt, keyboard: Keyboard) -> Callable[[], bool]:
+def _stops(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
     """Whether the user wants the reply to end; once they do, they still do."""
-    wanted = False
 
     def stops() -> bool:
         nonlocal wanted
