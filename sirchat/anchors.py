@@ -48,6 +48,12 @@ class Anchors:
         setattr(config, _KEY, asdict(self))
 
 
+def remove(config: Any) -> None:
+    """Let a model's config tell of no anchors."""
+    if hasattr(config, _KEY):
+        delattr(config, _KEY)
+
+
 def anchors_of(config: Any) -> Anchors | None:
     """What a model's config tells of its anchors; None for a model that was not trained so.
 

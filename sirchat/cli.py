@@ -221,6 +221,8 @@ def bench(
     early, comma, late = seen.partition(",")
     if not (comma and early.isdigit() and late.isdigit()):
         raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
+    if training == 1:
+        raise UsageError("--training 1 leaves nothing to foretell; it must be at least 2")
     if cache < 64 or rounds < 2 or int(early) < cache:
         raise UsageError("--cache must be at least 64, EARLY at least that, --rounds at least 2")
     from sirchat.bench.report import print_bench

@@ -92,7 +92,7 @@ def train_anchor(
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps.", min=1)] = 250,
-    seed: Annotated[int, typer.Option(help="Seeds the order of data, or the talk.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds made-up talk, and new weights.")] = 0,
     resume: Resume = False,
     trust_remote_code: Trust = False,
     debug: Debug = False,

@@ -193,6 +193,9 @@ def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Pa
     losses(plain)
     trained = load_model(str(tmp_path / "plain"))
     assert trained.anchors is None
+    losses(options(folder, tmp_path / "anchors"))
+    again = prepare(options(tmp_path / "anchors", tmp_path / "without", variant="none"))
+    assert anchors_of(again.model.config) is None
     assert len(trained.tokenizer) == len(load_model(str(folder)).tokenizer)
 
 
@@ -261,9 +264,10 @@ def test_flex_attention_wants_a_gpu(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_both_attentions_train_alike(folder: Path, tmp_path: Path) -> None:
-    dense = losses(options(folder, tmp_path / "dense", tokens=256))
-    flex = losses(options(folder, tmp_path / "flex", tokens=256, attention="flex"))
+@pytest.mark.parametrize("bf16", [False, True])
+def test_both_attentions_train_alike(folder: Path, tmp_path: Path, bf16: bool) -> None:
+    dense = losses(options(folder, tmp_path / "dense", tokens=256, bf16=bf16))
+    flex = losses(options(folder, tmp_path / "flex", tokens=256, bf16=bf16, attention="flex"))
     assert dense == pytest.approx(flex, rel=1e-2)
 
 

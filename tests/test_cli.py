@@ -181,7 +181,7 @@ def test_bench_of_a_training_step_compares_masks() -> None:
     done = run("bench", "--training", "64", "--rounds", "2", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)["results"]
-    assert result["name"] == "a training step, mask dense against none"
+    assert result["name"] == "a training step of 64 tokens, mask dense against none"
     assert result["low"] <= result["median"] <= result["high"]
 
 

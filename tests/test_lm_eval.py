@@ -295,9 +295,10 @@ def test_each_example_has_the_models_own_anchor_behind_it(chat: bool) -> None:
         ids, own = (each.encode(each.conversation(talk, prompt=True)) for each in (texts, plain))
         examples = ["<|system|>Be kind.<|end|>", "<|user|>Where? <|end|><|assistant|>Here.<|end|>"]
     else:
-        text = "Where? Here.\n\nWhere? There.\n\nAnd you?"
-        ids, own = texts.encode(text), plain.encode(text)
-        examples = ["Where? Here.\n\n", "Where? There.\n\n"]
+        text = "Where? Here.\n\nWhere? There.\n\n\nAnd you?"
+        ids, own = texts.context(text), plain.context(text)
+        examples = ["Where? Here.\n\n", "Where? There.\n\n\n"]
+        assert texts.encode(text, special=False).count(2048) == 0  # what is scored has none
     ends = [at for at, one in enumerate(ids) if one == 2048]
     parts = [ids[a + 1 : b] for a, b in zip([-1, *ends], ends, strict=False)]
     assert [tokenizer.decode(part).removeprefix("<|bos|>") for part in parts] == examples

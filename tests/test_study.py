@@ -270,10 +270,16 @@ def test_the_command_of_a_study_refuses_in_one_line() -> None:
         assert len(done.stderr.strip().splitlines()) <= 2
 
 
-def test_no_number_is_cut_where_the_terminal_is_narrow(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [40, 90, 200])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_number_is_cut_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    is_terminal: bool,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     columns = ("setting", "exact answers", "demonstrations", "milliseconds", "half", "last")
     row = ("entropy 256, decay 0.9", Measured(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
     head = {"model": "tiny", "revision": "r", "device": "cpu", "dtype": "float32"}
@@ -283,3 +289,4 @@ def test_no_number_is_cut_where_the_terminal_is_narrow(
     for part in ("entropy 256, decay 0.9", "0.930", "1234.500", "demonstrations", "far-away", "7"):
         assert part in shown
     assert "…" not in shown
+    assert ("0.930 (0.90 to 0.96)" in shown) == (width == 200 or not is_terminal)

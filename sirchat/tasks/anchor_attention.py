@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sirchat.anchors import ends_sequence
-from sirchat.errors import SettingError
+from sirchat.errors import ModelError, SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.tasks.attention import telling_weights
@@ -136,6 +136,8 @@ def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], which: int)
             use_cache=False,
             output_attentions=True,
         )
+    if not out.attentions or out.attentions[0] is None:
+        raise ModelError(f"model {model.name!r} does not tell its attention weights")
     start = len(ids) - len(parts[-1])
     asks = slice(start, len(ids) - 1)
     given = torch.stack([layer[0].float().mean(0)[asks].cpu() for layer in out.attentions])

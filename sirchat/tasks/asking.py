@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from sirchat.anchors import Per
-from sirchat.errors import SettingError
 from sirchat.events import TurnDone
 from sirchat.session import Session
 from sirchat.template import Template
@@ -31,16 +30,11 @@ def ask(session: Session, user: str) -> str:
 
 @contextmanager
 def placing(session: Session, per: Per | None) -> Iterator[None]:
-    """Meanwhile, put the model's anchors elsewhere; None for where it has them.
-
-    Raises SettingError for a model whose anchors are not a token of their own.
-    """
+    """Meanwhile, put the model's anchors elsewhere; None for where it has them, if any."""
     own, anchors = session.template, session.model.anchors
-    if per is None:
+    if per is None or anchors is None:
         yield
         return
-    if anchors is None or anchors.token_id is None:
-        raise SettingError(f"model {session.model.name!r} has no anchor token that could be put")
     session.template = Template(session.model.tokenizer, replace(anchors, per=per))
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,7 +50,9 @@ class Context(Grid):
 
     def hold(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read one: the sum of the surprisals, in nats, up to each length, and of how many."""
-        model, rounds = session.model, list(self._rounds(session.model, unit))
+        model = session.model  # a context may be longer than those it was made for
+        model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
+        rounds = list(self._rounds(model, unit))
         nats = read(model, session.profile, iter(rounds))
         ids = np.array([one for each in rounds for one in each])
         counts = ~np.isnan(nats)

@@ -15,6 +15,8 @@ from random import Random
 from typing import get_args
 
 from sirchat.anchors import Per
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
 from sirchat.placement import CHANCE, EVERY
 from sirchat.session import Session
 from sirchat.tasks import made
@@ -22,7 +24,7 @@ from sirchat.tasks.asking import placing, read
 from sirchat.tasks.choice import Question, likeliest
 from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Report, Table, Value
-from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown, share
+from sirchat.tasks.study import Cell, Grid, Held, Work, mean, refuse_unknown, share
 
 OPTIONS = 5
 
@@ -74,6 +76,15 @@ class Demonstrations(Grid):
     def units(self) -> list[str]:
         """Sets, by number."""
         return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        """As any grid; raises SettingError for a model without a token that could be put."""
+        if self.places and (model.anchors is None or model.anchors.token_id is None):
+            raise SettingError(
+                f"model {model.name!r} has no anchor token that could be put elsewhere",
+                hint="tiny-anchor has; `sirchat train anchor` gives one to another",
+            )
+        return super().worker(model)
 
     def hold(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the demonstrations, ask each question behind them, and take it back."""

@@ -34,29 +34,34 @@ def print_report(report: Report, head: Record) -> None:
     console = Console(highlight=False)
     console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
     for table in report.tables:
-        widths = _least(table)
+        rows = [[_text(value, table.digits) for value in row] for row in table.rows]
+        columns = [list(cells) for cells in zip(table.columns, *rows, strict=True)]
+        widths = _widths(columns, console.width if console.is_terminal else None)
         drawn = Drawn(title=table.name, title_justify="left", box=None)
-        for number, column in enumerate(table.columns):
-            drawn.add_column(column, justify="right" if number else "left", no_wrap=not number)
-        for row in table.rows:
-            drawn.add_row(*(_text(value, table.digits) for value in row))
-        natural = console.measure(drawn, options=console.options.update(max_width=1000)).maximum
-        if not console.is_terminal:
-            console.width = max(console.width, natural)
-        if natural > console.width:
-            for one, width in zip(drawn.columns, widths, strict=True):
-                one.width = width
-            console.width = max(console.width, sum(widths) + 2 * len(widths))
+        for number, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
+            drawn.add_column(column, justify="right" if number else "left", width=width)
+        for row in rows:
+            drawn.add_row(*row)
+        console.width = max(console.width, sum(widths) + 2 * len(widths))
         console.print()
         console.print(drawn)
 
 
-def _least(table: Table) -> list[int]:
-    """The width of each column at which no word or number is cut, and no row's name wrapped."""
-    rows = [[_text(value, table.digits) for value in row] for row in table.rows]
-    names, *columns = ([*cells] for cells in zip(table.columns, *rows, strict=True))
-    words = ([word for cell in cells for word in cell.split()] for cells in columns)
-    return [max(map(cell_len, one), default=0) for one in (names, *words)]
+def _widths(columns: list[list[str]], room: int | None) -> list[int]:
+    """The width of each column: all of it where there is room, or no limit.
+
+    No word or number is ever cut, and no row's name wrapped; the terminal then wraps the rows.
+    """
+    most = [max(map(cell_len, cells)) for cells in columns]
+    if room is None:
+        return most
+    words = [[word for cell in cells for word in cell.split()] for cells in columns[1:]]
+    widths = [most[0], *(max(map(cell_len, one), default=0) for one in words)]
+    spare = max(0, room - sum(widths) - 2 * len(widths))
+    for number, width in enumerate(widths):
+        widths[number] += min(spare, most[number] - width)
+        spare -= widths[number] - width
+    return widths
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sirchat.anchors import ANCHOR, Anchors, Per, Variant
+from sirchat.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.model import locate, unloadable
 from sirchat.training.anchor_rows import Generated, Read, Row, Writer
@@ -128,7 +128,9 @@ def prepare(options: AnchorOptions) -> Training:
         anchors = Anchors("ep", "sentence", None, options.sinks)
     elif options.variant == "ac":
         anchors = Anchors("ac", options.per, add_anchor(model, tokenizer), options.sinks)
-    if anchors is not None:
+    if anchors is None:
+        remove(model.config)
+    else:
         anchors.write(model.config)
     rows = _rows(options, Writer(tokenizer, anchors))
     return Training(options, model, tokenizer, anchors, rows)
@@ -147,7 +149,8 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
             config = AutoConfig.from_pretrained(source, **trust)
             with torch.random.fork_rng():
                 torch.manual_seed(options.seed)
-                return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
+                return model, tokenizer
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, use_safetensors=True, **trust
         )

@@ -44,9 +44,9 @@ def visible(
 
 
 def blocks(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The same as a block mask of flex attention: tokens [B, T], whole blocks of which are skipped.
+    """The same for tokens [B, T] as a mask of blocks, which flex attention skips where it can.
 
-    Quicker on a GPU, where the dense mask of long rows takes time and memory.
+    Attention then takes less time; making the mask still goes through a dense one of bools.
     """
     length = is_anchor.shape[1]
     sequence, place = sequences(is_anchor) + document * length, place_in(document)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from sirchat.training import bank
 from sirchat.training.probe import DISTANCES, Recall
-from sirchat.training.schedule import ANCHOR_PHASES
 
 HEAD = """\
 ---
@@ -98,7 +97,7 @@ pipeline_tag: text-generation
 
 `tiny` (5 million parameters, see its card for what you may say to it), trained on to gather each
 round of a conversation in one token, `<AC>`, behind the reply: the AnSAN training of Anchor-based
-LLMs (arXiv:2402.07616), equation (4), variant AC. Under `sirchat --policy anchor` all else of a
+LLMs (arXiv:2402.07616), equation (4), variant AC. Under `sirchat --profile anchor` all else of a
 finished round leaves the cache. `config.json` tells sirchat where its anchors stand
 (`sirchat_anchors`); one initial token, too, was seen by everything.
 
@@ -109,9 +108,11 @@ finished round leaves the cache. `config.json` tells sirchat where its anchors s
 {tokens:.1f} million tokens, seed {seed}, on dialogues that sirchat's own generator wrote. In the
 first {gathering} steps an anchor stands behind what the user says, too, and a reply sees nothing
 else of what it answers: a small model finds gathering there, and hardly where only a later question
-depends on it. Then anchors stand behind each reply and each system prompt, first in short rows full
-of facts, then in longer ones with facts and their questions far apart. Muon for the matrices, AdamW
-for embeddings and norms; tokens of a reply weigh four times as much as the others.
+depends on it. Then anchors stand behind each reply and each system prompt, first in rows of 256 and
+384 tokens full of facts, at last more and more with values of many tokens, then in rows of 1,024
+with facts and their questions far apart. The weights after this last phase (0.7) are averaged with
+those before it. Muon for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four
+times as much as the others.
 """
 
 ANCHOR_MEASURED = """
@@ -132,9 +133,10 @@ positions in the cache it reads on without end.
 """
 
 
-def anchor_card(*, command: str, tokens: int, seed: int, recalls: Sequence[Recall]) -> str:
-    """The card of `tiny-anchor`."""
-    gathering = ANCHOR_PHASES[0].steps
+def anchor_card(
+    *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[Recall]
+) -> str:
+    """The card of `tiny-anchor`, whose first phase took `gathering` steps."""
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
     if recalls:
         card += ANCHOR_MEASURED.format(asked=recalls[0].asked)

@@ -153,7 +153,8 @@ _DISTANT = replace(
     _MORE, tell=0.24, ask=0.3, quiz=0.3, story=0.12, untold=0.06, subjects=0.15, apart=0.5,
     long_values=0.5,
 )  # fmt: skip
-DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, gathered=_ROUNDS)
+# Those after it recall more from afar, those before it from nearby, and their mean both.
+DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, keep=0.3, gathered=_ROUNDS)
 
 ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES, DISTANT)
 

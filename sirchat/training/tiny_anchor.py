@@ -66,7 +66,9 @@ class TinyAnchorTrainer(Trainer):
             dialogues=size.probes,
             visible=self.visible,
         )
+        gathering = sum(self.moment(step).phase is self.phases[0] for step in range(options.steps))
         return anchor_card(
+            gathering=gathering,
             command=f"sirchat train tiny-anchor --steps {options.steps} --seed {options.seed}",
             tokens=options.steps * size.tokens_per_step,
             seed=options.seed,

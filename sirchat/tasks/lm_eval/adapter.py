@@ -91,7 +91,7 @@ class Answers:
                 hint="choose a task with do_sample: false",
             )
         longest, stops = asked["max_gen_toks"], [one for one in asked["until"] if one]
-        ids = self._texts.encode(context) or [self._texts.prefix]
+        ids = self._texts.context(context) or [self._texts.prefix]
         text, stream = "", TextStream(self._reader.model.tokenizer)
         for token_id in self._reader.reply(self._fitting(ids, longest), longest):
             text += stream.push(token_id)

@@ -68,12 +68,11 @@ class LmEval:
         """Runs a task under a setting; raises SettingError for a budget above the context."""
         for setting in self.settings:
             check_budget(setting, model, "budget")
+        texts = Texts(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
 
         def work(key: str) -> Record:
             row, _, task = key.partition("/")
             setting = self.settings[int(row)]
-            anchors = model.anchors if setting.policy == "anchor" else None
-            texts = Texts(model.tokenizer, chat=self.harness.chat, anchors=anchors)
             lm = language_model(Reader(model, setting, self.piece), texts)
             return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.cut}
 

@@ -18,7 +18,7 @@ from sirchat.template import Template
 
 _BARE = "{{ messages[0].content }}"
 
-_BEHIND_BLANK_LINE = re.compile(r"(?<=\n\n)")
+_BEHIND_BLANK_LINE = re.compile(r"(?<=\n\n)(?!\n)")
 
 Ids = list[int]
 
@@ -26,8 +26,9 @@ Ids = list[int]
 class Texts:
     """Encodes contexts and continuations; `chat`, where contexts come out of the chat template.
 
-    A token of the model's own, if `anchors` say so, stands behind each example: behind a blank
-    line, which is what lm-eval puts between two; in a chat, behind replies and the system prompt.
+    In contexts a token of the model's own, if `anchors` say so, stands behind each example: behind
+    a blank line, which is what lm-eval puts between two; in a chat, behind replies and the system
+    prompt.
 
     Attributes:
         prefix: the id that stands where there is no context.
@@ -56,12 +57,18 @@ class Texts:
         if self._chat:
             begun = text.startswith(self._tokenizer.decode([self.prefix]))
             return self._encode(text, special and not begun)
-        if self._anchor is None:
-            return self._passage(text, special)
+        if self._control.search(text):
+            return [*self._encode("", special), *self._spelled(text)]
+        return self._encode(text, special)
+
+    def context(self, text: str) -> Ids:
+        """The ids of a context, with the model's own anchors."""
+        if self._anchor is None or self._chat:
+            return self.encode(text)
         first, *others = _BEHIND_BLANK_LINE.split(text)
-        ids = self._passage(first, special)
+        ids = self.encode(first)
         for one in others:
-            ids += [self._anchor, *self._passage(one, special=False)]
+            ids += [self._anchor, *self.encode(one, special=False)]
         return ids
 
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
@@ -73,8 +80,8 @@ class Texts:
         end = len(context.rstrip())
         text = context[end:] + (self._plain(continuation) if self._chat else continuation)
         if end:
-            head = self.encode(context[:end])
-            tail = self.encode(context[:end] + text)[len(head) :]
+            head = self.context(context[:end])
+            tail = self.encode(context[:end] + text)[len(self.encode(context[:end])) :]
         else:
             head, tail = [self.prefix], self.encode(text, special=False)
         if not tail:
@@ -94,11 +101,6 @@ class Texts:
             return self._rendered(clean, prompt)
         except TemplateError:
             return self._rendered([one for one in clean if one["role"] != "system"], prompt)
-
-    def _passage(self, text: str, special: bool) -> Ids:
-        if self._control.search(text):
-            return [*self._encode("", special), *self._spelled(text)]
-        return self._encode(text, special)
 
     def _encode(self, text: str, special: bool) -> Ids:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
@@ -126,10 +128,17 @@ class Texts:
         if self._anchor is None:
             return text
         for count in range(len(messages) - 1, 0, -1):
-            before = self._shown(messages[:count])
-            if messages[count - 1]["role"] != "user" and text.startswith(before):
+            before = "" if messages[count - 1]["role"] == "user" else self._start(messages[:count])
+            if before and text.startswith(before):
                 text = before + self._tokenizer.decode([self._anchor]) + text[len(before) :]
         return text
+
+    def _start(self, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation's start; none where the template has none for so little."""
+        try:
+            return self._shown(messages)
+        except TemplateError:
+            return ""
 
     def _shown(self, messages: list[dict[str, str]], **options: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
