@@ -9,11 +9,15 @@ to anchors, the rows that are kept (section 6.1, where the whole source stays).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+
+Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of row, head, query and key, all numbers: whether that query sees that key."""
 
 
 def visible(
@@ -31,16 +35,11 @@ def visible(
         is_kept: bool [B, T]; none if None.
         sinks: first tokens of each document that all of it sees.
     """
-    length = is_anchor.shape[1]
+    rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
-    sequence = sequences(is_anchor) + document * length  # a new document begins a new one, too
-    free = is_anchor if is_kept is None else is_anchor | is_kept
-    own = sequence[:, :, None] == sequence[:, None, :]
-    others = ~is_anchor[:, :, None] & free[:, None, :]
-    sink = (place_in(document) < sinks)[:, None, :]
-    together = document[:, :, None] == document[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=is_anchor.device).tril()
-    return (causal & together & (own | others | sink))[:, None]
+    row = torch.arange(rows, device=is_anchor.device)[:, None, None, None]
+    at = torch.arange(length, device=is_anchor.device)
+    return _sees(is_anchor, document, is_kept, sinks)(row, row, at[:, None], at)
 
 
 def blocks(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
@@ -48,17 +47,25 @@ def blocks(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
 
     Attention then takes less time; making the mask still goes through a dense one of bools.
     """
-    length = is_anchor.shape[1]
-    sequence, place = sequences(is_anchor) + document * length, place_in(document)
-
-    def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        own = sequence[b, q] == sequence[b, k]
-        others = ~is_anchor[b, q] & is_anchor[b, k]
-        shown = own | others | (place[b, k] < sinks)
-        return (q >= k) & (document[b, q] == document[b, k]) & shown
-
-    rows = len(is_anchor)
+    rows, length = is_anchor.shape
+    sees = _sees(is_anchor, document, None, sinks)
     return create_block_mask(sees, rows, None, length, length, device=str(is_anchor.device))
+
+
+def _sees(is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: int) -> Sees:
+    """The equation, and what goes beyond it."""
+    # A new document begins a new sequence, too.
+    sequence = sequences(is_anchor) + document * is_anchor.shape[1]
+    free = is_anchor if is_kept is None else is_anchor | is_kept
+    is_sink = place_in(document) < sinks
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = sequence[row, query] == sequence[row, key]
+        others = ~is_anchor[row, query] & free[row, key]
+        together = document[row, query] == document[row, key]
+        return (query >= key) & together & (own | others | is_sink[row, key])
+
+    return sees
 
 
 def sequences(is_anchor: Tensor) -> Tensor:

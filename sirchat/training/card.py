@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from sirchat.training import bank
 from sirchat.training.probe import DISTANCES, Recall
 
-HEAD = """\
+_FRONT = """\
 ---
 license: apache-2.0
 language: en
@@ -15,6 +15,11 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
+"""
+
+HEAD = (
+    _FRONT
+    + """\
 # Tiny
 
 A Llama of {million:.1f} million parameters that chats a little and remembers what it was told.
@@ -61,6 +66,7 @@ for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four t
 others. Context: 2,048 tokens. Vocabulary: {vocab:,} byte-level BPE tokens learnt from the
 dialogues.
 """
+)
 
 MEASURED = """
 ## Measured recall
@@ -85,14 +91,9 @@ not use it to inform anybody of anything.
 """
 
 
-ANCHOR_HEAD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
+ANCHOR_HEAD = (
+    _FRONT
+    + """\
 # Tiny anchor
 
 `tiny` (5 million parameters, see its card for what you may say to it), trained on to gather each
@@ -114,6 +115,7 @@ with facts and their questions far apart. The weights after this last phase (0.7
 those before it. Muon for the matrices, AdamW for embeddings and norms; tokens of a reply weigh four
 times as much as the others.
 """
+)
 
 ANCHOR_MEASURED = """
 ## Measured recall
