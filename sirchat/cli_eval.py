@@ -53,6 +53,22 @@ def recall(
     return Recall(*compared, distances, before, chosen, cast("Ask", ask), generate)
 
 
+@study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of="Questions for each cell."))
+def facts(
+    compared: Compared,
+    facts: Annotated[
+        str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")
+    ] = "1,4,8",
+    between: Annotated[
+        str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
+    ] = "20,60",
+) -> "Study":
+    """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
+    from sirchat.tasks.facts import Facts
+
+    return Facts(*compared, whole_numbers("facts", facts), whole_numbers("between", between))
+
+
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
 def dailydialog(
     compared: Compared,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.errors import ContextFullError
+from sirchat.memory.attention import Received
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.recall import choose
@@ -63,6 +64,7 @@ class Engine:
         self.cache = model.new_cache(min(self.budget, 1024) if self._room.grows else self.budget)
         self.cache.in_stream = memory.in_stream
         self._reader = Reader(model, self.cache, self.ledger)
+        self._reader.counting = memory.counting
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
@@ -222,6 +224,7 @@ class Engine:
             self._room = before
             raise
         self._last = self._last or (before.memory, self._held_now)
+        self._reader.counting = memory.counting
         if not self._room.grows:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
@@ -358,9 +361,16 @@ class Engine:
             recalled=ledger.recalled.copy(),
         )
 
-    def load(self, saved: Saved, rows: Rows | None, device: torch.device) -> None:
+    def load(
+        self,
+        saved: Saved,
+        rows: Rows | None,
+        device: torch.device,
+        received: Received | None = None,
+    ) -> None:
         """Go on where another engine was; `rows` are keys and values of all that is held.
 
+        `received` is the attention that was counted for them.
         Without them, or where some are missing, the held ids are read anew, one behind the other.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
@@ -368,6 +378,8 @@ class Engine:
         self._reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.holding.load(rows, device)
+            if received is not None:
+                self.ledger.attention.load(received)
         else:
             self._reader.read_again(self._held_ids(), saved.held)
 

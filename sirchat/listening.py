@@ -1,8 +1,8 @@
-"""Hear what a model's layers ask: their queries, through transformers' attention interface.
+"""Hear what a model's layers ask and look at, through transformers' attention interface.
 
-While somebody listens, the model runs with an attention function of ours under a name of its own,
-registered with transformers, which hands the queries on and then calls the function that the model
-uses otherwise. No module is patched.
+A model that was listened to runs with an attention function of ours under a name of its own,
+registered with transformers: it calls the function that the model uses otherwise, and hands what
+went in to whoever listens. No module is patched, and what the model says does not change.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sirchat.errors import ModelError
+from sirchat.gaze import Attended, Listener
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.recall import Heard, unrotated
-from sirchat.model import LoadedModel
 
 _NAME = "sirchat_heard_"
 
 
 class Ear:
-    """What was heard so far, layer by layer."""
+    """Takes note of what each layer asks."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Tensor, int]]] = {}
         self._of: dict[int, tuple[float, int]] = {}  # factor of the softmax, heads of the keys
 
-    def hear(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
-        """Take note of queries [1, H_q, m, D] at the end of keys [1, H, n + m, D], both rotated."""
-        start = keys.shape[2] - queries.shape[2]
-        self._parts.setdefault(layer, []).append((queries[0].clone(), start))
-        self._of[layer] = scale, keys.shape[1]
+    def hear(self, one: Attended) -> None:
+        """Note the queries, and where they stand."""
+        start = one.keys.shape[2] - one.queries.shape[2]
+        self._parts.setdefault(one.layer, []).append((one.queries[0].clone(), start))
+        self._of[one.layer] = one.scale, one.keys.shape[1]
 
     def heard(self, rotations: Sequence[LayerRotation]) -> list[Heard]:
         """What each layer asked, its rotation taken back; fewer entries, if some did not ask."""
@@ -54,42 +54,48 @@ class Ear:
         return out
 
 
-_EAR: ContextVar[Ear] = ContextVar("ear")
+_LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
 
 
 @contextmanager
-def listening(module: Any) -> Iterator[Ear]:
-    """Hear the queries of every forward pass of a transformers model in this block.
+def listening(module: Any, listener: Listener) -> Iterator[None]:
+    """Let `listener` hear every forward pass of a transformers model in this block.
 
     Raises ModelError for a model whose attention can't be chosen.
     """
+    _make_audible(module)
+    token = _LISTENERS.set((*_LISTENERS.get(), listener))
+    try:
+        yield
+    finally:
+        _LISTENERS.reset(token)
+
+
+def _make_audible(module: Any) -> None:
+    """Let the model use a function of ours from now on; without listeners it only passes on."""
     usual = module.config._attn_implementation or "eager"
+    if usual.startswith(_NAME):
+        return
     name = _NAME + usual
     if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _hearing(usual))
+        AttentionInterface.register(name, _audible(usual))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
-    ear = Ear()
-    token = _EAR.set(ear)
-    try:
-        module.set_attn_implementation(name)
-        if module.config._attn_implementation != name:
-            raise ModelError(
-                f"the attention of {module.config.model_type} models can't be listened to",
-                hint="another measure, such as mips, does without",
-            )
-        yield ear
-    finally:
-        module.set_attn_implementation(usual)
-        _EAR.reset(token)
+    module.set_attn_implementation(name)
+    if module.config._attn_implementation != name:
+        raise ModelError(f"the attention of {module.config.model_type} models can't be listened to")
 
 
-def _hearing(usual: str) -> Callable[..., Any]:
+def _audible(usual: str) -> Callable[..., Any]:
     """The attention function of that name, made audible."""
 
-    def attend(module: Any, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        _EAR.get().hear(int(module.layer_idx), query, key, float(scale))
-        return _usual(usual, module)(module, query, key, *args, **options)
+    def attend(
+        module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
+    ) -> Any:
+        out = _usual(usual, module)(module, queries, keys, values, mask, **options)
+        for listener in _LISTENERS.get():
+            layer = int(module.layer_idx)
+            listener.hear(Attended(layer, queries, keys, mask, options, out[1]))
+        return out
 
     return attend
 
@@ -101,18 +107,3 @@ def _usual(name: str, module: Any) -> Callable[..., Any]:
         return found
     own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return own
-
-
-def refuse_unheard(model: LoadedModel) -> None:
-    """Raise ModelError for a model whose queries can't be compared with its cached keys."""
-    cache = model.new_cache(1)
-    with listening(model.module) as ear:
-        model.forward([0], cache)
-    cache.commit(1)
-    heard = ear.heard(model.rotations)
-    keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
-    if len(heard) < len(keys) or not all(map(Heard.fits, heard, keys)):
-        raise ModelError(
-            f"what {model.name} looks for is not what it caches",
-            hint="another measure, such as mips, does without",
-        )

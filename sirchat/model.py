@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 from sirchat import paths
 from sirchat.anchors import Anchors, anchors_of
 from sirchat.errors import ModelError
+from sirchat.gaze import Listener
+from sirchat.listening import listening
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
@@ -74,9 +76,24 @@ class LoadedModel:
         """How it was trained to gather text in anchors; None where it was not."""
         return anchors_of(self.module.config)
 
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sight: Sight = USUAL,
+        listener: Listener | None = None,
+    ) -> Tensor:
+        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
+
+        A `listener` hears what each layer attends to.
+        """
+        if listener is None:
+            return self._logits(ids, cache, sight)
+        with listening(self.module, listener):
+            return self._logits(ids, cache, sight)
+
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL) -> Tensor:
-        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
+    def _logits(self, ids: Sequence[int], cache: BoundedCache, sight: Sight) -> Tensor:
         sees, positions = sight.sees, sight.positions
         at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(

@@ -144,6 +144,10 @@ class Profile(BaseModel):
         default="auto",
         description="Search through an index (faiss), or all; auto: above 100,000 archived tokens.",
     )
+    attention: Literal["auto", "on"] = Field(
+        default="auto",
+        description="Count the attention that tokens get: if the policy looks at it, or always.",
+    )
     protect: bool = Field(
         default=True,
         description="Keep the newest part of the current round, whatever the policy says.",

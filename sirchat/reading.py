@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.gaze import Gaze, Listener
+from sirchat.memory.attention import Counting
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.sight import USUAL, Sight
@@ -36,8 +38,17 @@ class CausalModel(Protocol):
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL) -> Tensor:
-        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V]."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sight: Sight = USUAL,
+        listener: Listener | None = None,
+    ) -> Tensor:
+        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
+
+        A `listener` hears what each layer attends to.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,16 @@ class Reader:
     """Reads for one conversation; `logits` [V], of the token to come, are None before the first.
 
     They are those of the last token read, as it was before any eviction.
+
+    Attributes:
+        counting: what is counted of the attention that rows get; None for nothing.
     """
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
         self._model, self._cache, self._ledger = model, cache, ledger
         self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self.logits: Tensor | None = None
+        self.counting: Counting | None = None
 
     def read(self, piece: Piece, sequence: Callable[[], Tensor] | None = None) -> None:
         """Read, in parts whose logits fit in memory; there must be room for all rows.
@@ -80,13 +95,16 @@ class Reader:
             part = piece.part(start, start + self._rows_per_pass)
             gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
             try:
-                logits = self._forward(part.ids, sequence() if sequence and gathers else None)
+                own = sequence() if sequence and gathers else None
+                gaze = self._gaze()
+                logits = self._forward(part.ids, own, gaze)
             except torch.OutOfMemoryError:
                 if len(part) == 1:
                     raise
                 self._rows_per_pass = len(part) // 2
                 continue
             self._record(part, logits)
+            self._count(gaze)
             start += len(part)
         if opens:
             self._ledger.rank_first_token(len(piece))
@@ -97,8 +115,10 @@ class Reader:
         for start in range(0, len(ids), self._rows_per_pass):
             piece = ids[start : start + self._rows_per_pass]
             at = positions[start : start + len(piece)]
-            self._model.forward(piece, self._cache, self._sight(at.tolist()))
+            gaze = self._gaze()
+            self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
             self._cache.commit(len(piece), at)
+            self._count(gaze)
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
         """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
@@ -117,7 +137,9 @@ class Reader:
             greedy = bool((logits.argmax(-1) == wanted).all())
             return Weighed(tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy)
 
-    def _forward(self, ids: Sequence[int], own: Tensor | None = None) -> Tensor:
+    def _forward(
+        self, ids: Sequence[int], own: Tensor | None = None, gaze: Gaze | None = None
+    ) -> Tensor:
         """Logits [m, V] of ids, of which the last sees only the held rows `own` [k], if given."""
         sees, held = None, self._cache.length
         if own is not None:
@@ -125,9 +147,21 @@ class Reader:
             sees[-1, :held] = False
             sees[-1, self._cache.slots_of(own)] = True
         begins = self._ledger.seen
-        return self._model.forward(
-            ids, self._cache, self._sight(range(begins, begins + len(ids)), sees)
-        )
+        sight = self._sight(range(begins, begins + len(ids)), sees)
+        return self._model.forward(ids, self._cache, sight, gaze)
+
+    def _gaze(self) -> Gaze | None:
+        return Gaze(self.counting, len(self._cache.layers)) if self.counting is not None else None
+
+    def _count(self, gaze: Gaze | None) -> None:
+        """Add what the rows that are in the cache by now were looked at."""
+        weights = gaze.weights() if gaze is not None else None  # [m, n]
+        if weights is None or self.counting is None:
+            return
+        ledger = self._ledger
+        held = ledger.held_positions[: self._cache.length - self._cache.foreign]
+        own = self._cache.slots_of(torch.arange(len(held))).numpy()
+        ledger.attention.add(held, weights[:, own], ledger.log_decay, self.counting.window)
 
     def _sight(self, positions: Sequence[int], sees: Tensor | None = None) -> Sight:
         """Positions of the stream count only where keys stand there."""

@@ -60,8 +60,8 @@ class Recollection:
 
     def _search(self, turn: OpenTurn, ids: TurnIds) -> Found | None:
         model = self._model
-        ear = partial(listening, model.module)
-        return search(self._engine, model.rotations, ear, ids.ids, ids.roles, turn.place)
+        hear = partial(listening, model.module)
+        return search(self._engine, model.rotations, hear, ids.ids, ids.roles, turn.place)
 
 
 def _scores(found: Found | None, positions: Positions) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.attention import Counting
 from sirchat.memory.holding import Mark
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import Recall
@@ -33,6 +34,7 @@ class Memory:
             context; else close together in the cache.
         recall: how archived rows come back for a turn; None for not at all. Its n rows are a
             reserve of the budget's, which the policy does without.
+        counts: whether attention is counted though the policy does not look at it.
     """
 
     policy: Policy
@@ -45,6 +47,12 @@ class Memory:
     evict: Literal["room", "turn"] = "room"
     in_stream: bool = False
     recall: Recall | None = None
+    counts: bool = False
+
+    @property
+    def counting(self) -> Counting | None:
+        """What is counted of the attention that rows get; None for nothing."""
+        return self.policy.counting or (Counting() if self.counts else None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sirchat import __version__, paths
 from sirchat.conversation import Conversation, Tally, Turn
 from sirchat.errors import SessionError
+from sirchat.memory.attention import Looked, Received
 from sirchat.memory.ledger import ROW, Flag
 from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
@@ -35,6 +36,8 @@ KV_BYTES = 256 * 2**20
 
 _VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a configuration that are not the model's own, or set when it is saved."""
+
+_ATTENTION = "attention."
 
 _Parts = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
@@ -139,7 +142,8 @@ class Saving:
             self._store.drop_kv()
             return False
         stamp = secrets.token_hex(8)
-        self._store.save_kv(_tensors(rows), stamp)
+        received = self._session.received(rows.positions)
+        self._store.save_kv(_tensors(rows) | _received_tensors(received), stamp)
         head = _head(self._session.save(), self._session, stamp)
         self._store.save_head(head)
         self._head = head
@@ -194,7 +198,9 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         return
     check_model(store, session.model)
     saved, conversation = _restored(store, head)
-    session.load(saved, conversation, _rows(store.load_kv(head.fields["kv"])))
+    tensors = store.load_kv(head.fields["kv"])
+    received = _received(tensors) if tensors is not None else None
+    session.load(saved, conversation, _rows(tensors), received)
 
 
 def saved_profile(store: SessionStore) -> Profile:
@@ -337,6 +343,31 @@ def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
     named = {str(n): one for n, one in enumerate(rows.tensors)}
     positions, written_at = (torch.from_numpy(one) for one in (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
+
+
+def _received_tensors(received: Received) -> dict[str, torch.Tensor]:
+    """What attention was counted; nothing where none was."""
+    if not len(received.positions):
+        return {}
+    named: dict[str, NDArray[Any]] = {
+        "positions": received.positions,
+        "total": received.total,
+        "log_decay": received.log_decay,
+    }
+    for number, one in enumerate(received.window):
+        named |= {f"{number}.positions": one.positions, f"{number}.weights": one.weights}
+    return {_ATTENTION + key: torch.from_numpy(one.copy()) for key, one in named.items()}
+
+
+def _received(tensors: dict[str, torch.Tensor]) -> Received | None:
+    """Take the attention out of saved tensors."""
+    mine = [key for key in tensors if key.startswith(_ATTENTION)]
+    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in mine}
+    if not named:
+        return None
+    count = sum(key.endswith(".weights") for key in named)
+    window = [Looked(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
+    return Received(named["positions"], named["total"], named["log_decay"], tuple(window))
 
 
 def _rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:

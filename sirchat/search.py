@@ -24,7 +24,7 @@ from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions, Rows
 from sirchat.records import Found, Place
 
-Listening = Callable[[], AbstractContextManager[Ear]]
+Listening = Callable[[Ear], AbstractContextManager[None]]
 
 
 def search(
@@ -50,7 +50,8 @@ def search(
     mark = engine.mark()
     with engine.holding.unlimited():
         try:
-            with listening() if recall.measure == "attention" else nullcontext(Ear()) as ear:
+            ear = Ear()
+            with listening(ear) if recall.measure == "attention" else nullcontext():
                 for _ in engine.feed(ids[-longest:], roles[-longest:], place):
                     pass
             mine = np.flatnonzero(engine.ledger.held_positions >= start)

@@ -23,6 +23,7 @@ from sirchat.engine import Engine
 from sirchat.errors import UndoError
 from sirchat.events import Ended, Erased, Event, Notice, Pinned, Started, TokenRow, Undone
 from sirchat.forgetting import erase_text, tokens_to_erase
+from sirchat.memory.attention import Received
 from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.open_turn import Interrupted, OpenTurn
@@ -32,7 +33,13 @@ from sirchat.recollection import Recollection
 from sirchat.records import Restored, Saved, Weighed
 from sirchat.reports import Reports
 from sirchat.sampling import Sampler
-from sirchat.settings import build_memory, build_sampling, check_budget, check_recall
+from sirchat.settings import (
+    build_memory,
+    build_sampling,
+    check_attention,
+    check_budget,
+    check_recall,
+)
 from sirchat.snapshot import Positions, Snapshot, take_snapshot
 from sirchat.switching import all_or_nothing, switched
 from sirchat.targets import positions_of
@@ -68,6 +75,7 @@ class Session:
         self.epoch = self.erasures = 0
         check_budget(profile, model, "budget")
         check_recall(profile, model, "recall")
+        check_attention(profile, model, "policy")
         self.reset()
 
     def reset(self) -> None:
@@ -105,13 +113,23 @@ class Session:
         """
         return self._engine.holding.rows(limit)
 
-    def load(self, saved: Saved, conversation: Conversation, rows: Rows | None) -> None:
+    def received(self, positions: Positions) -> Received:
+        """What attention these tokens got, where it was counted; see `saving`."""
+        return self._engine.ledger.attention.received(positions)
+
+    def load(
+        self,
+        saved: Saved,
+        conversation: Conversation,
+        rows: Rows | None,
+        received: Received | None = None,
+    ) -> None:
         """Go on where a saved session was; without `rows` the held tokens are read anew.
 
         Turns of before can't be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, self.model.device)
+        self._engine.load(saved, rows, self.model.device, received)
         self._now = conversation
 
     @property

@@ -6,8 +6,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from sirchat.abilities import refuse_uncounted, refuse_unheard
 from sirchat.errors import ModelError, SettingError, nearest
-from sirchat.listening import refuse_unheard
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
@@ -96,6 +96,7 @@ def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
         evict=profile.evict,
         in_stream=profile.positions == "stream",
         recall=_recall(profile),
+        counts=profile.attention == "on",
     )
 
 
@@ -138,6 +139,19 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
         refuse_unheard(model)
     except ModelError as error:
         raise SettingError(f"{source}: recall can't be attention: {error}") from None
+
+
+def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, where attention is to be counted and can't be."""
+    counting = build_memory(profile).counting
+    if counting is None:
+        return
+    name = "attention" if profile.attention == "on" else "policy"
+    try:
+        refuse_uncounted(model, counting)
+    except ModelError as error:
+        text = f"{source}: {name} can't be {getattr(profile, name)}: {error}"
+        raise SettingError(text) from None
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from sirchat.engine import Engine
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
-from sirchat.settings import check_budget, check_recall, refuse_fixed
+from sirchat.settings import check_attention, check_budget, check_recall, refuse_fixed
 
 
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
@@ -23,6 +23,8 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
     check_budget(after, model, source)
     if after.recall != before.recall:  # to check it, the model has to run
         check_recall(after, model, source)
+    if (after.policy, after.attention) != (before.policy, before.attention):
+        check_attention(after, model, source)
     return after
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.sight import Sight
 from sirchat.model import LoadedModel, wrap_model
 
 _BASE: dict[str, Any] = {
@@ -166,7 +165,7 @@ class BigramModel:
         """Nothing; tests put a failure here."""
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *sight: Sight) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
         rows = torch.tensor(ids, dtype=torch.float32)[None, None, :, None]  # [1, 1, m, 1]
         for layer in range(self.layers):
             self.before_layer(layer, ids)

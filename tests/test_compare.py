@@ -25,7 +25,6 @@ from torch import Tensor
 
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.sight import Sight
 from sirchat.profile import Profile
 from sirchat.session import Session
 from sirchat.tasks.report import about
@@ -91,8 +90,8 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     """The ids of the conversation, and the logits [n, V] after each, of a plain reading."""
     chat, rows = Session(tiny(), setting), list[Tensor]()
 
-    def forward(ids: Sequence[int], cache: BoundedCache, *sight: Sight) -> Tensor:
-        rows.append(tiny().forward(ids, cache, *sight))
+    def forward(ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
+        rows.append(tiny().forward(ids, cache, *more))
         return rows[-1]
 
     chat._engine._reader._model = SimpleNamespace(forward=forward)  # type: ignore[assignment]

@@ -109,7 +109,7 @@ def test_in_memory_only_the_cache_knows_transformers(module: str) -> None:
 
 @pytest.mark.parametrize("module", below("sirchat.memory.policies"))
 def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
-    allowed = ("ledger", "draws", "policies")
+    allowed = ("attention", "ledger", "draws", "policies")
     for name in ours(module):
         assert within(name, "sirchat.errors", *(f"sirchat.memory.{part}" for part in allowed)), name
 
@@ -118,7 +118,8 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
     ("module", "allowed"),
     [
         ("engine", {"errors", "memory", "reading", "records", "room", "sampling"}),
-        ("reading", {"memory", "records", "scoring"}),
+        ("reading", {"gaze", "memory", "records", "scoring"}),
+        ("gaze", {"memory"}),
         ("room", {"errors", "memory", "records"}),
     ],
 )

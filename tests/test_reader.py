@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.sight import Sight
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.tasks.lm_eval.reader import Reader
@@ -32,9 +32,9 @@ class Watched(LoadedModel):
     def passes(self) -> list[tuple[int, int]]:
         return self.__dict__.setdefault("_passes", [])
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *sight: Sight) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
         self.passes.append((cache.length, cache.length + len(ids)))
-        return super().forward(ids, cache, *sight)
+        return super().forward(ids, cache, *more)
 
 
 def watched(model: LoadedModel) -> Watched:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from test_lossless import contents, same
 from torch import Tensor
 
+from sirchat.abilities import refuse_unheard
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.events import Event, Notice, Recalled, TurnDone
-from sirchat.listening import Ear, listening, refuse_unheard
+from sirchat.listening import Ear, listening
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.memory.recall import Measure, Recall, Scope, choose, softened, weighted
@@ -426,7 +427,8 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     model = loaded(family)
     ids = some_ids(3, 9)
     usual = model.forward(ids, model.new_cache(16))
-    with listening(model.module) as ear:
+    ear = Ear()
+    with listening(model.module, ear):
         heard = model.forward(ids, model.new_cache(16))
     torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
     queries = ear.heard(model.rotations)
@@ -484,7 +486,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.recollection.listening", lambda module: nullcontext(Ear()))
+        patch.setattr("sirchat.recollection.listening", lambda module, ear: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "nothing can be recalled" in notice.text

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from sirchat.listening import listening
+from sirchat.listening import Ear, listening
 from sirchat.memory.archive import Archive
 from sirchat.memory.recall import Query
 from sirchat.memory.segments import Rows
@@ -60,7 +60,8 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
         cache = model.new_cache(TOKENS)
         model.forward(ids[:start], cache)
         cache.commit(start)
-        with listening(model.module) as ear:
+        ear = Ear()
+        with listening(model.module, ear):
             model.forward(ids[start:end], cache)
         cache.commit(end - start)
         slots = torch.arange(start, end)

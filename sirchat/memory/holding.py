@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.archive import Archive
+from sirchat.memory.attention import Received
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger, State
 from sirchat.memory.segments import Positions, Rows
@@ -27,11 +28,12 @@ JOURNAL_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment to come back to: tokens seen, those held [n], and the decay so far."""
+    """A moment to come back to: tokens seen, those held [n], the decay so far, their attention."""
 
     seen: int
     held: Positions
     log_decay: float
+    attention: Received
 
 
 class Holding:
@@ -140,7 +142,8 @@ class Holding:
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
-        return Mark(ledger.seen, ledger.held_positions.copy(), ledger.log_decay)
+        held = ledger.held_positions.copy()
+        return Mark(ledger.seen, held, ledger.log_decay, ledger.attention.received(held))
 
     def has(self, positions: Positions) -> bool:
         """Whether all of these rows are held or stored."""
@@ -163,6 +166,7 @@ class Holding:
         self.ledger.hold(mark.held, self._away)
         self._archive.truncate(mark.seen)
         self.ledger.truncate(mark.seen, mark.log_decay)
+        self.ledger.attention.go_back(mark.attention, mark.seen)
 
     def rows(self, limit: int | None = None) -> Rows | None:
         """Everything that is held or archived, as first written, by ascending position, on the CPU.

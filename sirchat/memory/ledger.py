@@ -1,6 +1,7 @@
 """The ledger: one row per token of the whole conversation, held in the cache or not.
 
-One array of rows over the stream, growing by doubling (40 bytes a token). Held rows, in
+One array of rows over the stream, growing by doubling (40 bytes a token; 16 more where attention is
+counted). Held rows, in
 stream order, are the cache rows: row i of the held view is slot i in every layer. Every column is
 recorded whatever policy is active, so that a policy can be switched at any moment.
 """
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.attention import Attention
 from sirchat.memory.draws import Purpose, uniform
 
 
@@ -70,15 +72,20 @@ class Held:
     """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
 
     Every tensor has shape [n]. `surprisal` is in nats; `log_score` is the logarithm of the decayed
-    surprisal. `protected` marks the rows that must stay: sinks, pins, the newest of this round.
+    surprisal. `attention` is what a row received, `lately` from the newest queries alone, where the
+    policy has it counted. `protected` marks the rows that must stay: sinks, pins, the newest of
+    this round.
     """
 
     position: Tensor
+    token_id: Tensor
     turn: Tensor
     round: Tensor
     role: Tensor
     surprisal: Tensor
     log_score: Tensor
+    attention: Tensor
+    lately: Tensor
     arrival_key: Tensor
     is_pinned: Tensor
     is_anchor: Tensor
@@ -101,6 +108,9 @@ class Ledger:
     Args:
         seed: seeds the arrival keys.
         unknown_surprisal: nats at which the first token ranks, until others came with it.
+
+    Attributes:
+        attention: what each row received.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
@@ -108,6 +118,7 @@ class Ledger:
         self.seen = 0
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
+        self.attention = Attention()
         self._rows = np.zeros(1024, ROW)
         self._draw_keys(0)
         self._held = np.zeros(1024, np.int64)
@@ -183,6 +194,7 @@ class Ledger:
             self.recall(np.setdiff1d(self._recalled, gone, assume_unique=True))
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
+        self.attention.came_back(came)
         count = len(positions)
         if count > len(self._held):
             self._held = np.zeros(max(count, 2 * len(self._held)), np.int64)
@@ -236,6 +248,7 @@ class Ledger:
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["flags"][positions] = Flag.ERASED
+        self.attention.erase(positions)
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
@@ -278,11 +291,14 @@ class Ledger:
 
         return Held(
             position=tensor(at.copy()),
+            token_id=tensor(columns["token_id"][at]),
             turn=tensor(columns["turn"][at]),
             round=tensor(columns["round"][at]),
             role=tensor(columns["role"][at]),
             surprisal=tensor(self.surprisal_of(at)),
             log_score=tensor(self.log_score_of(at)),
+            attention=tensor(self.attention.of(at, self.log_decay)),
+            lately=tensor(self.attention.lately(at)),
             arrival_key=tensor(columns["arrival_key"][at]),
             is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
             is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),

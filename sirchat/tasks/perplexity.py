@@ -18,16 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from sirchat.anchors import ends_sequence
-from sirchat.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
-from sirchat.records import Place
 from sirchat.session import Session
-from sirchat.settings import build_memory
 from sirchat.tasks.journal import Record
+from sirchat.tasks.reading import open_engine, read_ids
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.study import Cell, Grid, Held, mean
 from sirchat.template import Template
@@ -153,18 +149,9 @@ def round_ids(template: Template, user: str, reply: str, *, first: bool = False)
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
     """Surprisal, in nats, of each token [n] read under a setting; NaN of the very first."""
-    engine = Engine(
-        model,
-        replace(build_memory(setting), archive=0, folder=None),  # nothing is to come back
-        seed=setting.seed,
-        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
-    )
+    engine = open_engine(model, setting)
     for number, ids in enumerate(rounds):
-        place = Place(number, number)
-        for _ in engine.open_turn(len(ids), 0, place):
-            pass
-        for _ in engine.feed(ids, [Role.USER] * len(ids), place):
-            pass
+        read_ids(engine, ids, number)
         engine.close_round()
     return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])
 

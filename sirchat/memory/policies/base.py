@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sirchat.memory.attention import Counting
 from sirchat.memory.ledger import Held
 
 
@@ -39,6 +40,11 @@ class Policy(ABC):
     def gathers(self) -> bool:
         """Whether sequences are gathered in their anchors."""
         return False
+
+    @property
+    def counting(self) -> Counting | None:
+        """What it wants counted of the attention that rows get; None for nothing."""
+        return None
 
     def reduce(self, rows: Held) -> Tensor | None:
         """Row numbers (int64) that stay though there is room for more, as `keep` gives them.

@@ -8,19 +8,17 @@ is held, and never pushes anything out. Ids only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from sirchat.anchors import ends_sequence
 from sirchat.engine import Engine
-from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Generated, Place, Weighed
 from sirchat.sampling import Sampler, Sampling
-from sirchat.settings import build_memory
+from sirchat.tasks.reading import open_engine, read_ids
 
 
 @dataclass(frozen=True)
@@ -45,23 +43,13 @@ class Reader:
 
         Raises ContextFullError when they do not fit and none may be forgotten.
         """
-        engine = Engine(
-            self.model,
-            # nothing comes back here, so what is forgotten need not be kept
-            replace(build_memory(self.setting), archive=0, folder=None),
-            seed=self.setting.seed,
-            ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
-        )
+        engine = open_engine(self.model, self.setting)
         size = self.piece or len(ids)
         for number, start in enumerate(range(0, len(ids), size)):
             if number:
                 engine.close_round()
-            part, place = ids[start : start + size], Place(number, number)
             to_come = reply if start + size >= len(ids) else 0
-            for _ in engine.open_turn(len(part), to_come, place):
-                pass
-            for _ in engine.feed(part, [Role.USER] * len(part), place):
-                pass
+            read_ids(engine, ids[start : start + size], number, to_come)
         return engine
 
     def weigh(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from sirchat.gaze import Listener
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.model import LoadedModel
@@ -28,9 +29,15 @@ class Watched(LoadedModel):
     watch: Watch
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL) -> Tensor:
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sight: Sight = USUAL,
+        listener: Listener | None = None,
+    ) -> Tensor:
         """As the model's own."""
-        logits = super().forward(ids, cache, sight)
+        logits = super().forward(ids, cache, sight, listener)
         self.watch(logits, cache)
         return logits
 

@@ -1,0 +1,180 @@
+"""Attention received: how much each row was looked at, for whoever wants to know.
+
+A row's attention is the sum of the weights that it got from each query since it was read, its own
+included, while it was held: each the mean over heads and over the layers that are counted. It fades
+with every round's decay, from the moment on when it was received. Beside it stand, where they are
+wanted, the weights of the newest queries alone.
+
+Nothing is counted, and nothing stored, while nobody wants to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What is counted.
+
+    Attributes:
+        layers: how many, evenly spaced; 0 for all.
+        window: the newest queries whose weights are kept one by one; 0 for none.
+    """
+
+    layers: int = 4
+    window: int = 0
+
+    def of(self, layers: int) -> list[int]:
+        """The numbers of the counted ones among so many layers."""
+        count = min(self.layers or layers, layers)
+        return [int((at + 0.5) * layers / count) for at in range(count)]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the rows at `positions` [n] got in one forward pass: from each query, weights [m, n]."""
+
+    positions: Positions
+    weights: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Received:
+    """What rows have received, to be saved or gone back to.
+
+    Attributes:
+        positions: [n], ascending.
+        total: [n], each as it was at `log_decay` [n].
+        window: the newest queries' weights, pass by pass.
+        returns: how often rows had come back by then.
+    """
+
+    positions: Positions
+    total: Floats
+    log_decay: Floats
+    window: tuple[Looked, ...] = ()
+    returns: int = 0
+
+
+class Attention:
+    """What every row of the stream has received."""
+
+    def __init__(self) -> None:
+        self._total = np.zeros(0)
+        self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
+        self._window: tuple[Looked, ...] = ()
+        self._returned: list[Received] = []
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether anything was ever counted."""
+        return len(self._total) > 0
+
+    def add(
+        self,
+        positions: Positions,
+        weights: NDArray[np.float32],
+        log_decay: float,
+        window: int = 0,
+    ) -> None:
+        """Add what the rows at these positions [n] got from the queries of one pass [m, n].
+
+        Of all passes, the newest `window` queries are kept one by one.
+        """
+        self._reserve(int(positions[-1]) + 1)
+        faded = np.exp(log_decay - self._log_decay[positions])
+        self._total[positions] = self._total[positions] * faded + weights.sum(0, dtype=np.float64)
+        self._log_decay[positions] = log_decay
+        if window:
+            newest = Looked(positions.copy(), weights[-window:])
+            self._window = _newest((*self._window, newest), window)
+        else:
+            self._window = ()
+
+    def of(self, positions: Positions, log_decay: float) -> Floats:
+        """What rows [n] have received, faded by the decays since; 0 where nothing was counted."""
+        known, out = positions < len(self._total), np.zeros(len(positions))
+        at = positions[known]
+        out[known] = self._total[at] * np.exp(log_decay - self._log_decay[at])
+        return out
+
+    def lately(self, positions: Positions) -> Floats:
+        """What rows [n], ascending, have received from the newest queries alone."""
+        out = np.zeros(len(positions))
+        for one in self._window:
+            _, here, there = np.intersect1d(
+                positions, one.positions, assume_unique=True, return_indices=True
+            )
+            out[here] += one.weights[:, there].sum(0)
+        return out
+
+    def came_back(self, positions: Positions) -> None:
+        """Note what these rows had before they were held again, so that it can be gone back to."""
+        if self.is_counted and len(positions):
+            self._returned.append(self.received(positions))
+
+    def received(self, positions: Positions) -> Received:
+        """What rows [n] have received until now: a copy."""
+        if not self.is_counted:
+            return Received(_NONE, np.zeros(0), np.zeros(0))
+        at = positions[positions < len(self._total)]
+        total, log_decay = self._total[at], self._log_decay[at]
+        return Received(at, total, log_decay, self._window, len(self._returned))
+
+    def go_back(self, to: Received, seen: int) -> None:
+        """Forget what was received since; rows from `seen` on have never been."""
+        if not self.is_counted:
+            return
+        for one in reversed(self._returned[to.returns :]):
+            self._put(one)
+        del self._returned[to.returns :]
+        self._put(to)
+        self._total[seen:], self._log_decay[seen:] = 0, 0
+        self._window = to.window
+
+    def load(self, saved: Received) -> None:
+        """Take over what was saved."""
+        if len(saved.positions):
+            self._reserve(int(saved.positions[-1]) + 1)
+            self._put(saved)
+            self._window = saved.window
+
+    def erase(self, positions: Positions) -> None:
+        """Keep nothing of what these rows got."""
+        self._total[positions[positions < len(self._total)]] = 0
+        self._window = tuple(
+            Looked(one.positions[stays], one.weights[:, stays])
+            for one in self._window
+            for stays in [~np.isin(one.positions, positions)]
+        )
+        self._returned = []
+
+    def _put(self, one: Received) -> None:
+        self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
+
+    def _reserve(self, rows: int) -> None:
+        """Grow by doubling."""
+        more = max(rows, 2 * len(self._total)) - len(self._total)
+        if rows > len(self._total):
+            self._total = np.concatenate([self._total, np.zeros(more)])
+            self._log_decay = np.concatenate([self._log_decay, np.zeros(more)])
+
+
+def _newest(passes: tuple[Looked, ...], window: int) -> tuple[Looked, ...]:
+    """The newest passes that have `window` queries together, the oldest of them cut."""
+    kept: list[Looked] = []
+    for one in reversed(passes):
+        if window <= 0:
+            break
+        kept.append(Looked(one.positions, one.weights[-window:]))
+        window -= len(one.weights)
+    return tuple(reversed(kept))

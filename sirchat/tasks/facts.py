@@ -1,0 +1,173 @@
+"""Facts are told, other matters follow, and each fact is asked for; the answer must be exact.
+
+Several facts share one memory here, and each is asked for at several distances. Rounds are read
+whole, user and reply at once. A question and its answer are taken back before the next one, so that
+no question helps or harms another; an answer counts as wrong as soon as a token of it is.
+
+What the rounds after the facts cost, in nats a token, is the perplexity of what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from sirchat.engine import Engine
+from sirchat.errors import SettingError
+from sirchat.model import LoadedModel
+from sirchat.records import Generated, Place
+from sirchat.sampling import Sampler, Sampling
+from sirchat.session import Session
+from sirchat.tasks.journal import Record
+from sirchat.tasks.reading import open_engine, read_ids
+from sirchat.tasks.report import Measured, Report, Table, Value
+from sirchat.tasks.study import Cell, Grid, Held, mean, share_of_draws
+from sirchat.template import Template
+from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
+from sirchat.training.probe import PROBED, QUIET
+
+_KINDS = tuple(PROBED)
+
+
+@dataclass(frozen=True)
+class Facts(Grid):
+    """The study; `limit` is questions for each setting, number of facts and distance.
+
+    Attributes:
+        facts: how many are told in a conversation, each of another kind.
+        between: rounds of small talk behind the facts before each is asked for, ascending.
+
+    Raises SettingError for no facts or too many.
+    """
+
+    facts: tuple[int, ...] = (1, 4, 8)
+    between: tuple[int, ...] = (20, 60)
+
+    def __post_init__(self) -> None:
+        for count in self.facts:
+            if not 1 <= count <= len(_KINDS):
+                raise SettingError(f"facts is {count}, must be 1 to {len(_KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "facts"
+
+    def units(self) -> list[str]:
+        """Conversations: how many facts, and a number."""
+        return [
+            f"{count} {number}"
+            for count in self.facts
+            for number in range(math.ceil(self.limit / count))
+        ]
+
+    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Hold a conversation: for each distance, which answers were right."""
+        count, number = map(int, unit.split())
+        return _hold(session.model, cell, self.conversation(count, number), self.between)
+
+    def conversation(self, count: int, number: int) -> Conversation:
+        """Conversation `number` with so many facts; the same seed gives the same one."""
+        rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
+        talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+        kinds = [_KINDS[(number + at) % len(_KINDS)] for at in range(count)]
+        facts = [draw_fact(rng, PROBED[kind], style) for kind in kinds]
+        told = [talk.tell_one(fact, style) for fact in facts]
+        later = [talk.small_talk() for _ in range(max(self.between))]
+        asked = [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
+        return Conversation(told, later, asked)
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Shares right by setting, number of facts and distance; what a token costs."""
+        held = self.held(found)
+        tokens = [one["tokens"] for one in found.values()] or [0]
+        facts = (
+            f"seed {self.seed}",
+            f"{self.limit} questions a cell or more",
+            f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
+        )
+        return Report(facts, (self._right(held), self._nats(held)), details=self.asked())
+
+    def _right(self, held: Sequence[Held]) -> Table:
+        cells = [(count, between) for count in self.facts for between in self.between]
+        columns = [f"{count} told, {between} rounds" for count, between in cells]
+        rows: list[tuple[Value, ...]] = [
+            (one.name, *(share_right(one, *cell) for cell in cells)) for one in held
+        ]
+        return Table("Facts recalled", ("setting", *columns), tuple(rows), digits=2)
+
+    def _nats(self, held: Sequence[Held]) -> Table:
+        rows: list[tuple[Value, ...]] = []
+        for one in held:
+            nats = mean([each["nats"] for each in one.all])
+            rows.append((one.name, nats, math.exp(nats.value)))
+        columns = ("setting", "nats a token", "perplexity")
+        return Table("What follows the facts", columns, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Facts that are `told`, small talk `later`, and a question and answer for each fact."""
+
+    told: list[Round]
+    later: list[Round]
+    asked: list[Round]
+
+
+def share_right(held: Held, count: int, between: int) -> Measured:
+    """The share of right answers where so many facts were told so long before.
+
+    Questions of one conversation share its luck: the interval is the wider of Wilson's over
+    questions and Student's over conversations.
+    """
+    records = [one for one in held.all if one["facts"] == count]
+    return share_of_draws([one["right"][str(between)] for one in records])
+
+
+def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[int, ...]) -> Record:
+    template, engine = Template(model.tokenizer, model.anchors), open_engine(model, cell.setting)
+    rounds, right = [*talk.told, *talk.later], dict[str, list[bool]]()
+    starts: list[int] = []
+    for number, one in enumerate(rounds, 1):
+        starts.append(engine.ledger.seen)
+        read_ids(engine, _ids(template, one, first=number == 1), number)
+        engine.close_round()
+        distance = number - len(talk.told)
+        if distance in distances:
+            asked = [_is_right(engine, template, each, number + 1) for each in talk.asked]
+            right[str(distance)] = asked
+    cost = engine.ledger.column("surprisal")[starts[len(talk.told)] :]
+    return {
+        "facts": len(talk.told),
+        "right": right,
+        "nats": float(np.mean(cost, dtype=np.float64)),
+        "tokens": engine.ledger.seen,
+    }
+
+
+def _is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
+    """Ask, and take question and answer back: whether the whole answer was right."""
+    question, answer = one
+    mark = engine.mark()
+    wanted = [*template.assistant(answer.text).ids, template.closing[0]]
+    read_ids(engine, template.user(question.text).ids, number, len(wanted))
+    said = engine.generate(
+        Sampler(Sampling()),
+        Place(number, number),
+        stop_ids=frozenset(),
+        max_new_tokens=len(wanted),
+    )
+    ids = (record.id for record in said if isinstance(record, Generated))
+    right = all(ours == theirs for ours, theirs in zip(ids, wanted, strict=False))
+    engine.undo(mark)
+    return right
+
+
+def _ids(template: Template, one: Round, *, first: bool) -> list[int]:
+    user, reply = one
+    asked = template.opening(user.text)[1] if first else template.user(user.text)
+    return [*asked.ids, *template.assistant(reply.text).ids, *template.closing]

@@ -1,0 +1,36 @@
+"""Ids read round by round under one setting, in an engine of its own; nothing comes back there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sirchat.anchors import ends_sequence
+from sirchat.engine import Engine
+from sirchat.memory.ledger import Role
+from sirchat.model import LoadedModel
+from sirchat.profile import Profile
+from sirchat.records import Place
+from sirchat.settings import build_memory
+
+
+def open_engine(model: LoadedModel, setting: Profile) -> Engine:
+    """An engine that has read nothing yet; what it forgets is not kept."""
+    return Engine(
+        model,
+        replace(build_memory(setting), archive=0, folder=None),
+        seed=setting.seed,
+        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
+    )
+
+
+def read_ids(engine: Engine, ids: Sequence[int], number: int, to_come: int = 0) -> None:
+    """Read ids [n] as round `number`, which stays open for `to_come` more.
+
+    Raises ContextFullError when they do not fit and none may be forgotten.
+    """
+    place = Place(number, number)
+    for _ in engine.open_turn(len(ids), to_come, place):
+        pass
+    for _ in engine.feed(ids, [Role.USER] * len(ids), place):
+        pass

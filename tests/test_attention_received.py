@@ -1,0 +1,225 @@
+"""Attention received: what is counted, compared with what an eager model tells of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import HELD, loaded
+from torch import Tensor
+
+from sirchat.engine import Engine
+from sirchat.listening import Ear, listening
+from sirchat.memory.attention import Attention, Counting
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.attention import Attention as AttentionPolicy
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.sink import Sink
+from sirchat.model import LoadedModel
+from sirchat.records import Memory, Place
+from sirchat.sampling import Sampler, Sampling
+
+UNTOLD = {"falcon"}
+"""Families whose attention can't be chosen."""
+
+
+@dataclass(frozen=True)
+class Eager(LoadedModel):
+    """Before each pass, runs the same ids over a copy of the cache, and keeps the weights it tells.
+
+    Each entry: tokens read so far, rows in the cache, weights [H, m, n] of each layer.
+    """
+
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any, **named: Any) -> Tensor:
+        usual = self.module.config._attn_implementation
+        self.module.set_attn_implementation("eager")
+        with torch.inference_mode():
+            told = self.module(
+                input_ids=torch.tensor([ids]),
+                past_key_values=deepcopy(cache),
+                use_cache=True,
+                output_attentions=True,
+            )
+        self.module.set_attn_implementation(usual)
+        self.told.append([layer[0] for layer in told.attentions])
+        return super().forward(ids, cache, *more, **named)
+
+    @property
+    def told(self) -> list[list[Tensor]]:
+        return self.__dict__.setdefault("_told", [])
+
+
+class Sums:
+    """What every row received, said once more in plain Python."""
+
+    def __init__(self, layers: Sequence[int], window: int) -> None:
+        self.total: dict[int, float] = {}
+        self.passes: list[tuple[list[int], Tensor]] = []
+        self.layers, self.window = layers, window
+
+    def add(self, positions: list[int], told: list[Tensor]) -> None:
+        mean = torch.stack([told[layer].double().mean(0) for layer in self.layers]).mean(0)
+        for row, position in enumerate(positions):
+            got = float(mean[:, row].sum())
+            self.total[position] = self.total.get(position, 0.0) + got
+        self.passes += [(positions, query) for query in mean]
+
+    def decay(self, factor: float) -> None:
+        self.total = {position: factor * total for position, total in self.total.items()}
+
+    def lately(self, position: int) -> float:
+        newest = self.passes[-self.window :] if self.window else []
+        return sum(float(row[at.index(position)]) for at, row in newest if position in at)
+
+
+def talk(family: str, policy: Policy, decay: float = 0.8) -> tuple[Engine, Sums]:
+    """Five rounds read and answered under a budget, and the sums that are to be."""
+    own = loaded(family)
+    model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
+    engine = Engine(model, Memory(policy=policy, budget=48, decay=decay, archive=2**20), seed=3)
+    assert policy.counting is not None
+    sums = Sums(policy.counting.of(len(model.rotations)), policy.counting.window)
+    generator = torch.Generator().manual_seed(5)
+    sampler = Sampler(Sampling(temperature=1.0))
+
+    for number in range(5):
+        ids = torch.randint(3, 128, (17,), generator=generator).tolist()
+        records = chain(
+            engine.feed(ids, [Role.USER] * len(ids), Place(2 * number, number)),
+            engine.generate(
+                sampler, Place(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
+            ),
+        )
+        for _ in records:
+            for told in model.told:  # of the pass that this record is about
+                sums.add(engine.ledger.held_positions.tolist(), told)
+            model.told.clear()
+        engine.close_round()
+        sums.decay(decay)
+    return engine, sums
+
+
+@pytest.mark.parametrize("family", sorted(set(HELD) - UNTOLD))
+def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
+    engine, sums = talk(family, AttentionPolicy(recent=8, layers=0, window=20))
+    ledger = engine.ledger
+    assert ledger.held_count < ledger.seen == len(sums.total)
+    everything = np.arange(ledger.seen)
+    counted = ledger.attention.of(everything, ledger.log_decay)
+    wanted = np.array([sums.total[position] for position in everything])
+    assert counted == pytest.approx(wanted, abs=1e-4)
+    held = ledger.held_positions
+    lately = [sums.lately(position) for position in held.tolist()]
+    assert ledger.attention.lately(held) == pytest.approx(np.array(lately), abs=1e-4)
+    assert wanted.std() > 0.1
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
+def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
+    assert Counting(layers).of(4) == (wanted if isinstance(wanted, list) else list(range(wanted)))
+
+
+def test_the_counted_layers_alone_count() -> None:
+    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=2))
+    assert sums.layers == [1, 3]
+    ledger = engine.ledger
+    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    wanted = [sums.total[position] for position in range(ledger.seen)]
+    assert counted == pytest.approx(np.array(wanted), abs=1e-4)
+
+
+def test_a_policy_that_does_not_look_has_nothing_counted() -> None:
+    model = loaded("qwen3")
+    engine = Engine(model, memory(Sink()))
+    usual = model.module.config._attn_implementation
+    list(feed(engine, 40, 0))
+    assert not engine.ledger.attention.is_counted
+    assert model.module.config._attn_implementation == usual
+
+
+def test_counting_does_not_change_what_a_model_says() -> None:
+    plain, counting = (
+        Engine(loaded("gemma3"), memory(Sink())),
+        Engine(loaded("gemma3"), replace(memory(Sink()), counts=True)),
+    )
+    for engine in (plain, counting):
+        for number in range(4):
+            list(feed(engine, 23, number))
+    assert plain.logits is not None
+    assert counting.logits is not None
+    assert torch.equal(plain.logits, counting.logits)
+    assert counting.ledger.attention.is_counted
+
+
+def test_what_was_undone_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    for number in range(4):
+        list(feed(engine, 23, number))
+    before, mark = received(engine), engine.mark()
+    for number in range(4, 8):
+        list(feed(engine, 23, number))
+    # rows that were archived by then come back, are looked at, and leave again
+    list(engine.switch(memory(AttentionPolicy(recent=8, window=6), budget=80)))
+    list(feed(engine, 23, 8))
+    list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
+    assert not same(received(engine), before)
+    engine.undo(mark)
+    assert same(received(engine), before)
+
+
+def test_what_is_erased_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    list(feed(engine, 23, 0))
+    at = np.array([5, 6])
+    engine.forget(at)
+    assert not engine.ledger.attention.of(at, 0).any()
+    assert not engine.ledger.attention.lately(at).any()
+    assert engine.ledger.attention.of(np.array([4]), 0).all()
+
+
+def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
+    column = Attention()
+    column.add(np.array([0, 1]), np.array([[0.5, 0.5]], np.float32), 0.0)
+    column.add(np.array([1]), np.array([[1.0]], np.float32), math.log(0.5))
+    column.add(np.array([0, 1]), np.array([[0.25, 0.75]], np.float32), math.log(0.25))
+    assert column.of(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
+        [0.25 * 0.5 + 0.25, 0.25 * 0.5 + 0.5 * 1 + 0.75, 0]
+    )
+
+
+def test_two_listeners_hear_the_same_pass() -> None:
+    model, inner, outer = loaded("llama"), Ear(), Ear()
+    with listening(model.module, outer):
+        model.forward([5, 6, 7], model.new_cache(8), listener=inner)
+    model.forward([5, 6, 7], model.new_cache(8))
+    for ear in (inner, outer):
+        assert [one.queries.shape[1] for one in ear.heard(model.rotations)] == [3] * 4
+
+
+def memory(policy: Policy, budget: int = 48) -> Memory:
+    return Memory(policy=policy, budget=budget, decay=0.8, archive=2**20)
+
+
+def feed(engine: Engine, count: int, number: int) -> Iterator[object]:
+    ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(number)).tolist()
+    yield from engine.feed(ids, [Role.USER] * count, Place(number, number))
+    engine.close_round()
+
+
+def received(engine: Engine) -> list[np.ndarray]:
+    """Everything that was counted, of all tokens."""
+    ledger, everything = engine.ledger, np.arange(engine.ledger.seen)
+    attention = ledger.attention
+    return [attention.of(everything, ledger.log_decay), attention.lately(everything)]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(map(np.array_equal, one, other))
