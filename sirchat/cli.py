@@ -184,7 +184,7 @@ def replay(
 @app.command()
 def bench(
     model: Annotated[
-        str, typer.Option(help="A model, or a shape with random weights: 135m, 1b.")
+        str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 8b.")
     ] = "tiny",
     cache: Annotated[int, typer.Option(help="Tokens held while decoding.")] = 1024,
     rounds: Annotated[int, typer.Option(help="Pairs of blocks that are timed.")] = 15,

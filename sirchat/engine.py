@@ -191,7 +191,7 @@ class Engine:
 
     def close_round(self) -> None:
         """Apply the decay of the round that ends; its own rows decay too."""
-        self.ledger.close_round(self._room.memory.decay)
+        self.ledger.close_round(self._room.decay(self._round))
 
     def next_to_go(self, *, in_round: bool) -> NDArray[np.int64]:
         """Positions [k], ascending, that would leave if a block of room were needed now.

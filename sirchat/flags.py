@@ -76,7 +76,7 @@ def _setting_flag(name: str, field: Any) -> Any:
     complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
     metavar = _metavar(field.annotation)
     if metavar and "|" in metavar:
-        complete = _completer(metavar.split("|"))
+        complete = _completer(word for word in metavar.split("|") if word.islower())
     help_text = f"{field.description} [default: {_shown(field.default)}]"
     return _flag(flag, help=help_text, autocompletion=complete, metavar=metavar)
 
@@ -95,6 +95,8 @@ def _metavar(annotation: Any) -> str | None:
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
+    if typing.get_origin(kinds[0]) is Annotated:
+        return "FLOAT|" + "|".join(word for kind in kinds[1:] for word in typing.get_args(kind))
     return None if bool in kinds else {int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
 
 
@@ -103,6 +105,8 @@ def _shown(default: Any) -> str:
 
 
 def _completer(values: Iterable[str]) -> Callable[[str], list[str]]:
+    values = list(values)
+
     def complete(incomplete: str) -> list[str]:
         return [value for value in values if value.startswith(incomplete)]
 

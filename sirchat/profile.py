@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -71,11 +71,10 @@ class Profile(BaseModel):
     recent: int = Field(
         default=32, ge=0, description="The newest tokens that the policy always keeps."
     )
-    decay: float = Field(
+    decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
-        gt=0,
-        le=1,
-        description="What a token's importance is multiplied by after each round; 1 fades nothing.",
+        description="What a token's importance is multiplied by after each round; 1 fades nothing, "
+        "auto halves it each time that eight budgets were read.",
     )
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Makes every random choice repeatable."
@@ -300,14 +299,19 @@ def as_typed(value: object) -> str:
     return str(value)
 
 
+def short(value: float | str) -> str:
+    """A number without needless digits, or a word."""
+    return value if isinstance(value, str) else f"{value:g}"
+
+
 def choices(key: str) -> list[str]:
     """The values that a setting may have, where they can be listed; on and off for a switch."""
     if key == "policy":
         return policy_names()
-    (kind, *_) = _kinds(key)
-    if kind is bool:
+    kinds = _kinds(key)
+    if bool in kinds:
         return ["on", "off"]
-    return list(get_args(kind)) if get_origin(kind) is Literal else []
+    return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def merged(layers: Iterable[Layer]) -> Profile:
@@ -363,6 +367,8 @@ def refuse_unknown(key: object, source: str) -> None:
 
 def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
+    if get_origin(_kinds(key)[0]) is not dict:
+        inner = []  # which of several types it is not
     name, may_be, value = key, allowed(key), detail["input"]
     if inner:
         name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
@@ -389,12 +395,13 @@ def allowed(key: str) -> str:
         float: "a number" if re.search("most|below", limits) else "a finite number",
         str: "text",
     }.get(kind, "a mapping of names to values, such as {sample: 192}")
-    return ", ".join(part for part in (words, limits, "or null" if others else "") if part)
+    others = [f"or {'null' if other is NoneType else get_args(other)[0]}" for other in others]
+    return ", ".join(part for part in (words, limits, *others) if part)
 
 
 def _limits(key: str) -> str:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    metadata = Profile.model_fields[key].metadata
+    metadata = _metadata(key)
     return " and ".join(
         f"{word} {getattr(limit, sign)}"
         for sign, word in words.items()
@@ -405,8 +412,22 @@ def _limits(key: str) -> str:
 
 def _kinds(key: str) -> tuple[Any, ...]:
     """The types of a setting, `None` last: `int | None` is (int, NoneType)."""
+    return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _annotations(key))
+
+
+def _metadata(key: str) -> list[Any]:
+    """What limits a setting."""
+    limited = [get_args(kind)[1] for kind in _annotations(key) if _is_limited(kind)]
+    return [*Profile.model_fields[key].metadata, *(one for f in limited for one in f.metadata)]
+
+
+def _annotations(key: str) -> tuple[Any, ...]:
     annotation = Profile.model_fields[key].annotation
-    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_limited(kind: Any) -> bool:
+    return get_origin(kind) is Annotated
 
 
 def _options(text: str) -> object:

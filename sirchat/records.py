@@ -24,7 +24,7 @@ class Memory:
         policy: chooses the rows that stay.
         budget: rows held at most.
         sinks: first tokens of the stream that always stay.
-        decay: factor on every score when a round closes.
+        decay: factor on every score when a round closes; None goes by how much was read.
         archive: bytes that what left the cache may take, so that it can come back; 0 for none.
         folder: where full parts of the archive go; None for RAM.
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.
@@ -40,7 +40,7 @@ class Memory:
     policy: Policy
     budget: int
     sinks: int = 4
-    decay: float = 1.0
+    decay: float | None = 1.0
     archive: int = 0
     folder: Path | None = None
     protect: bool = True

@@ -89,7 +89,7 @@ def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
         policy=build_policy(profile),
         budget=profile.budget,
         sinks=profile.sinks,
-        decay=profile.decay,
+        decay=None if profile.decay == "auto" else profile.decay,
         archive=(parse_size(profile.archive_limit) or 0) if profile.archive != "off" else 0,
         folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,

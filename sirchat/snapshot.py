@@ -70,7 +70,7 @@ class Snapshot:
 
     model: str
     policy: str
-    decay: float
+    decay: float | str
     budget: int
     resident: int
     seen: int

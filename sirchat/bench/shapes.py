@@ -34,6 +34,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 8192,
         "vocab_size": 128256,
     },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
 }
 """Llama shapes by name."""
 

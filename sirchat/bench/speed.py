@@ -22,6 +22,8 @@ from sirchat.anchors import ends_sequence
 from sirchat.detokenize import TextStream
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
+from sirchat.memory.policies.attention import Attention
+from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.model import LoadedModel
 from sirchat.records import Generated, Memory, Place
@@ -29,6 +31,7 @@ from sirchat.sampling import Sampler, Sampling
 
 _PLACE = Place(turn=0, round=0)
 _ARCHIVE = 2**30  # bytes, the default
+_POLICY = Entropy()
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,12 @@ def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
         lambda: _ours(model, options, archive=0),
         options,
     )
+    yield compare(
+        "decode with attention counted against without",
+        lambda: _ours(model, options, policy=Attention()),
+        lambda: _ours(model, options),
+        options,
+    )
     early, late = options.seen
     if late > early:
         name = f"decode after {late:,} tokens against after {early:,}"
@@ -123,10 +132,14 @@ def compare(
 
 
 def _ours(
-    model: LoadedModel, options: BenchOptions, seen: int = 0, archive: int = _ARCHIVE
+    model: LoadedModel,
+    options: BenchOptions,
+    seen: int = 0,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
 ) -> Iterator[float]:
     """Seconds a token for blocks of generation with surprisal, ledger and one eviction each."""
-    engine = _engine(model, options, archive)
+    engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
     for _ in engine.feed(ids, [Role.USER] * len(ids), _PLACE):
         pass
@@ -196,8 +209,13 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         yield timed(block, model) / options.cache
 
 
-def _engine(model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE) -> Engine:
-    memory = Memory(policy=Entropy(), budget=options.cache, decay=0.9, archive=archive)
+def _engine(
+    model: LoadedModel,
+    options: BenchOptions,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
+) -> Engine:
+    memory = Memory(policy=policy, budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, memory)
     return Engine(model, memory, ends_sequence=ends_sequence(model.tokenizer, model.anchors))

@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -167,6 +169,16 @@ class Attention:
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
             self._log_decay = np.concatenate([self._log_decay, np.zeros(more)])
+
+
+def or_median(received: Tensor) -> Tensor:
+    """What rows [n] received; those that were read before anybody counted got what is usual.
+
+    A row that was counted got something, from its own query.
+    """
+    known = received[received > 0]
+    usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
+    return torch.where(received > 0, received, usual)
 
 
 def _newest(passes: tuple[Looked, ...], window: int) -> tuple[Looked, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
+from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.records import Generated, Place
 from sirchat.sampling import Sampler, Sampling
@@ -134,7 +135,8 @@ def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[i
     starts: list[int] = []
     for number, one in enumerate(rounds, 1):
         starts.append(engine.ledger.seen)
-        read_ids(engine, _ids(template, one, first=number == 1), number)
+        ids, roles = _whole(template, one, first=number == 1)
+        read_ids(engine, ids, number, roles=roles)
         engine.close_round()
         distance = number - len(talk.told)
         if distance in distances:
@@ -154,7 +156,8 @@ def _is_right(engine: Engine, template: Template, one: Round, number: int) -> bo
     question, answer = one
     mark = engine.mark()
     wanted = [*template.assistant(answer.text).ids, template.closing[0]]
-    read_ids(engine, template.user(question.text).ids, number, len(wanted))
+    turn = template.user(question.text)
+    read_ids(engine, turn.ids, number, len(wanted), turn.roles)
     said = engine.generate(
         Sampler(Sampling()),
         Place(number, number),
@@ -167,7 +170,10 @@ def _is_right(engine: Engine, template: Template, one: Round, number: int) -> bo
     return right
 
 
-def _ids(template: Template, one: Round, *, first: bool) -> list[int]:
+def _whole(template: Template, one: Round, *, first: bool) -> tuple[list[int], list[Role]]:
+    """A round's ids, and each one's role."""
     user, reply = one
     asked = template.opening(user.text)[1] if first else template.user(user.text)
-    return [*asked.ids, *template.assistant(reply.text).ids, *template.closing]
+    said, closing = template.assistant(reply.text), template.closing
+    roles = [*asked.roles, *said.roles, *[Role.TEMPLATE] * len(closing)]
+    return [*asked.ids, *said.ids, *closing], roles

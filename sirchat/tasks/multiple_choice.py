@@ -129,7 +129,9 @@ class MultipleChoice(Grid):
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), held, strict=True):
             setting = cell.setting
-            for group in groups if not cell.shots and setting.policy != "full" else ():
+            if cell.shots or setting.policy == "full" or setting.decay == "auto":
+                continue
+            for group in groups:
                 line = f"{setting.policy} {setting.budget} {_COLUMNS[group]}"
                 share = _right(one, group).value
                 lines.setdefault(line, []).append((setting.decay, share))

@@ -24,13 +24,21 @@ def open_engine(model: LoadedModel, setting: Profile) -> Engine:
     )
 
 
-def read_ids(engine: Engine, ids: Sequence[int], number: int, to_come: int = 0) -> None:
+def read_ids(
+    engine: Engine,
+    ids: Sequence[int],
+    number: int,
+    to_come: int = 0,
+    roles: Sequence[Role] | None = None,
+) -> None:
     """Read ids [n] as round `number`, which stays open for `to_come` more.
+
+    Without `roles` [n] the user says all of it.
 
     Raises ContextFullError when they do not fit and none may be forgotten.
     """
     place = Place(number, number)
     for _ in engine.open_turn(len(ids), to_come, place):
         pass
-    for _ in engine.feed(ids, [Role.USER] * len(ids), place):
+    for _ in engine.feed(ids, roles or [Role.USER] * len(ids), place):
         pass

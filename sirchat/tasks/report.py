@@ -11,7 +11,7 @@ import transformers
 from sirchat import __version__
 from sirchat.memory.policies import policy_class
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile, as_typed
+from sirchat.profile import Profile, as_typed, short
 from sirchat.saving import fingerprint
 from sirchat.settings import has_effect
 from sirchat.tasks.journal import Record
@@ -107,7 +107,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
     if policy.bounded:
         parts.append(str(setting.budget))
     if setting.decay != 1:
-        parts.append(f"decay {setting.decay:g}")
+        parts.append(f"decay {short(setting.decay)}")
     if policy.bounded:
         told = [key for key in differ if has_effect(setting, key)]
         parts += [f"{key} {as_typed(getattr(setting, key))}" for key in told]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.events import Erased, TokenRow, Undone
-from sirchat.profile import policy_names
+from sirchat.profile import policy_names, short
 from sirchat.session import Session
 from sirchat.targets import turn_meant, unquoted
 from sirchat.ui.history import Typed
@@ -191,7 +191,8 @@ class Commands:
         self._screen.note(
             f"{end.turns} turns; {end.seen:,} tokens seen, {end.resident:,} of {session.budget:,} "
             f"held, {end.seen - end.resident:,} forgotten; {end.tokens_out:,} said, "
-            f"{speed:,.0f} tok/s; policy {session.profile.policy}, decay {session.profile.decay:g}"
+            f"{speed:,.0f} tok/s; policy {session.profile.policy}, "
+            f"decay {short(session.profile.decay)}"
         )
 
     def do_pin(self, rest: str) -> None:

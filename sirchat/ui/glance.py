@@ -16,6 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 from sirchat.events import TokenRow
+from sirchat.profile import short
 from sirchat.snapshot import Snapshot, TurnShare
 from sirchat.ui.cells import Piece, cut, lay_out, line_of, quoted, shown, shown_line
 from sirchat.ui.theme import Theme
@@ -48,7 +49,7 @@ def draw_glance(
 
 def headline(snapshot: Snapshot) -> str:
     """Policy, decay and model."""
-    name = " · ".join((snapshot.policy, f"decay {snapshot.decay:g}", snapshot.model))
+    name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
     return shown_line(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sirchat.profile import short
 from sirchat.session import Session
 from sirchat.ui.text import displayable_line
 
@@ -14,7 +15,7 @@ def toolbar(session: Session) -> str:
         displayable_line(name),
         displayable_line(profile.policy),
         f"{session.resident:,}/{session.budget:,} held",
-        f"decay {profile.decay:g}",
+        f"decay {short(profile.decay)}",
     ]
     if session.speed:
         parts.append(f"{session.speed:,.0f} tok/s")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.attention import Counting
+from sirchat.memory.attention import Counting, or_median
 from sirchat.memory.ledger import Held
 from sirchat.memory.policies.base import ScorePolicy
 
@@ -40,7 +40,7 @@ class Attention(ScorePolicy):
         return Counting(self.layers, self.window)
 
     def score(self, rows: Held) -> Tensor:
-        received = rows.lately if self.window else rows.attention
+        received = rows.lately if self.window else or_median(rows.attention)
         if self.lifetime and not self.window:
             received = received / (rows.seen - rows.position)
         return received.masked_fill(rows.newest(self.recent), math.inf)

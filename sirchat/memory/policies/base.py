@@ -68,6 +68,10 @@ class ScorePolicy(Policy):
     def score(self, rows: Held) -> Tensor:
         """One score [n] for each held row."""
 
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        """Logarithms of what a score is the product of, by name, [n] each; empty if it is none."""
+        return {}
+
     def keep(self, rows: Held, num_keep: int) -> Tensor:
         newest_first = self.score(rows).double().flip(0)
         order = torch.argsort(newest_first, descending=True, stable=True)

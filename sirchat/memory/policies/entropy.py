@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sirchat.memory.ledger import Held
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.spans import among_others, sum_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Entropy(ScorePolicy):
     SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). Its "token entropy" is
     the surprisal -log p(token | what was held), in nats; after each round every score so far is
     multiplied by `decay`. Known deviation: the paper has no recent window (`recent` 0 gives it).
+    `novelty` and `spans` are not the paper's: policy `salience` says what they are.
     """
 
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"
@@ -26,5 +28,12 @@ class Entropy(ScorePolicy):
 
     recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
 
+    novelty: bool = field(default=False, metadata={"help": "less for what was said again"})
+    spans: bool = field(default=False, metadata={"help": "more for what stands in such company"})
+
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        return among_others({"surprisal": rows.log_score}, rows, self.novelty, self.spans)
+
     def score(self, rows: Held) -> Tensor:
-        return rows.log_score.masked_fill(rows.newest(self.recent), math.inf)
+        product = sum_of(self.log_factors(rows))
+        return product.masked_fill(rows.newest(self.recent), math.inf)

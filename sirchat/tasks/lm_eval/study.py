@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile
+from sirchat.profile import Profile, short
 from sirchat.settings import check_budget
 from sirchat.tasks.journal import Record
 from sirchat.tasks.lm_eval.adapter import language_model
@@ -115,6 +115,6 @@ def _refuse_idle(setting: Profile, piece: int | None) -> None:
         )
     if setting.decay != 1 and piece is None:
         raise SettingError(
-            f"decay {setting.decay:g} changes nothing where a context is one round",
+            f"decay {short(setting.decay)} changes nothing where a context is one round",
             hint="--piece 64 reads it in rounds of 64 tokens",
         )

@@ -1,0 +1,59 @@
+"""Policy `salience`: what told much, was looked at, is new, and stands in such company."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.attention import Counting, or_median
+from sirchat.memory.ledger import Held
+from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.spans import among_others, sum_of
+
+
+@dataclass(frozen=True)
+class Salience(ScorePolicy):
+    """Keeps the sinks, the most salient tokens, and the `recent` newest.
+
+    Ours. Each factor mends what the one before gets wrong:
+
+    - `surprisal`, after the decays: what the model could not have foretold it can't guess again
+      (SirLLM). But it is high wherever a message begins, too, whatever is said there.
+    - `attention`, the square root of what was received so far, over `layers` layers: what later
+      tokens needed they may need again (H2O). By itself it prefers what is old, and punctuation.
+    - `novelty`, 0.7 to the number of later held rows of the same token: phrases that come again and
+      again would crowd out what was said once.
+    - `spans`: times the sum of the eight highest such products in its round. A fact is surprising
+      at several places and of use only whole, while small talk surprises at one; so rounds stay or
+      go together.
+
+    Measured with the bundled model in `sirchat eval policies` (README, "Studies"); deterministic.
+    """
+
+    source: ClassVar[str] = "ours"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
+
+    recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
+    surprisal: bool = field(default=True, metadata={"help": "what told the model much"})
+    attention: bool = field(default=True, metadata={"help": "what was looked at"})
+    novelty: bool = field(default=True, metadata={"help": "less for what was said again"})
+    spans: bool = field(default=True, metadata={"help": "more for what stands in such company"})
+    layers: int = field(default=4, metadata={"help": "layers whose attention counts; 0 for all"})
+
+    @property
+    def counting(self) -> Counting | None:
+        return Counting(self.layers) if self.attention else None
+
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        found = {"surprisal": rows.log_score if self.surprisal else torch.zeros(len(rows))}
+        if self.attention:
+            found["attention"] = or_median(rows.attention).log() / 2
+        return among_others(found, rows, self.novelty, self.spans)
+
+    def score(self, rows: Held) -> Tensor:
+        product = sum_of(self.log_factors(rows))
+        return product.masked_fill(rows.newest(self.recent), math.inf)
