@@ -69,6 +69,37 @@ def facts(
     return Facts(*compared, whole_numbers("facts", facts), whole_numbers("between", between))
 
 
+@study(
+    eval_app,
+    "policies",
+    Defaults(
+        "salience,entropy,sink,random,reservoir,attention",
+        "96,128,256,512",
+        limit=300,
+        of="Questions for each cell.",
+    ),
+)
+def policies(
+    compared: Compared,
+    parts: Annotated[
+        str, typer.Option(help="What is asked.", metavar="facts|ablation|...")
+    ] = "ablation,grocery,rock-paper-scissors,facts",
+    facts: Annotated[
+        str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")
+    ] = "1,4,8",
+    between: Annotated[
+        str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
+    ] = "20,60",
+    at: Annotated[int, typer.Option(help="Budget of ablation, lists and games.", min=1)] = 128,
+    data: Data = None,
+) -> "Study":
+    """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
+    from sirchat.tasks.policies import Policies
+
+    counts, distances = whole_numbers("facts", facts), whole_numbers("between", between)
+    return Policies(*compared, tuple(parts.split(",")), counts, distances, at, data)
+
+
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
 def dailydialog(
     compared: Compared,

@@ -406,6 +406,10 @@ class Engine:
                 hint="/set positions cache goes on",
             )
 
+    def view(self, at: NDArray[np.int64]) -> Held:
+        """The rows at stream positions [n], ascending, held or not, as a policy sees them."""
+        return self._room.view(at, None)
+
     def _held(self, *, protect_round: bool = True) -> Held:
         return self._room.view(self._room.own_positions, self._round if protect_round else None)
 

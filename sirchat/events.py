@@ -14,7 +14,9 @@ class TokenRow:
     """One token of the ledger.
 
     `surprisal` is in nats, null for the first token of the stream; `score` is the surprisal after
-    the decays so far, also in nats; `arrival_key` is uniform in [0, 1).
+    the decays so far, also in nats; `arrival_key` is uniform in [0, 1). `attention` is what it has
+    received so far, null where that is not counted; `worth` what the policy ranks it by among those
+    that are held, null where that is the score, or nothing of the kind.
     """
 
     position: int
@@ -26,6 +28,13 @@ class TokenRow:
     score: float
     arrival_key: float
     flags: tuple[str, ...]
+    attention: float | None = None
+    worth: float | None = None
+
+    @property
+    def strength(self) -> float:
+        """What the token is ranked by when the strongest are shown."""
+        return self.score if self.worth is None else self.worth
 
 
 @dataclass(frozen=True)

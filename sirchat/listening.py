@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sirchat.errors import ModelError
 from sirchat.gaze import Attended, Listener
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.recall import Heard, unrotated
@@ -61,9 +60,9 @@ _LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=(
 def listening(module: Any, listener: Listener) -> Iterator[None]:
     """Let `listener` hear every forward pass of a transformers model in this block.
 
-    Raises ModelError for a model whose attention can't be chosen.
+    Nothing is heard of a model whose attention can't be chosen.
     """
-    _make_audible(module)
+    make_audible(module)
     token = _LISTENERS.set((*_LISTENERS.get(), listener))
     try:
         yield
@@ -71,18 +70,20 @@ def listening(module: Any, listener: Listener) -> Iterator[None]:
         _LISTENERS.reset(token)
 
 
-def _make_audible(module: Any) -> None:
-    """Let the model use a function of ours from now on; without listeners it only passes on."""
+def make_audible(module: Any) -> bool:
+    """Let the model use a function of ours from now on; without listeners it only passes on.
+
+    Tells whether the model lets its attention be chosen.
+    """
     usual = module.config._attn_implementation or "eager"
     if usual.startswith(_NAME):
-        return
+        return True
     name = _NAME + usual
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, _audible(usual))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     module.set_attn_implementation(name)
-    if module.config._attn_implementation != name:
-        raise ModelError(f"the attention of {module.config.model_type} models can't be listened to")
+    return bool(module.config._attn_implementation == name)
 
 
 def _audible(usual: str) -> Callable[..., Any]:

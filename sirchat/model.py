@@ -17,7 +17,7 @@ from sirchat import paths
 from sirchat.anchors import Anchors, anchors_of
 from sirchat.errors import ModelError
 from sirchat.gaze import Listener
-from sirchat.listening import listening
+from sirchat.listening import listening, make_audible
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
@@ -72,6 +72,11 @@ class LoadedModel:
         return BoundedCache(self.rotations, capacity)
 
     @cached_property
+    def is_audible(self) -> bool:
+        """Whether its attention can be listened to; from then on it is ready to be."""
+        return make_audible(self.module)
+
+    @cached_property
     def anchors(self) -> Anchors | None:
         """How it was trained to gather text in anchors; None where it was not."""
         return anchors_of(self.module.config)
@@ -85,9 +90,9 @@ class LoadedModel:
     ) -> Tensor:
         """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
 
-        A `listener` hears what each layer attends to.
+        A `listener` hears what each layer attends to, if the model lets it be heard.
         """
-        if listener is None:
+        if listener is None or not self.is_audible:
             return self._logits(ids, cache, sight)
         with listening(self.module, listener):
             return self._logits(ids, cache, sight)

@@ -18,6 +18,7 @@ from sirchat.events import (
     TokenRow,
     TurnDone,
 )
+from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Evicted, Restored
 from sirchat.settings import has_effect
@@ -113,6 +114,14 @@ class Reports:
                 "this model was not trained to gather text in anchors and will forget nearly "
                 "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
                 "/policy anchor lazy=true waits"
+            )
+
+    def uncounted(self, model: LoadedModel) -> Iterator[Notice]:
+        """That the policy looks at attention and the model does not tell, where that is so."""
+        if self.engine.memory.counting is not None and not model.is_audible:
+            yield Notice(
+                f"the attention of {model.name} can't be counted; policy "
+                f"{type(self.engine.memory.policy).__name__.lower()} goes without"
             )
 
     def troubles(self) -> Iterator[Notice]:

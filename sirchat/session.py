@@ -181,6 +181,7 @@ class Session:
             )
         yield from self._reports.clamped(self.profile.recall_n)
         yield from self._reports.untrained(self.model.anchors)
+        yield from self._reports.uncounted(self.model)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
@@ -331,6 +332,7 @@ class Session:
         yield from reports.switched(before, profile, restored)
         if profile.policy != before.policy:
             yield from reports.untrained(self.model.anchors)
+            yield from reports.uncounted(self.model)
         if prompt is not None:
             yield from self._settle()
             yield from self._read_system(prompt, interrupted)

@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from sirchat.abilities import refuse_uncounted, refuse_unheard
+from sirchat.abilities import can_count, refuse_unheard
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
@@ -142,16 +142,15 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, blaming `source`, where attention is to be counted and can't be."""
-    counting = build_memory(profile).counting
-    if counting is None:
-        return
+    """Raise SettingError, blaming `source`, where attention must be counted and can't be."""
     name = "attention" if profile.attention == "on" else "policy"
-    try:
-        refuse_uncounted(model, counting)
-    except ModelError as error:
-        text = f"{source}: {name} can't be {getattr(profile, name)}: {error}"
-        raise SettingError(text) from None
+    needed = policy_class(profile.policy).needs_attention or name == "attention"
+    if needed and not can_count(model):
+        raise SettingError(
+            f"{source}: {name} can't be {getattr(profile, name)}: the attention of {model.name} "
+            "can't be counted",
+            hint="another policy, such as entropy, does without",
+        )
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
-from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.policies.base import Policy
+from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.policies.base import Policy, ScorePolicy
+from sirchat.memory.spans import sum_of
 from sirchat.profile import Profile
 
 Positions = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 """Ids and their stream positions to the text of each; see `detokenize.TokenTexts`."""
 
@@ -114,7 +116,10 @@ def take_snapshot(
     ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.next_to_go(in_round=in_round)
-    slots = _slots(ledger, held, leaving, strongest)
+    log_worth = log_worth_of(engine.memory.policy, engine.view(held))
+    strength = ledger.log_score_of(held) if log_worth is None else log_worth
+    slots = _slots(strength, held, leaving, strongest)
+    worth = None if log_worth is None else np.exp(log_worth[slots])
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -124,9 +129,9 @@ def take_snapshot(
         seen=ledger.seen,
         recalled=engine.recalled,
         speed=speed,
-        threshold=_threshold(ledger, leaving, engine.memory.policy),
+        threshold=None if log_worth is not None else _threshold(ledger, leaving, engine),
         next_to_go=tuple(leaving.tolist()),
-        rows=token_rows(ledger, held[slots], texts, profile.sinks),
+        rows=token_rows(ledger, held[slots], texts, profile.sinks, worth),
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
@@ -134,14 +139,33 @@ def take_snapshot(
     )
 
 
+def log_worth_of(policy: Policy, rows: Held) -> Floats | None:
+    """The logarithm of what a policy ranks rows [n] by, apart from those that are recent anyway.
+
+    None where it goes by surprisal and decays alone, or by nothing of the kind.
+    """
+    factors = policy.log_factors(rows) if isinstance(policy, ScorePolicy) else {}
+    if set(factors) <= {"surprisal"}:
+        return None
+    worth: Floats = sum_of(factors).numpy()
+    return worth
+
+
 def token_rows(
-    ledger: Ledger, positions: Positions, texts: Texts, sinks: int
+    ledger: Ledger,
+    positions: Positions,
+    texts: Texts,
+    sinks: int,
+    worth: Floats | None = None,
 ) -> tuple[TokenRow, ...]:
-    """The tokens at these positions, ascending, as records."""
+    """The tokens at these positions [n], ascending, as records; `worth` [n] is the policy's."""
     names = ("token_id", "turn", "role", "surprisal", "arrival_key", "flags")
     ids, *columns = (ledger.column(name)[positions].tolist() for name in names)
     at = positions.tolist()
     scores = np.exp(ledger.log_score_of(positions)).tolist()
+    counted = ledger.attention.is_counted
+    attention = ledger.attention.of(positions, ledger.log_decay).tolist()
+    worths = [None] * len(at) if worth is None else worth.tolist()
     return tuple(
         TokenRow(
             position=position,
@@ -153,24 +177,39 @@ def token_rows(
             score=score,
             arrival_key=key,
             flags=_flag_names(flags, position < sinks),
+            attention=received if counted else None,
+            worth=worth_of_row,
         )
-        for position, token_id, text, turn, role, surprisal, key, flags, score in zip(
-            at, ids, texts(ids, at), *columns, scores, strict=True
-        )
+        for (
+            position,
+            token_id,
+            text,
+            turn,
+            role,
+            surprisal,
+            key,
+            flags,
+            score,
+            received,
+            worth_of_row,
+        ) in zip(at, ids, texts(ids, at), *columns, scores, attention, worths, strict=True)
     )
 
 
-def _slots(ledger: Ledger, held: Positions, leaving: Positions, strongest: int | None) -> Positions:
+def _slots(
+    strength: Floats, held: Positions, leaving: Positions, strongest: int | None
+) -> Positions:
     """Slots of the rows to tell about, ascending: all of them, or those of a glance."""
     if strongest is None or strongest >= len(held):
         return np.arange(len(held))
-    best = np.argpartition(-ledger.log_score_of(held), strongest)[:strongest]
+    best = np.argpartition(-strength, strongest)[:strongest]
     return np.union1d(best, np.searchsorted(held, leaving[:_GLANCE_LEAVING]))
 
 
-def _threshold(ledger: Ledger, leaving: Positions, policy: Policy) -> float | None:
+def _threshold(ledger: Ledger, leaving: Positions, engine: Engine) -> float | None:
     """A policy that takes the decay into account goes by surprisal."""
-    if not len(leaving) or ledger.seen == ledger.held_count or "decay" not in policy.uses:
+    by_surprisal = "decay" in engine.memory.policy.uses
+    if not len(leaving) or ledger.seen == ledger.held_count or not by_surprisal:
         return None
     return float(np.exp(ledger.log_score_of(leaving).max()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
 from sirchat.memory.ledger import State
-from sirchat.snapshot import Positions, Texts, token_rows
+from sirchat.memory.policies.base import ScorePolicy
+from sirchat.snapshot import Positions, Texts, log_worth_of, token_rows
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Standing:
         row: the token.
         state: `held`, `archived` (it can come back) or `gone`.
         faded: the factor that the decays since it was read have made, 1 for none.
+        factors: what else the policy's score is the product of, by name.
+        score: what the token is ranked by.
         rank: 1 for the highest score; where it would stand, if it is not held.
         held: tokens that are held now.
         threshold: nats below which a token would leave if room were needed now; None where nothing
@@ -29,6 +33,8 @@ class Standing:
     row: TokenRow
     state: str
     faded: float
+    factors: dict[str, float]
+    score: float
     rank: int
     held: int
     threshold: float | None
@@ -38,14 +44,30 @@ def standings(
     engine: Engine, texts: Texts, positions: Positions, *, sinks: int, threshold: float | None
 ) -> list[Standing]:
     """The standing of the tokens at these positions, ascending."""
-    ledger = engine.ledger
-    held = np.sort(ledger.log_score_of(ledger.held_positions))
-    scores = ledger.log_score_of(positions)
-    above = len(held) - np.searchsorted(held, scores, side="right")
+    ledger, policy = engine.ledger, engine.memory.policy
+    among = np.union1d(ledger.held_positions, positions)
+    view = engine.view(among)
+    worth = log_worth_of(policy, view)
+    log_scores = ledger.log_score_of(among) if worth is None else worth
+    factors = policy.log_factors(view) if isinstance(policy, ScorePolicy) else {}
+    asked = np.searchsorted(among, positions)
+    held = np.sort(log_scores[np.searchsorted(among, ledger.held_positions)])
+    above = len(held) - np.searchsorted(held, log_scores[asked], side="right")
     faded = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = ledger.column("state")[positions].tolist()
     rows = token_rows(ledger, positions, texts, sinks)
     return [
-        Standing(row, State(state).name.lower(), one, rank + 1, len(held), threshold)
-        for row, state, one, rank in zip(rows, states, faded.tolist(), above.tolist(), strict=True)
+        Standing(
+            row=row,
+            state=State(state).name.lower(),
+            faded=float(faded[number]),
+            factors={
+                name: math.exp(one[at]) for name, one in factors.items() if name != "surprisal"
+            },
+            score=math.exp(log_scores[at]),
+            rank=int(above[number]) + 1,
+            held=len(held),
+            threshold=threshold,
+        )
+        for number, (row, state, at) in enumerate(zip(rows, states, asked.tolist(), strict=True))
     ]

@@ -71,10 +71,10 @@ ROW = np.dtype(
 class Held:
     """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
 
-    Every tensor has shape [n]. `surprisal` is in nats; `log_score` is the logarithm of the decayed
-    surprisal. `attention` is what a row received, `lately` from the newest queries alone, where the
-    policy has it counted. `protected` marks the rows that must stay: sinks, pins, the newest of
-    this round.
+    Every tensor has shape [n]. `surprisal` is in nats; `log_fade` is the logarithm of the decays
+    since a row was read, `log_score` that of its surprisal so faded. `attention` is what a row
+    received, `lately` from the newest queries alone, where the policy has it counted. `protected`
+    marks the rows that must stay: sinks, pins, the newest of this round.
     """
 
     position: Tensor
@@ -83,6 +83,7 @@ class Held:
     round: Tensor
     role: Tensor
     surprisal: Tensor
+    log_fade: Tensor
     log_score: Tensor
     attention: Tensor
     lately: Tensor
@@ -296,6 +297,7 @@ class Ledger:
             round=tensor(columns["round"][at]),
             role=tensor(columns["role"][at]),
             surprisal=tensor(self.surprisal_of(at)),
+            log_fade=tensor(self.log_decay - columns["birth_decay"][at]),
             log_score=tensor(self.log_score_of(at)),
             attention=tensor(self.attention.of(at, self.log_decay)),
             lately=tensor(self.attention.lately(at)),

@@ -19,16 +19,22 @@ REPEATED = 0.7
 BEST = 8
 """Rows of a round that speak for it: more would let a long round outweigh a telling one."""
 
+WEIGHT = 2
+"""To which power a round's company counts."""
+
 
 def among_others(
     factors: dict[str, Tensor], rows: Held, novelty: bool, spans: bool
 ) -> dict[str, Tensor]:
-    """Logarithms [n] of factors by name, and those that come of the rows beside each."""
+    """Logarithms [n] of factors by name, and those that come of the rows beside each.
+
+    The first factor is faded by the decays; company is what it was before, so that they count once.
+    """
     found = dict(factors)
     if novelty:
         found["novelty"] = log_novelty(rows.token_id)
     if spans:
-        found["company"] = log_company(sum_of(found), rows.round)
+        found["company"] = WEIGHT * log_company(sum_of(found) - rows.log_fade, rows.round)
     return found
 
 

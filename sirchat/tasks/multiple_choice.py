@@ -8,7 +8,7 @@ the n questions before it and their answers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import get_args
@@ -40,6 +40,7 @@ class MultipleChoice(Grid):
         scoring: how an option is taken.
         shots: few-shot rows beside the settings.
         data: a folder with the released files; none for made conversations.
+        answered: read the right answers to questions that are not about what was told.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -48,6 +49,7 @@ class MultipleChoice(Grid):
     scoring: Scoring = "paper"
     shots: tuple[int, ...] = ()
     data: str | None = None
+    answered: bool = False
 
     def __post_init__(self) -> None:
         refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
@@ -64,8 +66,10 @@ class MultipleChoice(Grid):
         """The first `limit` conversations."""
         make, load, file = _SOURCES[self.task]
         if self.data is not None:
-            return load(Path(self.data) / file)[: self.limit]
-        return [make(self.seed, number) for number in range(self.limit)]
+            asked = load(Path(self.data) / file)[: self.limit]
+        else:
+            asked = [make(self.seed, number) for number in range(self.limit)]
+        return [list(map(_answered, one)) for one in asked] if self.answered else asked
 
     def cells(self) -> list[Cell]:
         """The settings, then the few-shot rows, which forget nothing."""
@@ -137,6 +141,13 @@ class MultipleChoice(Grid):
                 lines.setdefault(line, []).append((setting.decay, share))
         swept = {name: tuple(sorted(points)) for name, points in lines.items() if len(points) > 1}
         return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
+
+
+def _answered(one: Question) -> Question:
+    """A question whose answer is known; as it is, where it asks for what was told."""
+    if one.group != released.COMMONSENSE:
+        return one
+    return replace(one, replies=(one.answer,), right=0)
 
 
 def _right(held: Held, group: str) -> Measured:

@@ -143,7 +143,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow
     """The strongest held text that fits in the rows, with the strongest that just left."""
     left = _flashes(flash, theme, width)
     tokens = [
-        _Token(row.position, slot, Piece(shown(row.text), theme.token(row)), row.score)
+        _Token(row.position, slot, Piece(shown(row.text), theme.token(row)), row.strength)
         for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
     ]
     ranked = sorted(tokens, key=lambda token: -token.score)

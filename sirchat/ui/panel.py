@@ -123,9 +123,9 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """The strongest held tokens, and those that go next."""
     leaving = set(snapshot.next_to_go)
-    strongest = sorted(snapshot.rows, key=lambda row: -row.score)[:_RANKED]
+    strongest = sorted(snapshot.rows, key=lambda row: -row.strength)[:_RANKED]
     weakest = sorted(
-        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.score
+        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.strength
     )[:_RANKED]
     half = _half(width)
     return _pair(

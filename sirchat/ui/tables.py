@@ -24,12 +24,13 @@ _RANKING_WIDTH = 60
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """Every column of the rows but the arrival key."""
+    """Every column of the rows but the arrival key; attention where it is counted."""
+    counted = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("role", no_wrap=True)
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
-    _columns(table, "id", "surprisal", "score")
+    _columns(table, "id", "surprisal", "score", *["attention"] * counted)
     table.add_column("flags", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
@@ -40,18 +41,20 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             str(row.id),
             nats(row.surprisal),
             significant(row.score),
+            *[significant(row.attention or 0.0)] * counted,
             " ".join(row.flags),
         )
     return table
 
 
 def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableType:
-    """What holds each token, or held it: surprisal x what has not faded = score, and its rank."""
+    """What holds each token, or held it: surprisal x what has not faded x ... = score; its rank."""
+    factors = list(standings[0].factors) if standings else []
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
     table.add_column("is", no_wrap=True)
-    _columns(table, "surprisal", "faded to", "score", "rank", "needs")
+    _columns(table, "surprisal", "faded to", *factors, "score", "rank", "needs")
     for one in standings:
         flags = [flag for flag in one.row.flags if flag in ("sink", "pinned")]
         table.add_row(
@@ -61,7 +64,8 @@ def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableTyp
             ", ".join([one.state, *flags]),
             nats(one.row.surprisal),
             f"{one.faded:.0%}",
-            significant(one.row.score),
+            *(significant(one.factors[name]) for name in factors),
+            significant(one.score),
             f"{one.rank:,} of {one.held:,}",
             nats(one.threshold),
         )

@@ -29,6 +29,7 @@ class Attention(ScorePolicy):
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048; TOVA, arXiv:2401.06104"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
+    needs_attention: ClassVar[bool] = True
 
     recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
     layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
@@ -39,8 +40,12 @@ class Attention(ScorePolicy):
     def counting(self) -> Counting:
         return Counting(self.layers, self.window)
 
-    def score(self, rows: Held) -> Tensor:
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
         received = rows.lately if self.window else or_median(rows.attention)
         if self.lifetime and not self.window:
             received = received / (rows.seen - rows.position)
+        return {"attention": received.log()}
+
+    def score(self, rows: Held) -> Tensor:
+        (received,) = self.log_factors(rows).values()
         return received.masked_fill(rows.newest(self.recent), math.inf)

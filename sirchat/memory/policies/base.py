@@ -24,7 +24,8 @@ class Policy(ABC):
 
     Class attributes: `source` names where the idea is from; `uses` the shared settings that change
     what it keeps; `honours_sinks` and `honours_pins` say whether these rows are protected;
-    `bounded` is false for a policy that never forgets.
+    `bounded` is false for a policy that never forgets; `needs_attention` is true for one that is
+    nothing without what it has counted.
 
     `gathers` is true for a policy that counts on anchors: what is read is cut behind each of them,
     `reduce` is asked there, and an anchor sees its own sequence alone.
@@ -35,6 +36,7 @@ class Policy(ABC):
     honours_sinks: ClassVar[bool] = True
     honours_pins: ClassVar[bool] = True
     bounded: ClassVar[bool] = True
+    needs_attention: ClassVar[bool] = False
 
     @property
     def gathers(self) -> bool:

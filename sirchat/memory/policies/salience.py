@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sirchat.memory.attention import Counting, or_median
@@ -25,13 +24,15 @@ class Salience(ScorePolicy):
       (SirLLM). But it is high wherever a message begins, too, whatever is said there.
     - `attention`, the square root of what was received so far, over `layers` layers: what later
       tokens needed they may need again (H2O). By itself it prefers what is old, and punctuation.
+      It is left out for the few models that don't let it be heard.
     - `novelty`, 0.7 to the number of later held rows of the same token: phrases that come again and
       again would crowd out what was said once.
-    - `spans`: times the sum of the eight highest such products in its round. A fact is surprising
-      at several places and of use only whole, while small talk surprises at one; so rounds stay or
-      go together.
+    - `spans`: times the square of the sum of the eight highest such products in its round. A fact
+      is surprising at several places and of use only whole, while small talk surprises at one; so
+      rounds stay or go together.
 
-    Measured with the bundled model in `sirchat eval policies` (README, "Studies"); deterministic.
+    The decays of a token's rounds count once; half of what they took comes back where the token was
+    looked at since. Measured with the bundled model in `sirchat eval policies` (README, "Studies"); deterministic.
     """
 
     source: ClassVar[str] = "ours"
@@ -49,9 +50,9 @@ class Salience(ScorePolicy):
         return Counting(self.layers) if self.attention else None
 
     def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        found = {"surprisal": rows.log_score if self.surprisal else torch.zeros(len(rows))}
+        found = {"surprisal": rows.log_score if self.surprisal else rows.log_fade}
         if self.attention:
-            found["attention"] = or_median(rows.attention).log() / 2
+            found["attention"] = (or_median(rows.attention).log() - rows.log_fade) / 2
         return among_others(found, rows, self.novelty, self.spans)
 
     def score(self, rows: Held) -> Tensor:
