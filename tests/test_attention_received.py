@@ -167,9 +167,11 @@ def test_what_was_undone_was_never_looked_at() -> None:
     for number in range(4, 8):
         list(feed(engine, 23, number))
     # rows that were archived by then come back, are looked at, and leave again
-    list(engine.switch(memory(AttentionPolicy(recent=8, window=6), budget=80)))
+    archived = np.setdiff1d(np.arange(92), mark.mark.held)[:5]
+    list(engine.pin(archived, True))
     list(feed(engine, 23, 8))
-    list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
+    list(engine.pin(archived, False))
+    list(feed(engine, 23, 9))
     assert not same(received(engine), before)
     engine.undo(mark)
     assert same(received(engine), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from sirchat.errors import SettingError
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.base import Policy, ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.records import Memory, Place
@@ -36,10 +37,17 @@ BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 
 @dataclass(frozen=True)
 class Row:
-    """A held row; its score is its surprisal, halved at the close of every round since."""
+    """A held row; its score is its surprisal, halved at the close of every round since.
+
+    So is what was received of attention, from when it was.
+    """
 
     position: int
+    round: int
+    token: int
     score: Fraction
+    faded: Fraction
+    attention: Fraction
     key: float
     is_anchor: bool
     is_pinned: bool
@@ -129,12 +137,22 @@ def cases(pick: st.DrawFn) -> Case:
     scores: list[Fraction] = []
     flags: list[int] = []
     rounds = random.randint(1, 6)
+    ids: list[int] = []
+    of_round: list[int] = []
+    attention: list[Fraction] = []
     for number in range(rounds):
         length = random.randint(1, 12)
+        new_ids = random.choices(range(6), k=length)
         # Odd or zero, so that halving never makes equal scores of different rounds.
         nats = random.choices([0, 1, 3, 5, 7], k=length)
         new_flags = random.choices([0, Flag.ANCHOR, Flag.PINNED], [7, 2, 1], k=length)
-        append(ledger, [float(n) for n in nats], number, new_flags)
+        append(ledger, [float(n) for n in nats], number, new_flags, new_ids)
+        ids, of_round = ids + new_ids, of_round + [number] * length
+        looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
+        weights = np.array([[float(one) for one in looks]], np.float32)
+        ledger.attention.add(np.arange(len(ids)), weights, ledger.log_decay)
+        attention += [Fraction(0)] * length
+        attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
         ledger.close_round(0.5)
         scores += [Fraction(n, 2 ** (rounds - number)) for n in nats]
         flags += new_flags
@@ -145,7 +163,9 @@ def cases(pick: st.DrawFn) -> Case:
         is_sink, is_pinned = p < sinks, bool(flags[p] & Flag.PINNED)
         protected = is_sink or is_pinned or p >= len(scores) - newest_protected
         key, is_anchor = draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
-        return Row(p, scores[p], key, is_anchor, is_pinned, is_sink, protected)
+        faded = Fraction(1, 2 ** (rounds - of_round[p]))
+        known = (p, of_round[p], ids[p], scores[p], faded, attention[p])
+        return Row(*known, key, is_anchor, is_pinned, is_sink, protected)
 
     rows = [row(position) for position in held]
     protected = [row.protected for row in rows]
@@ -161,6 +181,79 @@ def test_a_policy_keeps_what_its_description_says(
 ) -> None:
     policy = policy_class(name)(**options)
     assert policy.keep(case.held, case.num_keep).tolist() == oracle(case)
+
+
+def salient(case: Case, row: Row, factors: set[str]) -> float:
+    """What salience makes of a row: only of those factors that are named."""
+
+    def alone(one: Row) -> float:
+        product = 1.0
+        if "surprisal" in factors:
+            product *= float(one.score / one.faded)
+        if "attention" in factors:
+            product *= math.sqrt(one.attention / one.faded)
+        if "novelty" in factors:
+            later = [r for r in case.rows if r.position > one.position and r.token == one.token]
+            product *= 0.7 ** len(later)
+        return product
+
+    score = float(row.faded) * alone(row)
+    if "spans" in factors:
+        beside = sorted((alone(r) for r in case.rows if r.round == row.round), reverse=True)
+        score *= sum(beside[:8]) ** 2
+    return score
+
+
+ALL = {"surprisal", "attention", "novelty", "spans"}
+SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
+    ("attention", {}, lambda case, row: float(row.attention)),
+    (
+        "attention",
+        {"lifetime": True},
+        lambda case, row: float(row.attention) / (case.held.seen - row.position),
+    ),
+    ("salience", {}, lambda case, row: salient(case, row, ALL)),
+    *(
+        ("salience", {off: False}, lambda case, row, off=off: salient(case, row, ALL - {off}))
+        for off in sorted(ALL)
+    ),
+    (
+        "entropy",
+        {"novelty": True, "spans": True},
+        lambda case, row: salient(case, row, ALL - {"attention"}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "score"), SCORES)
+@given(case=cases())
+@settings(max_examples=60)
+def test_a_score_is_what_its_description_says(
+    name: str, options: dict[str, Any], score: Callable[[Case, Row], float], case: Case
+) -> None:
+    policy = policy_class(name)(recent=5, **options)
+    assert isinstance(policy, ScorePolicy)
+    wanted = [math.inf if case.is_recent(r, 5) else score(case, r) for r in case.rows]
+    assert policy.score(case.held).exp().tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_nobody_counted_ranks_in_the_middle() -> None:
+    ledger = Ledger()
+    append(ledger, [1.0] * 4)
+    ledger.attention.add(np.arange(1, 4), np.array([[4.0, 1.0, 2.0]], np.float32), 0.0)
+    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
+    kept = policy_class("attention")(recent=0).keep(held, 3)
+    assert kept.tolist() == [0, 1, 3]
+
+
+def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
+    ledger = Ledger()
+    for number in range(1000):
+        append(ledger, [8.0, 3.0], number)
+        ledger.close_round(0.5)
+    held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
+    policy = policy_class("salience")(recent=0, attention=False, novelty=False)
+    assert policy.keep(held, 3).tolist() == [1996, 1998, 1999]
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -181,7 +274,7 @@ def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
 
 
 def test_every_policy_that_forgets_has_an_oracle() -> None:
-    assert {ALIASES.get(name, name) for name, _, _ in ORACLES} == set(BOUNDED)
+    assert {ALIASES.get(name, name) for name, _, _ in [*ORACLES, *SCORES]} == set(BOUNDED)
     assert [name for name in policy_names() if name not in BOUNDED] == ["full"]
 
 
@@ -292,10 +385,16 @@ def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[n
 
 
 def append(
-    ledger: Ledger, surprisal: list[float], number: int = 0, flags: list[int] | None = None
+    ledger: Ledger,
+    surprisal: list[float],
+    number: int = 0,
+    flags: list[int] | None = None,
+    ids: list[int] | None = None,
 ) -> None:
     zeros = [0] * len(surprisal)
-    ledger.append(zeros, surprisal, turn=number, round=number, roles=zeros, flags=flags or zeros)
+    ledger.append(
+        ids or zeros, surprisal, turn=number, round=number, roles=zeros, flags=flags or zeros
+    )
 
 
 def draw(purpose: Purpose, position: int, seen: int = 0) -> float:
