@@ -100,6 +100,19 @@ def policies(
     return Policies(*compared, tuple(parts.split(",")), counts, distances, at, data)
 
 
+@study(eval_app, "topics", Defaults("entropy", "128", "1,0.95,0.9,0.8,auto", limit=75))
+def topics(
+    compared: Compared,
+    topics: Annotated[int, typer.Option(help="Topics that follow each other.", min=1)] = 3,
+    facts: Annotated[int, typer.Option(help="Facts told of each.", min=1)] = 4,
+    between: Annotated[int, typer.Option(help="Rounds of small talk behind them.", min=0)] = 20,
+) -> "Study":
+    """Change the topic: the share of exact answers about the last one, and the first."""
+    from sirchat.tasks.topics import Topics
+
+    return Topics(*compared, topics, facts, between)
+
+
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
 def dailydialog(
     compared: Compared,

@@ -31,7 +31,7 @@ from sirchat.template import Template
 from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
 from sirchat.training.probe import PROBED, QUIET
 
-_KINDS = tuple(PROBED)
+KINDS = tuple(PROBED)
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Facts(Grid):
 
     def __post_init__(self) -> None:
         for count in self.facts:
-            if not 1 <= count <= len(_KINDS):
-                raise SettingError(f"facts is {count}, must be 1 to {len(_KINDS)}")
+            if not 1 <= count <= len(KINDS):
+                raise SettingError(f"facts is {count}, must be 1 to {len(KINDS)}")
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Facts(Grid):
         """Conversation `number` with so many facts; the same seed gives the same one."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, QUIET), Style.draw(rng)
-        kinds = [_KINDS[(number + at) % len(_KINDS)] for at in range(count)]
+        kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
         facts = [draw_fact(rng, PROBED[kind], style) for kind in kinds]
         told = [talk.tell_one(fact, style) for fact in facts]
         later = [talk.small_talk() for _ in range(max(self.between))]
@@ -135,12 +135,12 @@ def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[i
     starts: list[int] = []
     for number, one in enumerate(rounds, 1):
         starts.append(engine.ledger.seen)
-        ids, roles = _whole(template, one, first=number == 1)
+        ids, roles = whole_round(template, one, first=number == 1)
         read_ids(engine, ids, number, roles=roles)
         engine.close_round()
         distance = number - len(talk.told)
         if distance in distances:
-            asked = [_is_right(engine, template, each, number + 1) for each in talk.asked]
+            asked = [is_right(engine, template, each, number + 1) for each in talk.asked]
             right[str(distance)] = asked
     cost = engine.ledger.column("surprisal")[starts[len(talk.told)] :]
     return {
@@ -151,7 +151,7 @@ def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[i
     }
 
 
-def _is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
+def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
     """Ask, and take question and answer back: whether the whole answer was right."""
     question, answer = one
     mark = engine.mark()
@@ -170,7 +170,7 @@ def _is_right(engine: Engine, template: Template, one: Round, number: int) -> bo
     return right
 
 
-def _whole(template: Template, one: Round, *, first: bool) -> tuple[list[int], list[Role]]:
+def whole_round(template: Template, one: Round, *, first: bool) -> tuple[list[int], list[Role]]:
     """A round's ids, and each one's role."""
     user, reply = one
     asked = template.opening(user.text)[1] if first else template.user(user.text)

@@ -32,7 +32,8 @@ class Salience(ScorePolicy):
       rounds stay or go together.
 
     The decays of a token's rounds count once; half of what they took comes back where the token was
-    looked at since. Measured with the bundled model in `sirchat eval policies` (README, "Studies"); deterministic.
+    looked at since. Measured with the bundled model in `sirchat eval policies` (README, "Studies").
+    Deterministic.
     """
 
     source: ClassVar[str] = "ours"
