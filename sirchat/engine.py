@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import Received
+from sirchat.memory.decay import automatic_decay
 from sirchat.memory.holding import Holding
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.recall import choose
@@ -190,8 +191,13 @@ class Engine:
                 yield self._keep(num_keep)
 
     def close_round(self) -> None:
-        """Apply the decay of the round that ends; its own rows decay too."""
-        self.ledger.close_round(self._room.decay(self._round))
+        """Apply the decay of the round that ends, to its own rows, too, if it is a fixed one."""
+        decay, ledger = self._room.memory.decay, self.ledger
+        if decay is not None:
+            ledger.close_round(decay)
+        else:
+            told = automatic_decay(ledger.column("surprisal"), ledger.column("round"))
+            ledger.close_round(told, spared=self._round)
 
     def next_to_go(self, *, in_round: bool) -> NDArray[np.int64]:
         """Positions [k], ascending, that would leave if a block of room were needed now.

@@ -74,7 +74,7 @@ class Profile(BaseModel):
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
         description="What a token's importance is multiplied by after each round; 1 fades nothing, "
-        "auto halves it each time that eight budgets were read.",
+        "auto fades when a round tells more than usual.",
     )
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Makes every random choice repeatable."

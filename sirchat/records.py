@@ -24,7 +24,7 @@ class Memory:
         policy: chooses the rows that stay.
         budget: rows held at most.
         sinks: first tokens of the stream that always stay.
-        decay: factor on every score when a round closes; None goes by how much was read.
+        decay: factor on every score when a round closes; None goes by what a round tells.
         archive: bytes that what left the cache may take, so that it can come back; 0 for none.
         folder: where full parts of the archive go; None for RAM.
         protect: whether the newest E/2 rows of the current round stay whatever the policy says.

@@ -20,9 +20,6 @@ from sirchat.records import Memory
 
 Positions = NDArray[np.int64]
 
-HALF_LIFE = 8
-"""Budgets that are read until a score is half of what it was, where decay is automatic."""
-
 _LEAST = 8
 """Rows that sinks and pins must leave to the conversation."""
 
@@ -91,18 +88,6 @@ class Room:
     def pins(self, at: Positions) -> int:
         """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
-
-    def decay(self, round: int) -> float:
-        """Factor on every score when `round` closes, which is the last one.
-
-        Without a fixed one a score halves each time that `HALF_LIFE` budgets were read: a memory
-        fades as fast as it could be filled anew, however long rounds are.
-        """
-        if self.memory.decay is not None:
-            return self.memory.decay
-        rounds = self.ledger.column("round")
-        tokens = len(rounds) - int(np.searchsorted(rounds, round))
-        return float(0.5 ** (tokens / (HALF_LIFE * self.base)))
 
     @property
     def gathers(self) -> bool:

@@ -12,20 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chatting import session
 from families import HELD, loaded
 from torch import Tensor
 
 from sirchat.engine import Engine
+from sirchat.errors import SettingError
 from sirchat.listening import Ear, listening
 from sirchat.memory.attention import Attention, Counting
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention as AttentionPolicy
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
 from sirchat.model import LoadedModel
+from sirchat.profile import Profile, changed
 from sirchat.records import Memory, Place
 from sirchat.sampling import Sampler, Sampling
+from sirchat.settings import check_attention
 
 UNTOLD = {"falcon"}
 """Families whose attention can't be chosen."""
@@ -225,3 +230,44 @@ def received(engine: Engine) -> list[np.ndarray]:
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(map(np.array_equal, one, other))
+
+
+def test_a_model_that_can_not_be_heard_is_refused_only_where_nothing_else_counts() -> None:
+    model = loaded("falcon")
+    for changes in ({"policy": "attention"}, {"attention": "on"}):
+        with pytest.raises(SettingError, match="can't be counted") as error:
+            check_attention(changed(Profile(), "flag", **changes), model, "--policy")
+        assert "entropy" in str(error.value)
+    check_attention(Profile(policy="salience"), model, "--policy")
+    engine = Engine(model, memory(Salience(recent=8)))
+    for number in range(4):
+        list(feed(engine, 23, number))
+    assert engine.ledger.held_count <= 48
+    assert not engine.ledger.attention.is_counted
+
+
+def test_why_tells_what_a_score_is_the_product_of() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    everything = [chat.why(f"turn {number}") for number in range(8)]
+    rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
+    assert {tuple(one.factors) for one in rows} == {("attention", "novelty", "company")}
+    for one in rows:
+        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.faded
+        assert one.score == pytest.approx(factors)
+        assert one.row.attention is not None
+    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank)
+    assert [one.score for one in held] == sorted((one.score for one in held), reverse=True)
+    strongest = max(chat.snapshot().rows, key=lambda row: row.strength)
+    assert strongest.worth is not None
+    assert chat.snapshot().threshold is None
+
+
+def test_attention_is_counted_for_whoever_asks() -> None:
+    chat = session(policy="sink", budget=64)
+    list(chat.ask("My name is Anna."))
+    assert {row.attention for row in chat.snapshot().rows} == {None}
+    list(chat.switch("/set", attention="on"))
+    list(chat.ask("Tell me a joke."))
+    assert all(row.attention is not None for row in chat.snapshot().rows)

@@ -150,6 +150,10 @@ class Attention:
             self._put(saved)
             self._window = saved.window
 
+    def renew(self, start: int, log_decay: float) -> None:
+        """Let rows from position `start` on be as fresh as `log_decay`, the ledger's, is."""
+        self._log_decay[start:] = log_decay
+
     def erase(self, positions: Positions) -> None:
         """Keep nothing of what these rows got."""
         self._total[positions[positions < len(self._total)]] = 0

@@ -264,9 +264,16 @@ class Ledger:
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
 
-    def close_round(self, decay: float) -> None:
-        """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space."""
+    def close_round(self, decay: float, spared: int | None = None) -> None:
+        """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space.
+
+        But for rows of round `spared`, the last one, if given.
+        """
         self.log_decay += math.log(decay)
+        if spared is not None:
+            start = int(np.searchsorted(self.column("round"), spared))
+            self._rows["birth_decay"][start : self.seen] = self.log_decay
+            self.attention.renew(start, self.log_decay)
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""

@@ -103,7 +103,7 @@ def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> Renderab
             str(row.turn),
             text,
             nats(row.surprisal),
-            significant(row.score),
+            significant(row.strength),
         )
         table.add_row(*values)
     return table
