@@ -198,6 +198,9 @@ def bench(
     panel: Annotated[
         bool, typer.Option("--panel", help="Measure the live panel instead, on against off.")
     ] = False,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="Measure what counting attention costs instead.")
+    ] = False,
     index: Annotated[
         bool, typer.Option("--index", help="Measure searches by index instead, against exact ones.")
     ] = False,
@@ -243,6 +246,7 @@ def bench(
         loaded,
         options,
         panel=panel,
+        attention=attention,
         archived=archived * index,
         training=training,
         as_json=json,

@@ -165,6 +165,15 @@ def test_bench_prints_ratios_as_json() -> None:
     assert all(r["low"] <= r["median"] <= r["high"] for r in results)
 
 
+def test_bench_of_attention_compares_with_none() -> None:
+    command = ("bench", "--attention", "--json", "--cache", "64", "--rounds", "2")
+    done = run(*command, "--seen", "100,300")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [r["name"].split()[0] for r in results] == ["attention", "attention", "the", "salience,"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
+
+
 def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("sirchat.bench.panel.BLOCK_SECONDS", 0.2)

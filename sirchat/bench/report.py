@@ -9,7 +9,7 @@ from rich.table import Table
 
 from sirchat.bench.index import bench_index
 from sirchat.bench.panel import bench_panel
-from sirchat.bench.speed import BenchOptions, bench_record, run_bench
+from sirchat.bench.speed import BenchOptions, bench_attention, bench_record, run_bench
 from sirchat.bench.training import bench_training
 from sirchat.model import LoadedModel
 
@@ -19,14 +19,15 @@ def print_bench(
     options: BenchOptions,
     *,
     panel: bool,
+    attention: bool,
     archived: int,
     training: int,
     as_json: bool,
 ) -> None:
     """Run the benchmark, or another, and print it to stdout; progress on stderr.
 
-    That of the live panel with `panel`, that of the search index where rows are `archived`, and
-    that of a training step on rows of `training` tokens.
+    That of the live panel with `panel`, that of counting `attention`, that of the search index
+    where rows are `archived`, and that of a training step on rows of `training` tokens.
     Raises UsageError where the terminal wants no drawing, or faiss is not installed.
     """
     notes = Console(stderr=True, highlight=False)
@@ -35,6 +36,8 @@ def print_bench(
         measured = bench_index(model, options, archived)
     elif training:
         measured = bench_training(model, options, training)
+    elif attention:
+        measured = bench_attention(model, options)
     else:
         measured = bench_panel(model, options) if panel else run_bench(model, options)
     with notes.status("measuring", spinner="line"):

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.salience import Salience
 from sirchat.model import LoadedModel
 from sirchat.records import Generated, Memory, Place
 from sirchat.sampling import Sampler, Sampling
@@ -81,18 +83,25 @@ def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
         lambda: _ours(model, options, archive=0),
         options,
     )
-    yield compare(
-        "decode with attention counted against without",
-        lambda: _ours(model, options, policy=Attention()),
-        lambda: _ours(model, options),
-        options,
-    )
     early, late = options.seen
     if late > early:
         name = f"decode after {late:,} tokens against after {early:,}"
         yield compare(
             name, lambda: _ours(model, options, late), lambda: _ours(model, options, early), options
         )
+
+
+def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
+    """Measure decode while attention is counted against decode while it is not."""
+    counting: dict[str, Policy] = {
+        "attention of 4 layers": Attention(),
+        "attention of all layers": Attention(layers=0),
+        "the last 32 queries of 4 layers": Attention(window=32),
+        "salience": Salience(),
+    }
+    for name, policy in counting.items():
+        ours = partial(_ours, model, options, policy=policy)
+        yield compare(f"{name}, against none", ours, partial(_ours, model, options), options)
 
 
 def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions) -> dict[str, Any]:
