@@ -6,6 +6,7 @@ from queries and keys, for the counted layers alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,10 +58,11 @@ class Gaze:
     Args:
         counting: which layers count.
         layers: how many there are.
+        narrow: those of them that see only a window.
     """
 
-    def __init__(self, counting: Counting, layers: int) -> None:
-        self._counted = frozenset(counting.of(layers))
+    def __init__(self, counting: Counting, layers: int, narrow: Collection[int] = ()) -> None:
+        self._counted = frozenset(counting.of(layers, narrow))
         self._sum: Tensor | None = None
 
     def hear(self, one: Attended) -> None:
@@ -82,7 +84,7 @@ class Gaze:
 
 def _over_heads(one: Attended) -> Tensor:
     """A layer's weights [m, n], float32, the mean over its heads."""
-    if one.weights is not None:
+    if one.weights is not None and one.weights.ndim == 4:  # some tell sums of them instead
         return one.weights[0].float().mean(0)
     return attention_weights(one).mean((0, 1))
 
@@ -98,7 +100,7 @@ def attention_weights(one: Attended) -> Tensor:
     logits = (grouped @ one.keys[0].mT).float().view(heads, -1, count, rows)
     if cap := one.options.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
-    if one.mask is not None or count > 1:
+    if one.mask is not None or count > 1 or one.options.get("sliding_window"):
         logits = _masked(logits, one)
     sinks = one.options.get("s_aux")
     if sinks is None:

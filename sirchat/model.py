@@ -56,6 +56,13 @@ class LoadedModel:
         return int(self.module.get_output_embeddings().weight.shape[0])
 
     @cached_property
+    def narrow_layers(self) -> frozenset[int]:
+        """Numbers of the layers that see only a window of what is held."""
+        config = self.module.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or []
+        return frozenset(number for number, kind in enumerate(kinds) if "sliding" in kind)
+
+    @cached_property
     def device(self) -> torch.device:
         """Where ids go in."""
         device: torch.device = self.module.get_input_embeddings().weight.device

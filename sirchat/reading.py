@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class CausalModel(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width V of the logits."""
+
+    @property
+    def narrow_layers(self) -> Collection[int]:
+        """Numbers of the layers that see only a window of what is held."""
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
@@ -151,7 +155,9 @@ class Reader:
         return self._model.forward(ids, self._cache, sight, gaze)
 
     def _gaze(self) -> Gaze | None:
-        return Gaze(self.counting, len(self._cache.layers)) if self.counting is not None else None
+        if self.counting is None:
+            return None
+        return Gaze(self.counting, len(self._cache.layers), self._model.narrow_layers)
 
     def _count(self, gaze: Gaze | None) -> None:
         """Add what the rows that are in the cache by now were looked at."""

@@ -24,6 +24,7 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
 
+_LARGEST = 700.0  # logarithm of a number that a float still holds
 _GLANCE_LEAVING = 12
 """Tokens next to go that a glance has the text of."""
 
@@ -119,7 +120,7 @@ def take_snapshot(
     log_worth = log_worth_of(engine.memory.policy, engine.view(held))
     strength = ledger.log_score_of(held) if log_worth is None else log_worth
     slots = _slots(strength, held, leaving, strongest)
-    worth = None if log_worth is None else np.exp(log_worth[slots])
+    worth = None if log_worth is None else np.exp(log_worth[slots].clip(max=_LARGEST))
     return Snapshot(
         model=model,
         policy=profile.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from sirchat.events import TokenRow
 from sirchat.memory.ledger import State
 from sirchat.memory.policies.base import ScorePolicy
 from sirchat.snapshot import Positions, Texts, log_worth_of, token_rows
+
+_LARGEST = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ def standings(
     view = engine.view(among)
     worth = log_worth_of(policy, view)
     log_scores = ledger.log_score_of(among) if worth is None else worth
-    factors = policy.log_factors(view) if isinstance(policy, ScorePolicy) else {}
+    factors = dict(policy.log_factors(view)) if isinstance(policy, ScorePolicy) else {}
+    factors.pop("surprisal", None)  # which has columns of its own
     asked = np.searchsorted(among, positions)
     held = np.sort(log_scores[np.searchsorted(among, ledger.held_positions)])
     above = len(held) - np.searchsorted(held, log_scores[asked], side="right")
@@ -61,13 +65,16 @@ def standings(
             row=row,
             state=State(state).name.lower(),
             faded=float(faded[number]),
-            factors={
-                name: math.exp(one[at]) for name, one in factors.items() if name != "surprisal"
-            },
-            score=math.exp(log_scores[at]),
+            factors={name: _number(float(one[at])) for name, one in factors.items()},
+            score=_number(float(log_scores[at])),
             rank=int(above[number]) + 1,
             held=len(held),
             threshold=threshold,
         )
         for number, (row, state, at) in enumerate(zip(rows, states, asked.tolist(), strict=True))
     ]
+
+
+def _number(logarithm: float) -> float:
+    """What it is the logarithm of; as large as a number can be, at most."""
+    return math.exp(min(logarithm, _LARGEST))

@@ -182,6 +182,44 @@ def test_what_was_undone_was_never_looked_at() -> None:
     assert same(received(engine), before)
 
 
+def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(Sink()))
+    list(feed(engine, 30, 0))
+    mark = engine.mark()
+    list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
+    list(feed(engine, 23, 1))
+    engine.undo(mark)
+    assert not any(one.any() for one in received(engine))
+    list(feed(engine, 23, 1))
+    assert received(engine)[0].any()
+
+
+def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> None:
+    engine = Engine(loaded("llama"), memory(Sink(), budget=200))
+    list(feed(engine, 60, 0))
+    list(engine.switch(memory(AttentionPolicy(recent=8), budget=200)))
+    for number in (1, 2):
+        list(feed(engine, 20, number))
+    counted, _ = received(engine)
+    assert counted[:60].min() >= 0.5 * np.median(counted[60:80])
+
+
+def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
+    column, rows = Attention(), np.arange(4)
+    column.add(rows, np.eye(4, dtype=np.float32), 0.0, window=2)
+    for _ in range(2000):
+        column.mark(rows)
+        column.came_back(rows)
+    assert len(column._returned) <= 256
+    assert not any(one.window for one in column._returned)
+
+
+def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
+    assert Counting(2).of(6, narrow={0, 1, 3, 4}) == [2, 5]
+    assert Counting(2).of(4, narrow={0, 1, 2, 3}) == [1, 3]
+    assert Counting(0).of(3, narrow={1}) == [0, 1, 2]
+
+
 def test_what_is_erased_was_never_looked_at() -> None:
     engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
     list(feed(engine, 23, 0))

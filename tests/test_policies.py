@@ -149,7 +149,8 @@ def cases(pick: st.DrawFn) -> Case:
         append(ledger, [float(n) for n in nats], number, new_flags, new_ids)
         ids, of_round = ids + new_ids, of_round + [number] * length
         looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
-        weights = np.array([[float(one) for one in looks]], np.float32)
+        weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
+        weights[0] = [float(one) for one in looks]
         ledger.attention.add(np.arange(len(ids)), weights, ledger.log_decay)
         attention += [Fraction(0)] * length
         attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
@@ -191,7 +192,7 @@ def salient(case: Case, row: Row, factors: set[str]) -> float:
         if "surprisal" in factors:
             product *= float(one.score / one.faded)
         if "attention" in factors:
-            product *= math.sqrt(one.attention / one.faded)
+            product *= math.sqrt(one.attention)
         if "novelty" in factors:
             later = [r for r in case.rows if r.position > one.position and r.token == one.token]
             product *= 0.7 ** len(later)
@@ -240,10 +241,22 @@ def test_a_score_is_what_its_description_says(
 def test_what_nobody_counted_ranks_in_the_middle() -> None:
     ledger = Ledger()
     append(ledger, [1.0] * 4)
-    ledger.attention.add(np.arange(1, 4), np.array([[4.0, 1.0, 2.0]], np.float32), 0.0)
+    ledger.attention.add(np.arange(1, 4), np.diag([4.0, 1.0, 2.0]).astype(np.float32), 0.0)
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     kept = policy_class("attention")(recent=0).keep(held, 3)
     assert kept.tolist() == [0, 1, 3]
+
+
+def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
+    ledger = Ledger()
+    for number in range(10):
+        append(ledger, [3.0, 5.0], number)
+        looks = np.full((2, ledger.seen), 0.25, np.float32)
+        ledger.attention.add(np.arange(ledger.seen), looks, ledger.log_decay)
+        ledger.close_round(0.5)
+    held = ledger.held(sinks=0, protected=np.zeros(20, bool))
+    policy = policy_class("salience")(recent=0, novelty=False)
+    assert policy.keep(held, 6).tolist() == [14, 15, 16, 17, 18, 19]
 
 
 def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:

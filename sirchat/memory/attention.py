@@ -10,7 +10,9 @@ Nothing is counted, and nothing stored, while nobody wants to know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_NONE = np.zeros(0, np.int64)
+_MARKS = 256  # moments that can be gone back to: more than the turns that can be undone
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,19 @@ class Counting:
     """What is counted.
 
     Attributes:
-        layers: how many, evenly spaced; 0 for all.
+        layers: how many, evenly spaced among those that see all that is held; 0 for all there are.
         window: the newest queries whose weights are kept one by one; 0 for none.
     """
 
     layers: int = 4
     window: int = 0
 
-    def of(self, layers: int) -> list[int]:
-        """The numbers of the counted ones among so many layers."""
-        count = min(self.layers or layers, layers)
-        return [int((at + 0.5) * layers / count) for at in range(count)]
+    def of(self, layers: int, narrow: Collection[int] = ()) -> list[int]:
+        """The numbers of the counted ones among so many layers, of which some have a window."""
+        wide = [number for number in range(layers) if number not in narrow]
+        among = wide if self.layers and wide else list(range(layers))
+        count = min(self.layers or layers, len(among))
+        return [among[int((at + 0.5) * len(among) / count)] for at in range(count)]
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,14 @@ class Received:
         positions: [n], ascending.
         total: [n], each as it was at `log_decay` [n].
         window: the newest queries' weights, pass by pass.
-        returns: how often rows had come back by then.
+        returns: how often rows had come back by then; None where nothing was counted yet.
     """
 
     positions: Positions
     total: Floats
     log_decay: Floats
     window: tuple[Looked, ...] = ()
-    returns: int = 0
+    returns: int | None = 0
 
 
 class Attention:
@@ -75,6 +79,8 @@ class Attention:
         self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
         self._window: tuple[Looked, ...] = ()
         self._returned: list[Received] = []
+        self._dropped = 0  # of those that came back, so long ago that nobody goes back there
+        self._marks: deque[int] = deque(maxlen=_MARKS)
 
     @property
     def is_counted(self) -> bool:
@@ -90,14 +96,21 @@ class Attention:
     ) -> None:
         """Add what the rows at these positions [n] got from the queries of one pass [m, n].
 
-        Of all passes, the newest `window` queries are kept one by one.
+        Of all passes, the newest `window` queries are kept one by one. Rows that were read while
+        nobody counted begin with what is usual among the others.
         """
         self._reserve(int(positions[-1]) + 1)
+        before = self._total[positions]
+        late = before == 0
+        late[len(late) - len(weights) :] = False  # these are the queries' own rows
         faded = np.exp(log_decay - self._log_decay[positions])
-        self._total[positions] = self._total[positions] * faded + weights.sum(0, dtype=np.float64)
+        total = before * faded + weights.sum(0, dtype=np.float64)
+        if late.any():
+            total[late] = np.maximum(total[late], np.median(total[~late]))
+        self._total[positions] = total
         self._log_decay[positions] = log_decay
         if window:
-            newest = Looked(positions.copy(), weights[-window:])
+            newest = Looked(positions.copy(), weights[-window:].copy())
             self._window = _newest((*self._window, newest), window)
         else:
             self._window = ()
@@ -122,33 +135,47 @@ class Attention:
     def came_back(self, positions: Positions) -> None:
         """Note what these rows had before they were held again, so that it can be gone back to."""
         if self.is_counted and len(positions):
-            self._returned.append(self.received(positions))
+            self._returned.append(replace(self.received(positions), window=()))
 
     def received(self, positions: Positions) -> Received:
-        """What rows [n] have received until now: a copy."""
+        """What rows [n], ascending, have received until now: a copy."""
         if not self.is_counted:
-            return Received(_NONE, np.zeros(0), np.zeros(0))
-        at = positions[positions < len(self._total)]
-        total, log_decay = self._total[at], self._log_decay[at]
-        return Received(at, total, log_decay, self._window, len(self._returned))
+            nothing = np.zeros(0)
+            return Received(positions[:0], nothing, nothing, returns=None)
+        known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
+        at = positions[known]
+        total[known], log_decay[known] = self._total[at], self._log_decay[at]
+        returns = self._dropped + len(self._returned)
+        return Received(positions, total, log_decay, self._window, returns)
+
+    def mark(self, held: Positions) -> Received:
+        """This moment, to go back to; `held` [n] are the rows that are held."""
+        now = self.received(held)
+        if now.returns is not None:
+            self._marks.append(now.returns)
+            oldest = max(0, self._marks[0] - self._dropped)
+            del self._returned[:oldest]
+            self._dropped += oldest
+        return now
 
     def go_back(self, to: Received, seen: int) -> None:
         """Forget what was received since; rows from `seen` on have never been."""
-        if not self.is_counted:
+        if to.returns is None:
+            self.__init__()  # type: ignore[misc]  # nothing was counted by then
+        if not self.is_counted or to.returns is None:
             return
-        for one in reversed(self._returned[to.returns :]):
+        since = max(0, to.returns - self._dropped)
+        for one in reversed(self._returned[since:]):
             self._put(one)
-        del self._returned[to.returns :]
+        del self._returned[since:]
         self._put(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
 
     def load(self, saved: Received) -> None:
         """Take over what was saved."""
-        if len(saved.positions):
-            self._reserve(int(saved.positions[-1]) + 1)
-            self._put(saved)
-            self._window = saved.window
+        self._put(saved)
+        self._window = saved.window
 
     def renew(self, start: int, log_decay: float) -> None:
         """Let rows from position `start` on be as fresh as `log_decay`, the ledger's, is."""
@@ -165,6 +192,8 @@ class Attention:
         self._returned = []
 
     def _put(self, one: Received) -> None:
+        if len(one.positions):
+            self._reserve(int(one.positions[-1]) + 1)
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _reserve(self, rows: int) -> None:

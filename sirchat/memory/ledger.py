@@ -1,9 +1,9 @@
 """The ledger: one row per token of the whole conversation, held in the cache or not.
 
 One array of rows over the stream, growing by doubling (40 bytes a token; 16 more where attention is
-counted). Held rows, in
-stream order, are the cache rows: row i of the held view is slot i in every layer. Every column is
-recorded whatever policy is active, so that a policy can be switched at any moment.
+counted). Held rows, in stream order, are the cache rows: row i of the held view is slot i in every
+layer. Every column but attention is recorded whatever policy is active, so that a policy can be
+switched at any moment.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def among_others(
 ) -> dict[str, Tensor]:
     """Logarithms [n] of factors by name, and those that come of the rows beside each.
 
-    The first factor is faded by the decays; company is what it was before, so that they count once.
+    The first factor is faded by the decays; company counts it as it was before.
     """
     found = dict(factors)
     if novelty:
@@ -39,8 +39,9 @@ def among_others(
 
 
 def sum_of(factors: dict[str, Tensor]) -> Tensor:
-    """Their sum [n]: the logarithm of the product."""
-    return torch.stack([one.double() for one in factors.values()]).sum(0)
+    """Their sum [n]: the logarithm of the product; what is no number is nothing."""
+    total = torch.stack([one.double() for one in factors.values()]).sum(0)
+    return total.masked_fill(total.isnan(), -math.inf)
 
 
 def log_novelty(token_id: Tensor) -> Tensor:

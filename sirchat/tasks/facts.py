@@ -42,13 +42,15 @@ class Facts(Grid):
         facts: how many are told in a conversation, each of another kind.
         between: rounds of small talk behind the facts before each is asked for, ascending.
 
-    Raises SettingError for no facts or too many.
+    Raises SettingError for no facts or too many, and for no rounds between.
     """
 
     facts: tuple[int, ...] = (1, 4, 8)
     between: tuple[int, ...] = (20, 60)
 
     def __post_init__(self) -> None:
+        if not self.between or min(self.between) < 1:
+            raise SettingError(f"between is {self.between}, must be numbers of rounds, from 1 on")
         for count in self.facts:
             if not 1 <= count <= len(KINDS):
                 raise SettingError(f"facts is {count}, must be 1 to {len(KINDS)}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
 from sirchat.settings import build_policy
@@ -53,6 +54,12 @@ class Policies:
 
     def __post_init__(self) -> None:
         refuse_unknown("part", self.parts, PARTS)
+        budgets = sorted({setting.budget for setting in self.settings})
+        if self.at not in budgets and set(self.parts) != {"facts"}:
+            raise SettingError(
+                f"--at {self.at} is none of the budgets {', '.join(map(str, budgets))}",
+                hint="it is the budget of ablation, lists and games; or ask for --parts facts",
+            )
         _ = self.studies
 
     @property

@@ -31,9 +31,9 @@ class Salience(ScorePolicy):
       is surprising at several places and of use only whole, while small talk surprises at one; so
       rounds stay or go together.
 
-    The decays of a token's rounds count once; half of what they took comes back where the token was
-    looked at since. Measured with the bundled model in `sirchat eval policies` (README, "Studies").
-    Deterministic.
+    The decays fade surprisal and attention, and attention fades company: so a round that is never
+    looked at again is forgotten sooner than one that is. Deterministic. Measured with the bundled
+    model in `sirchat eval policies` (README, "Studies").
     """
 
     source: ClassVar[str] = "ours"
@@ -53,7 +53,7 @@ class Salience(ScorePolicy):
     def log_factors(self, rows: Held) -> dict[str, Tensor]:
         found = {"surprisal": rows.log_score if self.surprisal else rows.log_fade}
         if self.attention:
-            found["attention"] = (or_median(rows.attention).log() - rows.log_fade) / 2
+            found["attention"] = or_median(rows.attention).log() / 2
         return among_others(found, rows, self.novelty, self.spans)
 
     def score(self, rows: Held) -> Tensor:
