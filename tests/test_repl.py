@@ -288,7 +288,10 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/xyzzy", "/help lists them"),
         ("/help polcy", "did you mean /policy?"),
         ("/policy entropie", "did you mean entropy?"),
-        ("/policy nope", "one of anchor, entropy, full, interval, random, reservoir, sink"),
+        (
+            "/policy nope",
+            "one of anchor, attention, entropy, full, interval, random, reservoir, salience, sink",
+        ),
         ("/policy reservoir simple=3", "did you mean sample?"),
         ("/policy reservoir 3", "sample: 192"),
         ("/policy no.such.module:Class", "no.such.module"),
