@@ -1,11 +1,9 @@
-"""What not every model can: have its queries compared, and its attention counted."""
+"""What not every model can: have its queries compared with what it caches."""
 
 from __future__ import annotations
 
 from sirchat.errors import ModelError
-from sirchat.gaze import Gaze
 from sirchat.listening import Ear
-from sirchat.memory.attention import Counting
 from sirchat.memory.recall import Heard
 from sirchat.model import LoadedModel
 
@@ -22,10 +20,3 @@ def refuse_unheard(model: LoadedModel) -> None:
             f"what {model.name} looks for is not what it caches",
             hint="another measure, such as mips, does without",
         )
-
-
-def can_count(model: LoadedModel) -> bool:
-    """Whether the attention that rows get in a model can be counted."""
-    gaze = Gaze(Counting(), len(model.rotations))
-    model.forward([0], model.new_cache(1), listener=gaze)
-    return gaze.weights() is not None

@@ -21,6 +21,10 @@ Scored = Annotated[
     str, typer.Option(help="How an option is taken.", metavar="paper|released|reply")
 ]
 Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
+Told = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
+Distances = Annotated[
+    str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
+]
 Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
 Data = Annotated[
     str | None,
@@ -56,12 +60,8 @@ def recall(
 @study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of="Questions for each cell."))
 def facts(
     compared: Compared,
-    facts: Annotated[
-        str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")
-    ] = "1,4,8",
-    between: Annotated[
-        str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
-    ] = "20,60",
+    facts: Told = "1,4,8",
+    between: Distances = "20,60",
 ) -> "Study":
     """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
     from sirchat.tasks.facts import Facts
@@ -84,12 +84,8 @@ def policies(
     parts: Annotated[
         str, typer.Option(help="What is asked.", metavar="facts|ablation|...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
-    facts: Annotated[
-        str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")
-    ] = "1,4,8",
-    between: Annotated[
-        str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
-    ] = "20,60",
+    facts: Told = "1,4,8",
+    between: Distances = "20,60",
     at: Annotated[int, typer.Option(help="Budget of ablation, lists and games.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":

@@ -65,7 +65,6 @@ class Engine:
         self.cache = model.new_cache(min(self.budget, 1024) if self._room.grows else self.budget)
         self.cache.in_stream = memory.in_stream
         self._reader = Reader(model, self.cache, self.ledger)
-        self._reader.counting = memory.counting
         self.holding = Holding(self.cache, self.ledger, memory.archive, memory.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[Memory, Choice] | None = None  # of the last forward pass
@@ -230,7 +229,6 @@ class Engine:
             self._room = before
             raise
         self._last = self._last or (before.memory, self._held_now)
-        self._reader.counting = memory.counting
         if not self._room.grows:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
@@ -387,7 +385,7 @@ class Engine:
             if received is not None:
                 self.ledger.attention.load(received)
         else:
-            self._reader.read_again(self._held_ids(), saved.held)
+            self._reader.read_again(self._held_ids(), saved.held, self._room.memory.counting)
 
     def forget(self, positions: NDArray[np.int64]) -> None:
         """Let these rows go for good, wherever they are, with all that is known of them."""
@@ -447,4 +445,5 @@ class Engine:
             wanted = max(2 * self.cache.capacity, self.resident + len(piece))
             self.cache.reserve(min(self.budget, wanted))
         self._last = None
-        self._reader.read(piece, self._room.sequence if self._room.gathers else None)
+        sequence = self._room.sequence if self._room.gathers else None
+        self._reader.read(piece, sequence, self._room.memory.counting)

@@ -12,6 +12,7 @@ from sirchat.profile import Profile
 from sirchat.profile_files import list_profiles
 
 _NOT_FLAGS = ("description", "policy_options")
+_NUMBERS = {int: "INT", float: "FLOAT"}
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,9 +96,10 @@ def _metavar(annotation: Any) -> str | None:
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
-    if typing.get_origin(kinds[0]) is Annotated:
-        return "FLOAT|" + "|".join(word for kind in kinds[1:] for word in typing.get_args(kind))
-    return None if bool in kinds else {int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
+    if typing.get_origin(kinds[0]) is Annotated:  # a number with limits, or a word
+        number, words = typing.get_args(kinds[0])[0], map(typing.get_args, kinds[1:])
+        return "|".join([_NUMBERS[number], *(word for some in words for word in some)])
+    return None if bool in kinds else _NUMBERS.get(kinds[0], "TEXT")
 
 
 def _shown(default: Any) -> str:

@@ -62,6 +62,7 @@ class Gaze:
     """
 
     def __init__(self, counting: Counting, layers: int, narrow: Collection[int] = ()) -> None:
+        self.counting = counting
         self._counted = frozenset(counting.of(layers, narrow))
         self._sum: Tensor | None = None
 

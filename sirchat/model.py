@@ -16,8 +16,9 @@ from transformers.utils import logging as transformers_logging
 from sirchat import paths
 from sirchat.anchors import Anchors, anchors_of
 from sirchat.errors import ModelError
-from sirchat.gaze import Listener
+from sirchat.gaze import Gaze, Listener
 from sirchat.listening import listening, make_audible
+from sirchat.memory.attention import Counting
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.probe import context_length, probe_rotations, refuse_stateful_layers, sliding_window
@@ -82,6 +83,13 @@ class LoadedModel:
     def is_audible(self) -> bool:
         """Whether its attention can be listened to; from then on it is ready to be."""
         return make_audible(self.module)
+
+    @cached_property
+    def tells_attention(self) -> bool:
+        """Whether the attention that rows get can be counted; tried once."""
+        gaze = Gaze(Counting(), len(self.rotations))
+        self.forward([0], self.new_cache(1), listener=gaze)
+        return gaze.weights() is not None
 
     @cached_property
     def anchors(self) -> Anchors | None:

@@ -76,19 +76,21 @@ class Piece:
 class Reader:
     """Reads for one conversation; `logits` [V], of the token to come, are None before the first.
 
-    They are those of the last token read, as it was before any eviction.
-
-    Attributes:
-        counting: what is counted of the attention that rows get; None for nothing.
+    They are those of the last token read, as it was before any eviction. `counting` is what is
+    counted of the attention that rows get; None for nothing.
     """
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
         self._model, self._cache, self._ledger = model, cache, ledger
         self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self.logits: Tensor | None = None
-        self.counting: Counting | None = None
 
-    def read(self, piece: Piece, sequence: Callable[[], Tensor] | None = None) -> None:
+    def read(
+        self,
+        piece: Piece,
+        sequence: Callable[[], Tensor] | None = None,
+        counting: Counting | None = None,
+    ) -> None:
         """Read, in parts whose logits fit in memory; there must be room for all rows.
 
         If the last id is an anchor it sees, of what is held, only the rows that `sequence` tells.
@@ -100,7 +102,7 @@ class Reader:
             gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
             try:
                 own = sequence() if sequence and gathers else None
-                gaze = self._gaze()
+                gaze = self._gaze(counting)
                 logits = self._forward(part.ids, own, gaze)
             except torch.OutOfMemoryError:
                 if len(part) == 1:
@@ -113,13 +115,15 @@ class Reader:
         if opens:
             self._ledger.rank_first_token(len(piece))
 
-    def read_again(self, ids: Sequence[int], positions: NDArray[np.int64]) -> None:
+    def read_again(
+        self, ids: Sequence[int], positions: NDArray[np.int64], counting: Counting | None = None
+    ) -> None:
         """Read into the cache alone ids [n] that stand at these `positions` of the stream."""
         self._cache.reserve(len(ids))
         for start in range(0, len(ids), self._rows_per_pass):
             piece = ids[start : start + self._rows_per_pass]
             at = positions[start : start + len(piece)]
-            gaze = self._gaze()
+            gaze = self._gaze(counting)
             self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
             self._cache.commit(len(piece), at)
             self._count(gaze)
@@ -154,20 +158,20 @@ class Reader:
         sight = self._sight(range(begins, begins + len(ids)), sees)
         return self._model.forward(ids, self._cache, sight, gaze)
 
-    def _gaze(self) -> Gaze | None:
-        if self.counting is None:
+    def _gaze(self, counting: Counting | None) -> Gaze | None:
+        if counting is None:
             return None
-        return Gaze(self.counting, len(self._cache.layers), self._model.narrow_layers)
+        return Gaze(counting, len(self._cache.layers), self._model.narrow_layers)
 
     def _count(self, gaze: Gaze | None) -> None:
         """Add what the rows that are in the cache by now were looked at."""
         weights = gaze.weights() if gaze is not None else None  # [m, n]
-        if weights is None or self.counting is None:
+        if gaze is None or weights is None:
             return
         ledger = self._ledger
         held = ledger.held_positions[: self._cache.length - self._cache.foreign]
         own = self._cache.slots_of(torch.arange(len(held))).numpy()
-        ledger.attention.add(held, weights[:, own], ledger.log_decay, self.counting.window)
+        ledger.attention.add(held, weights[:, own], ledger.log_decay, gaze.counting.window)
 
     def _sight(self, positions: Sequence[int], sees: Tensor | None = None) -> Sight:
         """Positions of the stream count only where keys stand there."""

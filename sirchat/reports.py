@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from sirchat.abilities import can_count
 from sirchat.anchors import Anchors
 from sirchat.conversation import Tally
 from sirchat.engine import Engine
@@ -119,7 +118,7 @@ class Reports:
 
     def uncounted(self, model: LoadedModel) -> Iterator[Notice]:
         """That the policy looks at attention and the model does not tell, where that is so."""
-        if self.engine.memory.counting is not None and not can_count(model):
+        if self.engine.memory.counting is not None and not model.tells_attention:
             yield Notice(
                 f"the attention of {model.name} can't be counted; policy "
                 f"{type(self.engine.memory.policy).__name__.lower()} goes without"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
-from sirchat.memory.ledger import Flag, Held, Ledger, Role
-from sirchat.memory.policies.base import Policy, ScorePolicy
+from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.spans import sum_of
 from sirchat.profile import Profile
 
@@ -24,7 +24,7 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
 
-_LARGEST = 700.0  # logarithm of a number that a float still holds
+_LARGEST = float(np.log(np.finfo(np.float64).max))
 _GLANCE_LEAVING = 12
 """Tokens next to go that a glance has the text of."""
 
@@ -117,10 +117,10 @@ def take_snapshot(
     ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.next_to_go(in_round=in_round)
-    log_worth = log_worth_of(engine.memory.policy, engine.view(held))
+    log_worth = log_worth_of(engine.memory.policy.log_factors(engine.view(held)))
     strength = ledger.log_score_of(held) if log_worth is None else log_worth
     slots = _slots(strength, held, leaving, strongest)
-    worth = None if log_worth is None else np.exp(log_worth[slots].clip(max=_LARGEST))
+    worth = None if log_worth is None else finite_exp(log_worth[slots])
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -140,16 +140,21 @@ def take_snapshot(
     )
 
 
-def log_worth_of(policy: Policy, rows: Held) -> Floats | None:
+def log_worth_of(factors: dict[str, Tensor]) -> Floats | None:
     """The logarithm of what a policy ranks rows [n] by, apart from those that are recent anyway.
 
-    None where it goes by surprisal and decays alone, or by nothing of the kind.
+    By its `factors`; None where it goes by surprisal and decays alone, or by nothing of the kind.
     """
-    factors = policy.log_factors(rows) if isinstance(policy, ScorePolicy) else {}
     if set(factors) <= {"surprisal"}:
         return None
     worth: Floats = sum_of(factors).numpy()
     return worth
+
+
+def finite_exp(logarithms: Floats) -> Floats:
+    """What these are the logarithms of; as large as a number can be, at most."""
+    numbers: Floats = np.exp(logarithms.clip(max=_LARGEST))
+    return numbers
 
 
 def token_rows(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +9,7 @@ import numpy as np
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
 from sirchat.memory.ledger import State
-from sirchat.memory.policies.base import ScorePolicy
-from sirchat.snapshot import Positions, Texts, log_worth_of, token_rows
-
-_LARGEST = math.log(sys.float_info.max)
+from sirchat.snapshot import Positions, Texts, finite_exp, log_worth_of, token_rows
 
 
 @dataclass(frozen=True)
@@ -50,31 +45,29 @@ def standings(
     ledger, policy = engine.ledger, engine.memory.policy
     among = np.union1d(ledger.held_positions, positions)
     view = engine.view(among)
-    worth = log_worth_of(policy, view)
+    factors = policy.log_factors(view)
+    worth = log_worth_of(factors)
     log_scores = ledger.log_score_of(among) if worth is None else worth
-    factors = dict(policy.log_factors(view)) if isinstance(policy, ScorePolicy) else {}
-    factors.pop("surprisal", None)  # which has columns of its own
     asked = np.searchsorted(among, positions)
     held = np.sort(log_scores[np.searchsorted(among, ledger.held_positions)])
     above = len(held) - np.searchsorted(held, log_scores[asked], side="right")
     faded = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = ledger.column("state")[positions].tolist()
     rows = token_rows(ledger, positions, texts, sinks)
+    scores = finite_exp(log_scores[asked])
+    others = {  # surprisal has columns of its own
+        name: finite_exp(one.numpy()[asked]) for name, one in factors.items() if name != "surprisal"
+    }
     return [
         Standing(
             row=row,
             state=State(state).name.lower(),
             faded=float(faded[number]),
-            factors={name: _number(float(one[at])) for name, one in factors.items()},
-            score=_number(float(log_scores[at])),
+            factors={name: float(one[number]) for name, one in others.items()},
+            score=float(scores[number]),
             rank=int(above[number]) + 1,
             held=len(held),
             threshold=threshold,
         )
-        for number, (row, state, at) in enumerate(zip(rows, states, asked.tolist(), strict=True))
+        for number, (row, state) in enumerate(zip(rows, states, strict=True))
     ]
-
-
-def _number(logarithm: float) -> float:
-    """What it is the logarithm of; as large as a number can be, at most."""
-    return math.exp(min(logarithm, _LARGEST))

@@ -208,7 +208,6 @@ def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
     column, rows = Attention(), np.arange(4)
     column.add(rows, np.eye(4, dtype=np.float32), 0.0, window=2)
     for _ in range(2000):
-        column.mark(rows)
         column.came_back(rows)
     assert len(column._returned) <= 256
     assert not any(one.window for one in column._returned)

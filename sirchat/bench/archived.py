@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from sirchat.listening import Ear, listening
+from sirchat.listening import Ear
 from sirchat.memory.archive import Archive
 from sirchat.memory.recall import Query
 from sirchat.memory.segments import Rows
@@ -61,8 +61,7 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
         model.forward(ids[:start], cache)
         cache.commit(start)
         ear = Ear()
-        with listening(model.module, ear):
-            model.forward(ids[start:end], cache)
+        model.forward(ids[start:end], cache, listener=ear)
         cache.commit(end - start)
         slots = torch.arange(start, end)
         yield Query(cache.first_written(slots, slots.numpy()), ear.heard(model.rotations))

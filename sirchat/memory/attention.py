@@ -22,7 +22,7 @@ from torch import Tensor
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MARKS = 256  # moments that can be gone back to: more than the turns that can be undone
+_RETURNS = 256  # are remembered: more than all turns that can be undone bring about
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class Attention:
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
         self._window: tuple[Looked, ...] = ()
-        self._returned: list[Received] = []
-        self._dropped = 0  # of those that came back, so long ago that nobody goes back there
-        self._marks: deque[int] = deque(maxlen=_MARKS)
+        self._returns = 0  # so often rows came back; the last of them are remembered
+        self._returned: deque[Received] = deque(maxlen=_RETURNS)
 
     @property
     def is_counted(self) -> bool:
@@ -136,6 +135,7 @@ class Attention:
         """Note what these rows had before they were held again, so that it can be gone back to."""
         if self.is_counted and len(positions):
             self._returned.append(replace(self.received(positions), window=()))
+            self._returns += 1
 
     def received(self, positions: Positions) -> Received:
         """What rows [n], ascending, have received until now: a copy."""
@@ -145,29 +145,22 @@ class Attention:
         known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         at = positions[known]
         total[known], log_decay[known] = self._total[at], self._log_decay[at]
-        returns = self._dropped + len(self._returned)
-        return Received(positions, total, log_decay, self._window, returns)
-
-    def mark(self, held: Positions) -> Received:
-        """This moment, to go back to; `held` [n] are the rows that are held."""
-        now = self.received(held)
-        if now.returns is not None:
-            self._marks.append(now.returns)
-            oldest = max(0, self._marks[0] - self._dropped)
-            del self._returned[:oldest]
-            self._dropped += oldest
-        return now
+        return Received(positions, total, log_decay, self._window, self._returns)
 
     def go_back(self, to: Received, seen: int) -> None:
-        """Forget what was received since; rows from `seen` on have never been."""
-        if to.returns is None:
-            self.__init__()  # type: ignore[misc]  # nothing was counted by then
-        if not self.is_counted or to.returns is None:
+        """Forget what was received since; rows from `seen` on have never been.
+
+        `to` is what the rows that were held then had received.
+        """
+        if to.returns is None:  # nothing was counted by then
+            self._total = self._log_decay = np.zeros(0)
+            self._window = ()
+            self._returned.clear()
             return
-        since = max(0, to.returns - self._dropped)
-        for one in reversed(self._returned[since:]):
-            self._put(one)
-        del self._returned[since:]
+        while self._returns > to.returns:
+            self._returns -= 1
+            if self._returned:
+                self._put(self._returned.pop())
         self._put(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
@@ -189,7 +182,7 @@ class Attention:
             for one in self._window
             for stays in [~np.isin(one.positions, positions)]
         )
-        self._returned = []
+        self._returned.clear()
 
     def _put(self, one: Received) -> None:
         if len(one.positions):

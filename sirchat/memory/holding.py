@@ -143,7 +143,7 @@ class Holding:
             self._archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
-        return Mark(ledger.seen, held, ledger.log_decay, ledger.attention.mark(held))
+        return Mark(ledger.seen, held, ledger.log_decay, ledger.attention.received(held))
 
     def has(self, positions: Positions) -> bool:
         """Whether all of these rows are held or stored."""

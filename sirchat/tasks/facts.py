@@ -18,13 +18,12 @@ import numpy as np
 
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.memory.ledger import Role
 from sirchat.model import LoadedModel
 from sirchat.records import Generated, Place
 from sirchat.sampling import Sampler, Sampling
 from sirchat.session import Session
 from sirchat.tasks.journal import Record
-from sirchat.tasks.reading import open_engine, read_ids
+from sirchat.tasks.reading import open_engine, read_ids, read_round
 from sirchat.tasks.report import Measured, Report, Table, Value
 from sirchat.tasks.study import Cell, Grid, Held, mean, share_of_draws
 from sirchat.template import Template
@@ -135,11 +134,9 @@ def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[i
     template, engine = Template(model.tokenizer, model.anchors), open_engine(model, cell.setting)
     rounds, right = [*talk.told, *talk.later], dict[str, list[bool]]()
     starts: list[int] = []
-    for number, one in enumerate(rounds, 1):
+    for number, (user, reply) in enumerate(rounds, 1):
         starts.append(engine.ledger.seen)
-        ids, roles = whole_round(template, one, first=number == 1)
-        read_ids(engine, ids, number, roles=roles)
-        engine.close_round()
+        read_round(engine, template, user.text, reply.text, number)
         distance = number - len(talk.told)
         if distance in distances:
             asked = [is_right(engine, template, each, number + 1) for each in talk.asked]
@@ -170,12 +167,3 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
     right = all(ours == theirs for ours, theirs in zip(ids, wanted, strict=False))
     engine.undo(mark)
     return right
-
-
-def whole_round(template: Template, one: Round, *, first: bool) -> tuple[list[int], list[Role]]:
-    """A round's ids, and each one's role."""
-    user, reply = one
-    asked = template.opening(user.text)[1] if first else template.user(user.text)
-    said, closing = template.assistant(reply.text), template.closing
-    roles = [*asked.roles, *said.roles, *[Role.TEMPLATE] * len(closing)]
-    return [*asked.ids, *said.ids, *closing], roles

@@ -23,7 +23,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.session import Session
 from sirchat.tasks.journal import Record
-from sirchat.tasks.reading import open_engine, read_ids
+from sirchat.tasks.reading import open_engine, read_ids, whole_round
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.study import Cell, Grid, Held, mean
 from sirchat.template import Template
@@ -143,8 +143,7 @@ def talk(seed: str, rounds: int) -> list[tuple[str, str]]:
 
 def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
     """A round of a chat, as it is read."""
-    asked = template.opening(user)[1] if first else template.user(user)
-    return [*asked.ids, *template.assistant(reply).ids, *template.closing]
+    return whole_round(template, user, reply, first=first).ids
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:

@@ -12,6 +12,7 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Place
 from sirchat.settings import build_memory
+from sirchat.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
@@ -42,3 +43,18 @@ def read_ids(
         pass
     for _ in engine.feed(ids, roles or [Role.USER] * len(ids), place):
         pass
+
+
+def read_round(engine: Engine, template: Template, user: str, reply: str, number: int) -> None:
+    """Read a round whole, user and reply, as round `number`, which begins the chat if it is 1."""
+    whole = whole_round(template, user, reply, first=number == 1)
+    read_ids(engine, whole.ids, number, roles=whole.roles)
+    engine.close_round()
+
+
+def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
+    """A round of a chat, as it is read: what the user says, the reply, and what closes it."""
+    asked = template.opening(user)[1] if first else template.user(user)
+    said, closing = template.assistant(reply), template.closing
+    roles = [*asked.roles, *said.roles, *[Role.TEMPLATE] * len(closing)]
+    return TurnIds([*asked.ids, *said.ids, *closing], roles, asked.content)

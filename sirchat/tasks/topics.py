@@ -13,9 +13,9 @@ from random import Random
 
 from sirchat.errors import SettingError
 from sirchat.session import Session
-from sirchat.tasks.facts import KINDS, is_right, whole_round
+from sirchat.tasks.facts import KINDS, is_right
 from sirchat.tasks.journal import Record
-from sirchat.tasks.reading import open_engine, read_ids
+from sirchat.tasks.reading import open_engine, read_round
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.study import Cell, Grid, share_of_draws
 from sirchat.template import Template
@@ -71,14 +71,10 @@ class Topics(Grid):
         """Hold a conversation: which answers about the last and the first topic were right."""
         rounds, asked = self.conversation(int(unit))
         model = session.model
-        template, engine = (
-            Template(model.tokenizer, model.anchors),
-            open_engine(model, cell.setting),
-        )
-        for number, one in enumerate(rounds, 1):
-            ids, roles = whole_round(template, one, first=number == 1)
-            read_ids(engine, ids, number, roles=roles)
-            engine.close_round()
+        template = Template(model.tokenizer, model.anchors)
+        engine = open_engine(model, cell.setting)
+        for number, (user, reply) in enumerate(rounds, 1):
+            read_round(engine, template, user.text, reply.text, number)
         last, first = asked[-self.facts :], asked[: self.facts]
         return {
             "last": [is_right(engine, template, one, len(rounds) + 1) for one in last],

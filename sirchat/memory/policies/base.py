@@ -48,6 +48,10 @@ class Policy(ABC):
         """What it wants counted of the attention that rows get; None for nothing."""
         return None
 
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        """Logarithms of what a row is ranked by the product of, by name, [n] each; may be empty."""
+        return {}
+
     def reduce(self, rows: Held) -> Tensor | None:
         """Row numbers (int64) that stay though there is room for more, as `keep` gives them.
 
@@ -69,10 +73,6 @@ class ScorePolicy(Policy):
     @abstractmethod
     def score(self, rows: Held) -> Tensor:
         """One score [n] for each held row."""
-
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        """Logarithms of what a score is the product of, by name, [n] each; empty if it is none."""
-        return {}
 
     def keep(self, rows: Held, num_keep: int) -> Tensor:
         newest_first = self.score(rows).double().flip(0)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sirchat.gaze import Listener
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.sight import USUAL, Sight
 from sirchat.model import LoadedModel
 
 Watch = Callable[[Tensor, BoundedCache], None]
@@ -29,15 +28,9 @@ class Watched(LoadedModel):
     watch: Watch
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        sight: Sight = USUAL,
-        listener: Listener | None = None,
-    ) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *how: Any, **named: Any) -> Tensor:
         """As the model's own."""
-        logits = super().forward(ids, cache, sight, listener)
+        logits = super().forward(ids, cache, *how, **named)
         self.watch(logits, cache)
         return logits
 
