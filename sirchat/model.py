@@ -57,6 +57,11 @@ class LoadedModel:
         return int(self.module.get_output_embeddings().weight.shape[0])
 
     @cached_property
+    def heads(self) -> int:
+        """Of the queries, in each layer."""
+        return int(self.module.config.get_text_config(decoder=True).num_attention_heads)
+
+    @cached_property
     def narrow_layers(self) -> frozenset[int]:
         """Numbers of the layers that see only a window of what is held."""
         config = self.module.config.get_text_config(decoder=True)

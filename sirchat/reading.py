@@ -20,8 +20,8 @@ from sirchat.memory.sight import USUAL, Sight
 from sirchat.records import Place, Weighed
 from sirchat.scoring import surprisal, surprisal_of
 
-LOGITS_BYTES = 256 * 2**20
-"""Logits of one forward pass never take more than this (float32)."""
+PASS_BYTES = 256 * 2**20
+"""Neither logits nor a layer's counted attention (float32) take more in one forward pass."""
 
 
 class CausalModel(Protocol):
@@ -34,6 +34,10 @@ class CausalModel(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width V of the logits."""
+
+    @property
+    def heads(self) -> int:
+        """Of the queries, in each layer."""
 
     @property
     def narrow_layers(self) -> Collection[int]:
@@ -82,7 +86,7 @@ class Reader:
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
         self._model, self._cache, self._ledger = model, cache, ledger
-        self._rows_per_pass = max(1, LOGITS_BYTES // (4 * model.vocab_size))
+        self._rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
         self.logits: Tensor | None = None
 
     def read(
@@ -91,14 +95,14 @@ class Reader:
         sequence: Callable[[], Tensor] | None = None,
         counting: Counting | None = None,
     ) -> None:
-        """Read, in parts whose logits fit in memory; there must be room for all rows.
+        """Read, in parts for which there is memory; there must be room for all rows.
 
         If the last id is an anchor it sees, of what is held, only the rows that `sequence` tells.
         """
         opens = self._ledger.seen == 0
         start = 0
         while start < len(piece):
-            part = piece.part(start, start + self._rows_per_pass)
+            part = piece.part(start, start + self._at_once(len(piece) - start, counting))
             gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
             try:
                 own = sequence() if sequence and gathers else None
@@ -120,13 +124,15 @@ class Reader:
     ) -> None:
         """Read into the cache alone ids [n] that stand at these `positions` of the stream."""
         self._cache.reserve(len(ids))
-        for start in range(0, len(ids), self._rows_per_pass):
-            piece = ids[start : start + self._rows_per_pass]
+        start = 0
+        while start < len(ids):
+            piece = ids[start : start + self._at_once(len(ids) - start, counting)]
             at = positions[start : start + len(piece)]
             gaze = self._gaze(counting)
             self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
             self._cache.commit(len(piece), at)
             self._count(gaze)
+            start += len(piece)
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
         """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
@@ -157,6 +163,13 @@ class Reader:
         begins = self._ledger.seen
         sight = self._sight(range(begins, begins + len(ids)), sees)
         return self._model.forward(ids, self._cache, sight, gaze)
+
+    def _at_once(self, count: int, counting: Counting | None) -> int:
+        """How many of `count` ids one forward pass has memory for."""
+        if counting is None:
+            return self._rows_per_pass
+        rows = self._cache.length + min(count, self._rows_per_pass)
+        return max(1, min(self._rows_per_pass, PASS_BYTES // (4 * self._model.heads * rows)))
 
     def _gaze(self, counting: Counting | None) -> Gaze | None:
         if counting is None:

@@ -297,8 +297,8 @@ class Session:
             self._engine,
             self._texts,
             self._meant(target, np.arange(self.seen)),
+            self.snapshot(strongest=0),
             sinks=self.profile.sinks,
-            threshold=self.snapshot(strongest=0).threshold,
         )
 
     def _meant(self, target: str, among: Positions) -> Positions:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.spans import sum_of
 from sirchat.profile import Profile
 
 Positions = NDArray[np.int64]
@@ -61,7 +59,8 @@ class Snapshot:
         recalled: held tokens that were brought back for this round.
         speed: tokens a second of the reply under way, else of the last one; 0 before the first.
         threshold: nats of decayed surprisal below which a token would leave if room were needed
-            now; null where nothing was ever forgotten, or the policy does not look at surprisal.
+            now; null where nothing was ever forgotten, or the policy goes by something else.
+        needed: the same where it goes by a score of its own, as a row's `worth` is.
         next_to_go: positions of the tokens that would leave then, in stream order; none while
             there is plenty of room.
         rows: the held tokens in stream order, or some of them.
@@ -86,6 +85,7 @@ class Snapshot:
     turns: tuple[TurnShare, ...]
     histogram: Histogram | None
     apart: int = 0
+    needed: float | None = None
 
     @property
     def in_common(self) -> int:
@@ -117,8 +117,10 @@ def take_snapshot(
     ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.next_to_go(in_round=in_round)
-    log_worth = log_worth_of(engine.memory.policy.log_factors(engine.view(held)))
+    log_worth = log_worth_of(log_factors_of(engine, held))
+    by_nats = log_worth is None
     strength = ledger.log_score_of(held) if log_worth is None else log_worth
+    needed = _needed(strength, held, leaving, engine, by_nats=by_nats)
     slots = _slots(strength, held, leaving, strongest)
     worth = None if log_worth is None else finite_exp(log_worth[slots])
     return Snapshot(
@@ -130,7 +132,8 @@ def take_snapshot(
         seen=ledger.seen,
         recalled=engine.recalled,
         speed=speed,
-        threshold=None if log_worth is not None else _threshold(ledger, leaving, engine),
+        threshold=needed if by_nats else None,
+        needed=None if by_nats else needed,
         next_to_go=tuple(leaving.tolist()),
         rows=token_rows(ledger, held[slots], texts, profile.sinks, worth),
         slots=tuple(slots.tolist()),
@@ -140,15 +143,38 @@ def take_snapshot(
     )
 
 
-def log_worth_of(factors: dict[str, Tensor]) -> Floats | None:
+def log_factors_of(engine: Engine, positions: Positions) -> dict[str, Floats]:
+    """Logarithms of what the policy ranks rows by the product of, by name, [n] each; may be empty.
+
+    Of the rows at `positions` [n], ascending: what it chose as it sees it, and any other row as if
+    all of these were there, too.
+    """
+    policy, ledger = engine.memory.policy, engine.ledger
+    own = np.setdiff1d(ledger.held_positions, ledger.recalled, assume_unique=True)
+
+    def of(among: Positions) -> dict[str, Floats]:
+        at = np.searchsorted(among, positions).clip(max=len(among) - 1)
+        return {
+            name: one.double().numpy()[at]
+            for name, one in policy.log_factors(engine.view(among)).items()
+        }
+
+    chosen = np.isin(positions, own)
+    if chosen.all():
+        return of(own)
+    others, seen = of(np.union1d(own, positions)), of(own) if len(own) else {}
+    return {name: np.where(chosen, seen.get(name, one), one) for name, one in others.items()}
+
+
+def log_worth_of(factors: dict[str, Floats]) -> Floats | None:
     """The logarithm of what a policy ranks rows [n] by, apart from those that are recent anyway.
 
     By its `factors`; None where it goes by surprisal and decays alone, or by nothing of the kind.
     """
     if set(factors) <= {"surprisal"}:
         return None
-    worth: Floats = sum_of(factors).numpy()
-    return worth
+    worth: Floats = np.sum(list(factors.values()), axis=0)
+    return np.nan_to_num(worth, copy=False, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
 
 
 def finite_exp(logarithms: Floats) -> Floats:
@@ -212,12 +238,16 @@ def _slots(
     return np.union1d(best, np.searchsorted(held, leaving[:_GLANCE_LEAVING]))
 
 
-def _threshold(ledger: Ledger, leaving: Positions, engine: Engine) -> float | None:
-    """A policy that takes the decay into account goes by surprisal."""
-    by_surprisal = "decay" in engine.memory.policy.uses
-    if not len(leaving) or ledger.seen == ledger.held_count or not by_surprisal:
+def _needed(
+    strength: Floats, held: Positions, leaving: Positions, engine: Engine, *, by_nats: bool
+) -> float | None:
+    """A policy without a score of its own that takes the decay into account goes by surprisal."""
+    ledger = engine.ledger
+    if not len(leaving) or ledger.seen == ledger.held_count:
         return None
-    return float(np.exp(ledger.log_score_of(leaving).max()))
+    if by_nats and "decay" not in engine.memory.policy.uses:
+        return None
+    return float(finite_exp(strength[np.searchsorted(held, leaving)]).max())
 
 
 def _turns(

@@ -9,7 +9,15 @@ import numpy as np
 from sirchat.engine import Engine
 from sirchat.events import TokenRow
 from sirchat.memory.ledger import State
-from sirchat.snapshot import Positions, Texts, finite_exp, log_worth_of, token_rows
+from sirchat.snapshot import (
+    Positions,
+    Snapshot,
+    Texts,
+    finite_exp,
+    log_factors_of,
+    log_worth_of,
+    token_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Standing:
         held: tokens that are held now.
         threshold: nats below which a token would leave if room were needed now; None where nothing
             would, or the policy does not go by surprisal.
+        needed: the same, as a score, where the policy goes by one of its own.
     """
 
     row: TokenRow
@@ -36,16 +45,16 @@ class Standing:
     rank: int
     held: int
     threshold: float | None
+    needed: float | None
 
 
 def standings(
-    engine: Engine, texts: Texts, positions: Positions, *, sinks: int, threshold: float | None
+    engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
 ) -> list[Standing]:
-    """The standing of the tokens at these positions, ascending."""
-    ledger, policy = engine.ledger, engine.memory.policy
+    """The standing of the tokens at these positions, ascending, in the memory as it is `now`."""
+    ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
-    view = engine.view(among)
-    factors = policy.log_factors(view)
+    factors = log_factors_of(engine, among)
     worth = log_worth_of(factors)
     log_scores = ledger.log_score_of(among) if worth is None else worth
     asked = np.searchsorted(among, positions)
@@ -55,8 +64,10 @@ def standings(
     states = ledger.column("state")[positions].tolist()
     rows = token_rows(ledger, positions, texts, sinks)
     scores = finite_exp(log_scores[asked])
-    others = {  # surprisal has columns of its own
-        name: finite_exp(one.numpy()[asked]) for name, one in factors.items() if name != "surprisal"
+    others = {  # surprisal and decays have columns of their own
+        name: finite_exp(one[asked])
+        for name, one in factors.items()
+        if name not in ("surprisal", "fade")
     }
     return [
         Standing(
@@ -67,7 +78,8 @@ def standings(
             score=float(scores[number]),
             rank=int(above[number]) + 1,
             held=len(held),
-            threshold=threshold,
+            threshold=now.threshold,
+            needed=now.needed,
         )
         for number, (row, state) in enumerate(zip(rows, states, strict=True))
     ]

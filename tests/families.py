@@ -151,6 +151,7 @@ class BigramModel:
 
     vocab_size = 256
     layers = 3
+    heads = 1
     narrow_layers = ()
 
     def __init__(self, context_length: int = 300) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
+from sirchat.gaze import Listener
 from sirchat.listening import Ear, listening
 from sirchat.memory.attention import Attention, Counting
 from sirchat.memory.cache import BoundedCache
@@ -26,9 +27,11 @@ from sirchat.memory.policies.attention import Attention as AttentionPolicy
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
+from sirchat.memory.recall import Recall
+from sirchat.memory.sight import USUAL, Sight
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed
-from sirchat.records import Memory, Place
+from sirchat.records import Found, Memory, Place
 from sirchat.sampling import Sampler, Sampling
 from sirchat.settings import check_attention
 
@@ -43,19 +46,27 @@ class Eager(LoadedModel):
     Each entry: tokens read so far, rows in the cache, weights [H, m, n] of each layer.
     """
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any, **named: Any) -> Tensor:
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sight: Sight = USUAL,
+        listener: Listener | None = None,
+    ) -> Tensor:
         usual = self.module.config._attn_implementation
         self.module.set_attn_implementation("eager")
+        at = sight.positions
         with torch.inference_mode():
             told = self.module(
                 input_ids=torch.tensor([ids]),
+                position_ids=None if at is None else torch.tensor([list(at)]),
                 past_key_values=deepcopy(cache),
                 use_cache=True,
                 output_attentions=True,
             )
         self.module.set_attn_implementation(usual)
         self.told.append([layer[0] for layer in told.attentions])
-        return super().forward(ids, cache, *more, **named)
+        return super().forward(ids, cache, sight, listener)
 
     @property
     def told(self) -> list[list[Tensor]]:
@@ -85,11 +96,17 @@ class Sums:
         return sum(float(row[at.index(position)]) for at, row in newest if position in at)
 
 
-def talk(family: str, policy: Policy, decay: float = 0.8) -> tuple[Engine, Sums]:
-    """Five rounds read and answered under a budget, and the sums that are to be."""
+def talk(
+    family: str, policy: Policy, decay: float = 0.8, of_layers: int = 0, **more: Any
+) -> tuple[Engine, Sums]:
+    """Five rounds read and answered under a budget, and the sums that are to be.
+
+    In each round but the first, each layer has `of_layers` archived rows of its own.
+    """
     own = loaded(family)
     model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
-    engine = Engine(model, Memory(policy=policy, budget=48, decay=decay, archive=2**20), seed=3)
+    settings = Memory(policy=policy, budget=48, decay=decay, archive=2**20, **more)
+    engine = Engine(model, settings, seed=3)
     assert policy.counting is not None
     sums = Sums(policy.counting.of(len(model.rotations)), policy.counting.window)
     generator = torch.Generator().manual_seed(5)
@@ -104,10 +121,18 @@ def talk(family: str, policy: Policy, decay: float = 0.8) -> tuple[Engine, Sums]
             ),
         )
         for _ in records:
+            sinks, foreign = engine.memory.sinks, engine.cache.foreign
             for told in model.told:  # of the pass that this record is about
-                sums.add(engine.ledger.held_positions.tolist(), told)
+                held = engine.ledger.held_positions.tolist()
+                own = [row for row in range(len(held) + foreign) if not 0 <= row - sinks < foreign]
+                sums.add(held, [one[:, :, own] for one in told])
             model.told.clear()
         engine.close_round()
+        gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
+        if of_layers and len(gone):
+            scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
+            engine.bring(Found(gone, scores.mean(0), scores))
+            assert engine.cache.foreign == of_layers
         sums.decay(decay)
     return engine, sums
 
@@ -127,9 +152,39 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
     assert wanted.std() > 0.1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"in_stream": True},
+        {"recall": Recall("mips", n=6, scope="layer"), "of_layers": 6},
+        {"evict": "turn"},
+    ],
+)
+def test_what_is_counted_is_so_however_rows_are_held(more: dict[str, Any]) -> None:
+    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=0), **more)
+    ledger = engine.ledger
+    assert ledger.held_count < ledger.seen
+    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    wanted = [sums.total[position] for position in range(ledger.seen)]
+    assert counted == pytest.approx(np.array(wanted), abs=1e-4)
+
+
 @pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
 def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
     assert Counting(layers).of(4) == (wanted if isinstance(wanted, list) else list(range(wanted)))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7])
+def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = loaded("llama")
+    whole, parts = (Engine(own, memory(AttentionPolicy(recent=8, window=6))) for _ in range(2))
+    list(feed(whole, 40, 0))
+    monkeypatch.setattr("sirchat.reading.PASS_BYTES", at_a_time * 4 * own.heads * 40)
+    list(feed(parts, 40, 0))
+    for one, other in zip(received(parts), received(whole), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_the_counted_layers_alone_count() -> None:
@@ -299,6 +354,44 @@ def test_why_tells_what_a_score_is_the_product_of() -> None:
     strongest = max(chat.snapshot().rows, key=lambda row: row.strength)
     assert strongest.worth is not None
     assert chat.snapshot().threshold is None
+
+
+def test_why_ranks_what_is_held_as_the_policy_does() -> None:
+    """Whatever is asked for beside it: tokens of a turn that are gone keep nobody company."""
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
+    assert {one.state for one in everything} == {"held", "archived"}
+    held = {one.row.position: one.score for one in everything if one.state == "held"}
+    assert held == pytest.approx({position: worth[position] for position in held})
+
+
+def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    assert chat.snapshot().needed is None
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    now = chat.snapshot()
+    leaving = [row.worth for row in now.rows if row.position in now.next_to_go]
+    assert now.needed == max(leaving)
+    assert {one.needed for one in chat.why("last")} == {now.needed}
+
+
+def test_without_any_switch_only_the_decays_are_left() -> None:
+    chat = session(
+        policy="salience",
+        budget=64,
+        recent=8,
+        decay=0.5,
+        policy_options=dict.fromkeys(("surprisal", "attention", "novelty", "spans"), False),
+    )
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    for one in chat.why("turn 4"):
+        assert one.factors == {}
+        assert one.score == pytest.approx(one.faded)
 
 
 def test_attention_is_counted_for_whoever_asks() -> None:

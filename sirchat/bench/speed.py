@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from sirchat.anchors import ends_sequence
 from sirchat.detokenize import TextStream
 from sirchat.engine import Engine
+from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy
@@ -92,7 +93,14 @@ def run_bench(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Measure decode while attention is counted against decode while it is not."""
+    """Measure decode while attention is counted against decode while it is not.
+
+    Raises ModelError for a model whose attention can't be.
+    """
+    if not model.tells_attention:
+        raise ModelError(
+            f"the attention of {model.name} can't be counted", hint="try another model"
+        )
     counting: dict[str, Policy] = {
         "attention of 4 layers": Attention(),
         "attention of all layers": Attention(layers=0),

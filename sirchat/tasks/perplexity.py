@@ -149,7 +149,7 @@ def round_ids(template: Template, user: str, reply: str, *, first: bool = False)
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
     """Surprisal, in nats, of each token [n] read under a setting; NaN of the very first."""
     engine = open_engine(model, setting)
-    for number, ids in enumerate(rounds):
+    for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)
         engine.close_round()
     return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])

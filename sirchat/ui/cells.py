@@ -56,6 +56,11 @@ def shown_line(text: str) -> str:
     return shown(" ".join(displayable(text).split()))
 
 
+def significant(score: float) -> str:
+    """A score with three significant digits."""
+    return f"{score:#.3g}".removesuffix(".")
+
+
 def quoted(text: str) -> str:
     """A token's text between quotes, so that its spaces are seen."""
     return f'"{shown(text)}"'

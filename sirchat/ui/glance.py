@@ -18,7 +18,7 @@ from rich.text import Text
 from sirchat.events import TokenRow
 from sirchat.profile import short
 from sirchat.snapshot import Snapshot, TurnShare
-from sirchat.ui.cells import Piece, cut, lay_out, line_of, quoted, shown, shown_line
+from sirchat.ui.cells import Piece, cut, lay_out, line_of, quoted, shown, shown_line, significant
 from sirchat.ui.theme import Theme
 
 _ROWS = 3
@@ -117,6 +117,8 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     told = []
     if snapshot.threshold is not None:
         told.append(f"a token needs {snapshot.threshold:.2f} nats to stay")
+    elif snapshot.needed is not None:
+        told.append(f"a token needs a score of {significant(snapshot.needed)} to stay")
     elif not snapshot.forgotten:
         told.append("nothing forgotten yet")
     if not snapshot.next_to_go and snapshot.resident < snapshot.budget:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sirchat.events import TokenRow
 from sirchat.snapshot import EDGES, Histogram, TurnShare
-from sirchat.ui.cells import Piece, cut, line_of, quoted
+from sirchat.ui.cells import Piece, cut, line_of, quoted, significant
 from sirchat.ui.glance import share_glyph
 from sirchat.ui.theme import ROLE_NAMES, Theme
 from sirchat.why import Standing
@@ -24,7 +24,10 @@ _RANKING_WIDTH = 60
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """Every column of the rows but the arrival key; attention where it is counted."""
+    """Every column of the rows but the arrival key; attention where it is counted.
+
+    The score is what the policy goes by.
+    """
     counted = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -40,7 +43,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             Text(quoted(row.text), theme.token(row)),
             str(row.id),
             nats(row.surprisal),
-            significant(row.score),
+            significant(row.strength),
             *[significant(row.attention or 0.0)] * counted,
             " ".join(row.flags),
         )
@@ -67,7 +70,7 @@ def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableTyp
             *(significant(one.factors[name]) for name in factors),
             significant(one.score),
             f"{one.rank:,} of {one.held:,}",
-            nats(one.threshold),
+            nats(one.threshold) if one.needed is None else significant(one.needed),
         )
     return table
 
@@ -159,11 +162,6 @@ def _bin(name: str, held: str, forgotten: str) -> str:
 def nats(surprisal: float | None) -> str:
     """Surprisal with two decimals; `-` where there is none."""
     return "-" if surprisal is None else f"{surprisal:.2f}"
-
-
-def significant(score: float) -> str:
-    """A score with three significant digits."""
-    return f"{score:#.3g}".removesuffix(".")
 
 
 def _stays(threshold: float | None, low: float, high: float) -> str:

@@ -51,7 +51,7 @@ class Salience(ScorePolicy):
         return Counting(self.layers) if self.attention else None
 
     def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        found = {"surprisal": rows.log_score if self.surprisal else rows.log_fade}
+        found = {"surprisal": rows.log_score} if self.surprisal else {"fade": rows.log_fade}
         if self.attention:
             found["attention"] = or_median(rows.attention).log() / 2
         return among_others(found, rows, self.novelty, self.spans)

@@ -45,8 +45,8 @@ class Reader:
         """
         engine = open_engine(self.model, self.setting)
         size = self.piece or len(ids)
-        for number, start in enumerate(range(0, len(ids), size)):
-            if number:
+        for number, start in enumerate(range(0, len(ids), size), 1):
+            if number > 1:
                 engine.close_round()
             to_come = reply if start + size >= len(ids) else 0
             read_ids(engine, ids[start : start + size], number, to_come)
@@ -68,7 +68,7 @@ class Reader:
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
         """The likeliest ids after a context, one by one, up to a stop id or `longest` of them."""
-        number = (len(context) - 1) // (self.piece or len(context))
+        number = 1 + (len(context) - 1) // (self.piece or len(context))
         for record in self.read(context, longest).generate(
             Sampler(Sampling()),
             Place(number, number),
