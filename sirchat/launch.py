@@ -11,6 +11,7 @@ import typer
 from sirchat.memory.policies import policy_class
 from sirchat.profile import Profile
 from sirchat.profile_files import resolve
+from sirchat.ui.interrupt import insistent
 
 if TYPE_CHECKING:
     from sirchat.model import LoadedModel
@@ -35,8 +36,9 @@ def open_session(
 ) -> "Session":
     """Load the model and open a session; the settings are checked before anything heavy."""
     with quick_start():
-        policy_class(profile.policy)
-        from sirchat.session import Session
+        with insistent():
+            policy_class(profile.policy)
+            from sirchat.session import Session
 
         return Session(load(profile, trust, report), profile, rows_in_events=rows_in_events)
 

@@ -1,16 +1,42 @@
-"""Ctrl-C while the model speaks: a flag that the engine looks at between tokens."""
+"""Ctrl-C while the model is loaded, and while it speaks."""
 
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 
-class Interrupt:
-    """As a context, turns Ctrl-C into a flag; called, says whether it is set.
+@contextmanager
+def insistent() -> Iterator[None]:
+    """Let Ctrl-C end imports for sure: what cleans up behind each of them may swallow it."""
+    usual, came = signal.default_int_handler, False
+    in_main = threading.current_thread() is threading.main_thread()
+    if signal.getsignal(signal.SIGINT) is not usual or not in_main:
+        yield
+        return
 
-    So a forward pass is never cut in the middle. A third Ctrl-C raises KeyboardInterrupt, for a
-    model that takes too long to look.
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        raise KeyboardInterrupt
+
+
+class Interrupt:
+    """As a context, turns Ctrl-C into a flag, for the engine to look at between tokens.
+
+    Called, says whether it is set. So a forward pass is never cut in the middle. A third Ctrl-C
+    raises KeyboardInterrupt, for a model that takes too long to look.
     """
 
     def __init__(self) -> None:
