@@ -38,7 +38,7 @@ def log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> 
     return [float(scores[len(before) + at - 1, token]) for at, token in enumerate(reply)]
 
 
-@pytest.mark.parametrize(("model", "items"), [(babbler, 200), (tiny, 40)])
+@pytest.mark.parametrize(("model", "items"), [(babbler, 100), (tiny, 20)])
 def test_the_option_taken_is_the_likeliest_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
     template = Template(loaded.tokenizer)

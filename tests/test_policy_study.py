@@ -101,8 +101,9 @@ def test_a_policy_is_lessened_by_each_of_its_switches() -> None:
     assert not any(without_each(ENTROPY))
 
 
-def test_one_study_has_all_parts() -> None:
-    study = Policies((SALIENCE, SINK), 4, facts=(1,), between=(1, 2), at=64)
+def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.tasks.policies._ROUNDS", 4)
+    study = Policies((SALIENCE, SINK), 2, facts=(1,), between=(1, 2), at=64)
     found = findings(study, tiny())
     report = study.report(found)
     names = [table.name for table in report.tables]
