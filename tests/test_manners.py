@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from sirchat.ui.interrupt import insistent
 from sirchat.ui.prompt import Line, Prompt
 from tests.terminal import Shared, Terminal, pager_into
 
@@ -144,7 +146,7 @@ def test_a_paste_of_several_lines_is_one_message_and_never_a_command(chat: Termi
     chat.wait_screen("pasted: sent as it is, never a command")
     chat.submit(ENTER)
     assert _message(chat) == "/policy sink\n/reset\nand this\n"
-    assert " · entropy · " in chat.text
+    assert " · salience · " in chat.text
 
 
 def test_a_pasted_command_is_a_message_too(chat: Terminal) -> None:
@@ -395,7 +397,7 @@ def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
 ) -> None:
     shell.wait_screen(rf"^loading {endless} ")
     shell.wait_prompt()
-    assert shell.lines[0].startswith(f"{endless}, policy entropy")
+    assert shell.lines[0].startswith(f"{endless}, policy salience")
     shell.say("/exit")
     assert shell.code() == 0
 
@@ -423,6 +425,12 @@ def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
         shell.send(CTRL_C)
         assert shell.code() == 130
         assert "loading" not in shell.text
+
+
+def test_an_interrupt_that_an_import_swallows_is_raised_behind_it() -> None:
+    with pytest.raises(KeyboardInterrupt), insistent(), suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:

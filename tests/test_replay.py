@@ -97,7 +97,7 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
     events = [json.loads(e) for e in run("replay", str(file), "--json").stdout.splitlines()]
     assert [e["text"] for e in events if e.get("role") == "user"] == file.read_text().splitlines()
     assert events[0]["event"] == "session"
-    assert events[0]["profile"]["policy"] == "entropy"
+    assert events[0]["profile"]["policy"] == "salience"
     assert events[-1]["event"] == "end"
 
 
@@ -119,7 +119,8 @@ def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
 
 
 def test_generated_replies_follow_the_policy_too() -> None:
-    events = _replayed(_transcript(6), feed=False, budget=64, recent=8, max_new_tokens=120)
+    settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
+    events = _replayed(_transcript(6), feed=False, **settings)
     assert check_stream(events) > 40
 
 

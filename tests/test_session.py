@@ -309,7 +309,8 @@ def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
             raise KeyboardInterrupt
         return forward(*args)
 
-    chat._engine._reader._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    chat._engine._reader._model = model  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
     chat._engine._reader._model = chat.model
@@ -334,7 +335,8 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
     def failing(*args: Any) -> Any:
         raise RuntimeError("no")
 
-    chat._engine._reader._model = SimpleNamespace(forward=failing)  # type: ignore[assignment]
+    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    chat._engine._reader._model = model  # type: ignore[assignment]
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))
     chat._engine._reader._model = chat.model

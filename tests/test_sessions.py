@@ -90,7 +90,10 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     folder: Path, policy: str, dtype: str
 ) -> None:
     model = babbler() if dtype == "float32" else in_bfloat16()
-    profile = Profile(policy=policy, system="You are brief.", temperature=1.0, **SMALL)
+    options = {"window": 16} if policy == "attention" else {}
+    profile = Profile(
+        policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
+    )
     straight, first = Session(model, profile), Session(model, profile)
     talk(straight, None, SAYINGS)
     saving = Saving(first)
@@ -187,7 +190,7 @@ def test_nothing_said_nothing_saved(folder: Path) -> None:
 def test_without_keys_and_values_the_held_tokens_are_read_anew(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    chat = session(babbler(), **SMALL, **settings)
+    chat = session(babbler(), policy="entropy", **SMALL, **settings)
     saving = Saving(chat)
     talk(chat, saving, SAYINGS[:6])
     saving.close()
@@ -220,7 +223,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
 
 
 def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
-    chat = session(babbler(), **SMALL)
+    chat = session(babbler(), policy="entropy", **SMALL)
     saving = Saving(chat)
     talk(chat, saving, SAYINGS[:2])
     saving.close()
