@@ -55,7 +55,8 @@ def quick_start() -> Iterator[None]:
 
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
     """Load the model of a profile."""
-    from sirchat.model import load_model
+    with insistent():
+        from sirchat.model import load_model
 
     return load_model(
         profile.model,

@@ -58,8 +58,10 @@ class LoadedModel:
 
     @cached_property
     def heads(self) -> int:
-        """Of the queries, in each layer."""
-        return int(self.module.config.get_text_config(decoder=True).num_attention_heads)
+        """Of the queries, in the layer that has most; 1 where the configuration does not say."""
+        config = self.module.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        return int(max(heads) if isinstance(heads, list | tuple) else heads)
 
     @cached_property
     def narrow_layers(self) -> frozenset[int]:

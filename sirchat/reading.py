@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.gaze import Gaze, Listener
-from sirchat.memory.attention import Counting
+from sirchat.memory.attention import Counting, Pass
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.sight import USUAL, Sight
@@ -37,7 +38,7 @@ class CausalModel(Protocol):
 
     @property
     def heads(self) -> int:
-        """Of the queries, in each layer."""
+        """Of the queries, in a layer."""
 
     @property
     def narrow_layers(self) -> Collection[int]:
@@ -101,21 +102,22 @@ class Reader:
         """
         opens = self._ledger.seen == 0
         start = 0
-        while start < len(piece):
-            part = piece.part(start, start + self._at_once(len(piece) - start, counting))
-            gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
-            try:
-                own = sequence() if sequence and gathers else None
-                gaze = self._gaze(counting)
-                logits = self._forward(part.ids, own, gaze)
-            except torch.OutOfMemoryError:
-                if len(part) == 1:
-                    raise
-                self._rows_per_pass = len(part) // 2
-                continue
-            self._record(part, logits)
-            self._count(gaze)
-            start += len(part)
+        with self._counting(counting) as seen:
+            while start < len(piece):
+                part = piece.part(start, start + self._at_once(len(piece) - start, counting))
+                gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
+                try:
+                    own = sequence() if sequence and gathers else None
+                    gaze = self._gaze(counting)
+                    logits = self._forward(part.ids, own, gaze)
+                except torch.OutOfMemoryError:
+                    if len(part) == 1:
+                        raise
+                    self._rows_per_pass = len(part) // 2
+                    continue
+                self._record(part, logits)
+                seen += self._seen(gaze)
+                start += len(part)
         if opens:
             self._ledger.rank_first_token(len(piece))
 
@@ -125,14 +127,15 @@ class Reader:
         """Read into the cache alone ids [n] that stand at these `positions` of the stream."""
         self._cache.reserve(len(ids))
         start = 0
-        while start < len(ids):
-            piece = ids[start : start + self._at_once(len(ids) - start, counting)]
-            at = positions[start : start + len(piece)]
-            gaze = self._gaze(counting)
-            self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
-            self._cache.commit(len(piece), at)
-            self._count(gaze)
-            start += len(piece)
+        with self._counting(counting) as seen:
+            while start < len(ids):
+                piece = ids[start : start + self._at_once(len(ids) - start, counting)]
+                at = positions[start : start + len(piece)]
+                gaze = self._gaze(counting)
+                self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
+                self._cache.commit(len(piece), at)
+                seen += self._seen(gaze)
+                start += len(piece)
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
         """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
@@ -176,15 +179,28 @@ class Reader:
             return None
         return Gaze(counting, len(self._cache.layers), self._model.narrow_layers)
 
-    def _count(self, gaze: Gaze | None) -> None:
-        """Add what the rows that are in the cache by now were looked at."""
+    def _seen(self, gaze: Gaze | None) -> list[Pass]:
+        """How much the rows that are in the cache by now were looked at in a pass, if that shows.
+
+        Without those that a layer has for itself.
+        """
         weights = gaze.weights() if gaze is not None else None  # [m, n]
         if gaze is None or weights is None:
-            return
-        ledger = self._ledger
-        held = ledger.held_positions[: self._cache.length - self._cache.foreign]
-        own = self._cache.slots_of(torch.arange(len(held))).numpy()
-        ledger.attention.add(held, weights[:, own], ledger.log_decay, gaze.counting.window)
+            return []
+        own = self._cache.slots_of(torch.arange(self._cache.length - self._cache.foreign)).numpy()
+        return [Pass.of(weights[:, own], gaze.counting.window)]
+
+    @contextmanager
+    def _counting(self, counting: Counting | None) -> Iterator[list[Pass]]:
+        """Count what was seen in the passes of a block, all at once, so that parts don't show."""
+        passes: list[Pass] = []
+        try:
+            yield passes
+        finally:
+            if counting is not None:
+                ledger = self._ledger
+                held = ledger.held_positions[: self._cache.length - self._cache.foreign]
+                ledger.attention.add(held, passes, ledger.log_decay, counting.window)
 
     def _sight(self, positions: Sequence[int], sees: Tensor | None = None) -> Sight:
         """Positions of the stream count only where keys stand there."""

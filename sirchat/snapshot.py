@@ -146,24 +146,21 @@ def take_snapshot(
 def log_factors_of(engine: Engine, positions: Positions) -> dict[str, Floats]:
     """Logarithms of what the policy ranks rows by the product of, by name, [n] each; may be empty.
 
-    Of the rows at `positions` [n], ascending: what it chose as it sees it, and any other row as if
-    all of these were there, too.
+    Of the rows at `positions` [n], ascending: what the policy chose as it sees it, what was
+    recalled as if it had been chosen, too, and any other row as if all of these had been.
     """
-    policy, ledger = engine.memory.policy, engine.ledger
-    own = np.setdiff1d(ledger.held_positions, ledger.recalled, assume_unique=True)
-
-    def of(among: Positions) -> dict[str, Floats]:
-        at = np.searchsorted(among, positions).clip(max=len(among) - 1)
-        return {
-            name: one.double().numpy()[at]
-            for name, one in policy.log_factors(engine.view(among)).items()
-        }
-
-    chosen = np.isin(positions, own)
-    if chosen.all():
-        return of(own)
-    others, seen = of(np.union1d(own, positions)), of(own) if len(own) else {}
-    return {name: np.where(chosen, seen.get(name, one), one) for name, one in others.items()}
+    policy, held = engine.memory.policy, engine.ledger.held_positions
+    own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
+    found: dict[str, Floats] = {}
+    unknown = np.ones(len(positions), bool)
+    for among in (own, held, np.union1d(held, positions)):
+        here = unknown & np.isin(positions, among)
+        if here.any():
+            at = np.searchsorted(among, positions[here])
+            for name, one in policy.log_factors(engine.view(among)).items():
+                found.setdefault(name, np.zeros(len(positions)))[here] = one.double().numpy()[at]
+            unknown &= ~here
+    return found
 
 
 def log_worth_of(factors: dict[str, Floats]) -> Floats | None:
@@ -173,7 +170,8 @@ def log_worth_of(factors: dict[str, Floats]) -> Floats | None:
     """
     if set(factors) <= {"surprisal"}:
         return None
-    worth: Floats = np.sum(list(factors.values()), axis=0)
+    with np.errstate(invalid="ignore"):  # of what is infinite both ways
+        worth: Floats = np.sum(list(factors.values()), axis=0)
     return np.nan_to_num(worth, copy=False, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
 
 

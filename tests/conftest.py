@@ -1,8 +1,9 @@
-"""What all tests share: one thread, quiet libraries, and no GPU tests without a GPU."""
+"""What all tests share: one thread, Ctrl-C, quiet libraries, and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 
@@ -21,6 +22,8 @@ settings.load_profile("sirchat")
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_quiet_thread() -> None:
+    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
 

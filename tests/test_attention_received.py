@@ -20,7 +20,7 @@ from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.gaze import Listener
 from sirchat.listening import Ear, listening
-from sirchat.memory.attention import Attention, Counting
+from sirchat.memory.attention import Attention, Counting, Pass
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention as AttentionPolicy
@@ -179,10 +179,12 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = loaded("llama")
-    whole, parts = (Engine(own, memory(AttentionPolicy(recent=8, window=6))) for _ in range(2))
-    list(feed(whole, 40, 0))
-    monkeypatch.setattr("sirchat.reading.PASS_BYTES", at_a_time * 4 * own.heads * 40)
-    list(feed(parts, 40, 0))
+    whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
+    for engine, fits in ((whole, 96), (parts, at_a_time)):
+        list(feed(engine, 30, 0))  # before anybody counts
+        list(engine.switch(memory(AttentionPolicy(recent=8, window=6), budget=96)))
+        monkeypatch.setattr("sirchat.reading.PASS_BYTES", fits * 4 * own.heads * 70)
+        list(feed(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -261,7 +263,7 @@ def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> Non
 
 def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
     column, rows = Attention(), np.arange(4)
-    column.add(rows, np.eye(4, dtype=np.float32), 0.0, window=2)
+    column.add(rows, [Pass.of(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
     for _ in range(2000):
         column.came_back(rows)
     assert len(column._returned) <= 256
@@ -286,12 +288,28 @@ def test_what_is_erased_was_never_looked_at() -> None:
 
 def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
     column = Attention()
-    column.add(np.array([0, 1]), np.array([[0.5, 0.5]], np.float32), 0.0)
-    column.add(np.array([1]), np.array([[1.0]], np.float32), math.log(0.5))
-    column.add(np.array([0, 1]), np.array([[0.25, 0.75]], np.float32), math.log(0.25))
+    column.add(np.array([0, 1]), [looks(0.5, 0.5)], 0.0)
+    column.add(np.array([1]), [looks(1.0)], math.log(0.5))
+    column.add(np.array([0, 1]), [looks(0.25, 0.75)], math.log(0.25))
     assert column.of(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
         [0.25 * 0.5 + 0.25, 0.25 * 0.5 + 0.5 * 1 + 0.75, 0]
     )
+
+
+def looks(*weights: float) -> Pass:
+    """What one query looked at."""
+    return Pass.of(np.array([weights], np.float32))
+
+
+def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
+    column = Attention()
+    column.add(np.arange(4), [Pass.of(np.eye(4, dtype=np.float32))], 0.0)
+    before = column.received(np.array([0, 1]))
+    for _ in range(300):
+        column.came_back(np.array([2, 3]))
+        column.add(np.arange(4), [looks(0.4, 0.3, 0.2, 0.1)], 0.0)
+    column.go_back(before, 4)
+    assert column.of(np.arange(4), 0.0).tolist() == [1, 1, 1, 1]
 
 
 def test_two_listeners_hear_the_same_pass() -> None:

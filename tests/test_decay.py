@@ -8,6 +8,7 @@ from chatting import session
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirchat.memory.attention import Pass
 from sirchat.memory.decay import automatic_decay
 from sirchat.memory.ledger import Ledger
 from sirchat.profile import Profile, choices
@@ -38,7 +39,8 @@ def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
     ledger = Ledger()
     for number, score in ((1, 3.0), (2, 8.0)):
         ledger.append([5], [score], turn=0, round=number, roles=[1], flags=[0])
-        ledger.attention.add(np.arange(number), np.ones((1, number), np.float32), ledger.log_decay)
+        looks = np.ones((1, number), np.float32)
+        ledger.attention.add(np.arange(number), [Pass.of(looks)], ledger.log_decay)
     ledger.close_round(0.25, spared=2)
     at = np.arange(2)
     assert np.exp(ledger.log_score_of(at)) == pytest.approx([0.75, 8.0])

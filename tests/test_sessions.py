@@ -84,8 +84,13 @@ def in_bfloat16() -> LoadedModel:
     return wrap_model("babbler", module, model.tokenizer)
 
 
-@pytest.mark.parametrize("policy", ["entropy", "reservoir", "random", "attention", "salience"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        *((name, "float32") for name in ("entropy", "reservoir", "random", "attention")),
+        *(("salience", dtype) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     folder: Path, policy: str, dtype: str
 ) -> None:

@@ -11,8 +11,9 @@ Nothing is counted, and nothing stored, while nobody wants to know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_RETURNS = 256  # are remembered: more than all turns that can be undone bring about
+_RETURNS = 256  # are remembered, one for each moment to go back to: more than can be undone
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,26 @@ class Looked:
     weights: NDArray[np.float32]
 
 
+class Pass(NamedTuple):
+    """What one forward pass looked at, of the rows that were in the cache behind it.
+
+    Attributes:
+        sums: [n], what each row got from all queries.
+        queries: how many there were, the newest rows' own.
+        newest: [<= window, n], what each row got from the newest of them.
+    """
+
+    sums: Floats
+    queries: int
+    newest: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, weights: NDArray[np.float32], window: int = 0) -> Pass:
+        """By the weights [m, n] from each query to each row."""
+        newest = weights[max(0, len(weights) - window) :].copy()
+        return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
+
+
 @dataclass(frozen=True)
 class Received:
     """What rows have received, to be saved or gone back to.
@@ -78,8 +99,10 @@ class Attention:
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
         self._window: tuple[Looked, ...] = ()
-        self._returns = 0  # so often rows came back; the last of them are remembered
+        # What rows had before they came back; all of them between two moments are one entry.
         self._returned: deque[Received] = deque(maxlen=_RETURNS)
+        self._returns = 0  # entries, those that are no longer remembered included
+        self._is_marked = True
 
     @property
     def is_counted(self) -> bool:
@@ -89,30 +112,30 @@ class Attention:
     def add(
         self,
         positions: Positions,
-        weights: NDArray[np.float32],
+        passes: Sequence[Pass],
         log_decay: float,
         window: int = 0,
     ) -> None:
-        """Add what the rows at these positions [n] got from the queries of one pass [m, n].
+        """Add what the rows at these positions [n] got while ids were read, in one pass or several.
 
         Of all passes, the newest `window` queries are kept one by one. Rows that were read while
         nobody counted begin with what is usual among the others.
         """
+        if not passes:
+            return
         self._reserve(int(positions[-1]) + 1)
         before = self._total[positions]
         late = before == 0
-        late[len(late) - len(weights) :] = False  # these are the queries' own rows
-        faded = np.exp(log_decay - self._log_decay[positions])
-        total = before * faded + weights.sum(0, dtype=np.float64)
+        late[len(late) - sum(one.queries for one in passes) :] = False  # the queries' own rows
+        total = before * np.exp(log_decay - self._log_decay[positions])
+        for one in passes:
+            total[: len(one.sums)] += one.sums
         if late.any():
             total[late] = np.maximum(total[late], np.median(total[~late]))
         self._total[positions] = total
         self._log_decay[positions] = log_decay
-        if window:
-            newest = Looked(positions.copy(), weights[-window:].copy())
-            self._window = _newest((*self._window, newest), window)
-        else:
-            self._window = ()
+        newest = (Looked(positions[: len(one.sums)].copy(), one.newest) for one in passes)
+        self._window = _newest((*self._window, *newest), window)
 
     def of(self, positions: Positions, log_decay: float) -> Floats:
         """What rows [n] have received, faded by the decays since; 0 where nothing was counted."""
@@ -133,19 +156,30 @@ class Attention:
 
     def came_back(self, positions: Positions) -> None:
         """Note what these rows had before they were held again, so that it can be gone back to."""
-        if self.is_counted and len(positions):
-            self._returned.append(replace(self.received(positions), window=()))
+        if not (self.is_counted and len(positions)):
+            return
+        if self._is_marked or not self._returned:
+            self._returned.append(self._of(positions))
             self._returns += 1
+        else:  # of a row that came back twice only what it had at first counts
+            last = self._returned.pop()
+            new = self._of(np.setdiff1d(positions, last.positions))
+            self._returned.append(_joined(last, new))
+        self._is_marked = False
 
     def received(self, positions: Positions) -> Received:
-        """What rows [n], ascending, have received until now: a copy."""
+        """What rows [n], ascending, have received until now, to be gone back to: a copy."""
+        self._is_marked = True
         if not self.is_counted:
             nothing = np.zeros(0)
             return Received(positions[:0], nothing, nothing, returns=None)
+        return replace(self._of(positions), window=self._window, returns=self._returns)
+
+    def _of(self, positions: Positions) -> Received:
         known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         at = positions[known]
         total[known], log_decay[known] = self._total[at], self._log_decay[at]
-        return Received(positions, total, log_decay, self._window, self._returns)
+        return Received(positions, total, log_decay)
 
     def go_back(self, to: Received, seen: int) -> None:
         """Forget what was received since; rows from `seen` on have never been.
@@ -157,6 +191,7 @@ class Attention:
             self._window = ()
             self._returned.clear()
             return
+        self._is_marked = True
         while self._returns > to.returns:
             self._returns -= 1
             if self._returned:
@@ -205,6 +240,15 @@ def or_median(received: Tensor) -> Tensor:
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
     return torch.where(received > 0, received, usual)
+
+
+def _joined(one: Received, other: Received) -> Received:
+    """Both, of other rows."""
+    positions = np.concatenate([one.positions, other.positions])
+    order = np.argsort(positions)
+    total = np.concatenate([one.total, other.total])[order]
+    log_decay = np.concatenate([one.log_decay, other.log_decay])[order]
+    return Received(positions[order], total, log_decay)
 
 
 def _newest(passes: tuple[Looked, ...], window: int) -> tuple[Looked, ...]:

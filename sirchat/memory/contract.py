@@ -16,6 +16,7 @@ def broken_promises(policy: Policy) -> list[str]:
 
     On random ledgers `keep` must return sorted, unique int64 row numbers, exactly as many as asked
     for, every protected row among them, the same each time, and leave the rows as they are.
+    `log_factors` must return a number for each row.
     """
     if not policy.bounded:
         return []
@@ -26,8 +27,9 @@ def broken_promises(policy: Policy) -> list[str]:
         try:
             kept = policy.keep(held, num_keep)
             again = policy.keep(held, num_keep)
+            factors = policy.log_factors(held).values()
         except Exception as error:  # whatever an outside policy raises is its broken promise
-            return [f"keep() raised {type(error).__name__}: {error}"]
+            return [f"it raised {type(error).__name__}: {error}"]
         promises = {
             "keep() must return int64 row numbers": kept.dtype == torch.int64,
             "keep() must return exactly num_keep rows": len(kept) == num_keep,
@@ -35,6 +37,9 @@ def broken_promises(policy: Policy) -> list[str]:
             "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
             "the same rows must give the same choice": torch.equal(kept, again),
             "keep() must not change the rows": torch.equal(before, held.position),
+            "log_factors() must return tensors, a number for each row": all(
+                isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in factors
+            ),
         }
         if promises["rows must be within the held rows"]:
             stays = torch.zeros(len(held), dtype=torch.bool)

@@ -28,8 +28,8 @@ def insistent() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-    if came:
-        raise KeyboardInterrupt
+        if came:  # whatever became of it on its way
+            raise KeyboardInterrupt from None
 
 
 class Interrupt:

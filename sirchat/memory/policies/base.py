@@ -49,7 +49,11 @@ class Policy(ABC):
         return None
 
     def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        """Logarithms of what a row is ranked by the product of, by name, [n] each; may be empty."""
+        """Logarithms of what a row is ranked by the product of, by name, [n] each; may be empty.
+
+        Two names mean what the ledger knows, and are shown as that: `surprisal` is the decayed one,
+        `log_score`, and `fade` the decays alone, `log_fade`.
+        """
         return {}
 
     def reduce(self, rows: Held) -> Tensor | None:

@@ -46,10 +46,10 @@ class Lane:
     """
 
     def __init__(self, model: LoadedModel, setting: Profile, name: str, *, leads: bool) -> None:
-        self._session = Session(watched(model, self._watch), setting)
-        self._setting, self._name, self._leads = setting, name, leads
         self._listen: Listen | None = None
         self._cache: BoundedCache | None = None
+        self._session = Session(watched(model, self._watch), setting)
+        self._setting, self._name, self._leads = setting, name, leads
         self._spans = HeldSpans()
         self._nats: dict[int, float] = {}
         self._rounds: list[After] = []
