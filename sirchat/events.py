@@ -15,8 +15,8 @@ class TokenRow:
 
     `surprisal` is in nats, null for the first token of the stream; `score` is the surprisal after
     the decays so far, also in nats; `arrival_key` is uniform in [0, 1). `attention` is what it has
-    received so far, null where that was never counted; `worth`, in a snapshot, is what the policy
-    ranks it by among those that are held, null where that is the score, or nothing of the kind.
+    received so far, null where that was never counted; `worth` is what the policy ranks it by among
+    those that are held, null where that is the score, or nothing of the kind.
     """
 
     position: int

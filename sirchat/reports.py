@@ -22,7 +22,14 @@ from sirchat.model import LoadedModel
 from sirchat.profile import Profile
 from sirchat.records import Evicted, Restored
 from sirchat.settings import has_effect
-from sirchat.snapshot import Positions, Texts, token_rows
+from sirchat.snapshot import (
+    Positions,
+    Texts,
+    finite_exp,
+    log_factors_of,
+    log_worth_of,
+    token_rows,
+)
 
 _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
@@ -45,7 +52,9 @@ class Reports:
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
         """The tokens at these stream positions, ascending, held or not."""
-        return token_rows(self.engine.ledger, positions, self.texts, self.sinks)
+        log_worth = log_worth_of(log_factors_of(self.engine, positions))
+        worth = None if log_worth is None else finite_exp(log_worth)
+        return token_rows(self.engine.ledger, positions, self.texts, self.sinks, worth)
 
     def forgot(self, turn: int, record: Evicted) -> Forgot:
         """What left during a turn."""

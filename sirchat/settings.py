@@ -79,8 +79,8 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def options_of(policy: str) -> list[Field[Any]]:
-    """The options of a policy, but those that are settings of their own."""
-    return [f for f in fields(policy_class(policy)) if f.name not in Profile.model_fields]
+    """The options of a policy, but that which is a setting of its own."""
+    return [f for f in fields(policy_class(policy)) if f.name != "recent"]
 
 
 def build_memory(profile: Profile, folder: Path | None = None) -> Memory:

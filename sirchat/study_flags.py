@@ -3,7 +3,7 @@
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import product
@@ -107,18 +107,23 @@ def settings_of(
 ) -> tuple[Profile, ...]:
     """A profile for each row of a comparison, without what its policy makes no use of.
 
-    Raises SettingError for a value that is not allowed, and for a sweep of something unknown.
+    The profile's options of a policy go to every policy that has them. Raises SettingError for a
+    value that is not allowed, and for a sweep or an option of something unknown.
     """
     swept = dict(_swept(one) for one in sweep)
     axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
     settings: list[Profile] = []
     for values in product(*(axes | swept).values()):
         given = dict(zip(axes | swept, values, strict=True))
-        setting = changed(profile, "eval", **_own(given))
+        own = _own(given, profile.policy_options)
+        setting = changed(profile, "eval", **own)
         if setting not in settings:
             settings.append(setting)
     if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
         raise SettingError(f"sweep: none of {policies} has a setting or option {unused[0]}")
+    given_names = {name for one in settings for name in one.policy_options}
+    if unused := [key for key in profile.policy_options if key not in given_names]:
+        raise SettingError(f"--option: none of {policies} has an option {unused[0]}")
     return tuple(settings)
 
 
@@ -132,18 +137,19 @@ def _swept(text: str) -> tuple[str, list[str]]:
     return key.replace("-", "_"), values.split(",")
 
 
-def _own(given: dict[str, str]) -> dict[str, object]:
-    """What a row sets: what its policy makes use of."""
+def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, object]:
+    """What a row sets: what its policy makes use of, of the options of all rows, too."""
     policy = given["policy"]
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
-    options: dict[str, object] = {}
+    known = {field.name for field in fields(policy_class(policy))}
+    options = {name: value for name, value in of_all.items() if name in known}
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
             if key in Profile.model_fields:
                 own[key] = parse_value(key, text)
             else:
                 options[key] = parse_scalar(text)
-    return own | ({"policy_options": options} if options else {})
+    return own | {"policy_options": options}
 
 
 def _lacks(key: str, policy: str) -> bool:

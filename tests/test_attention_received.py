@@ -386,6 +386,18 @@ def test_why_ranks_what_is_held_as_the_policy_does() -> None:
     assert held == pytest.approx({position: worth[position] for position in held})
 
 
+def test_what_came_back_is_worth_the_same_whatever_is_asked_for() -> None:
+    chat = session(policy="salience", budget=64, recent=8, recall="mips", recall_n=12)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    assert chat.recalled
+    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    for number in range(8):
+        for one in chat.why(f"turn {number}"):
+            if one.state == "held":
+                assert one.score == pytest.approx(worth[one.row.position])
+
+
 def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
     chat = session(policy="salience", budget=64, recent=8)
     assert chat.snapshot().needed is None

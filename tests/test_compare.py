@@ -210,6 +210,13 @@ def test_what_comes_back_is_followed() -> None:
     assert [one.id for one in told.tokens] == foretold_under(FULL)[0]  # the search leaves no trace
 
 
+def test_a_policy_that_looks_at_attention_is_compared_like_any_other() -> None:
+    setting = Profile(policy="attention", budget=48, recent=8)
+    told = compare(tiny(), (FULL, setting), transcript()).settings[1]
+    ledger = plain(setting)._engine.ledger
+    assert held_at(told, told.rounds[-1].seen) == ledger.held_positions.tolist()
+
+
 def test_a_turn_that_cannot_be_taken_back_ends_its_setting() -> None:
     setting = SINK.model_copy(update={"archive_limit": "1KB"})
     heard = compare(tiny(), (FULL, setting), transcript())

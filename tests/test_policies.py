@@ -18,16 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
+from torch import Tensor
 
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.memory.attention import Pass
+from sirchat.memory.contract import broken_promises
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import Policy, ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.policies.sink import Sink
 from sirchat.records import Memory, Place
 
 SEED = 7
@@ -317,6 +320,19 @@ def test_two_thousand_halvings_still_rank_rightly() -> None:
 def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
     with pytest.raises(SettingError, match=problem):
         policy_class(name)
+
+
+@dataclass(frozen=True)
+class Odd(Sink):
+    """Tells a number for all rows together."""
+
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        return {"odd": torch.zeros(())}
+
+
+def test_factors_are_a_number_for_each_row() -> None:
+    assert not broken_promises(Sink())
+    assert broken_promises(Odd()) == ["log_factors() must return tensors, a number for each row"]
 
 
 # Is every token of a stream kept with the same chance?

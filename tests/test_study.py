@@ -19,7 +19,8 @@ from command import run
 
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile
+from sirchat.profile import Profile, changed
+from sirchat.study_flags import settings_of
 from sirchat.tasks.journal import Record
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.output import draw, markdown, print_report, record_of, write_report
@@ -77,6 +78,17 @@ def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
         refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
         assert refused.returncode == 2
         assert hint in refused.stderr
+
+
+def test_an_option_goes_to_every_policy_that_has_it() -> None:
+    given = changed(Profile(), "--option", policy_options={"spans": True})
+    rows = settings_of(given, "entropy,sink", "96", "1")
+    assert [(one.policy, one.policy_options) for one in rows] == [
+        ("entropy", {"spans": True}),
+        ("sink", {}),
+    ]
+    with pytest.raises(SettingError, match="--option: none of sink,random has an option spans"):
+        settings_of(given, "sink,random", "96", "1")
 
 
 def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:

@@ -189,12 +189,12 @@ def _over(pieces: Iterable[Piece], width: int) -> float:
 def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token]:
     """Tokens that just left, the strongest ones, a row's worth at most."""
     tokens: list[_Token] = []
-    for row in nlargest(width, flash, key=lambda row: row.score):
+    for row in nlargest(width, flash, key=lambda row: row.strength):
         text = shown(row.text)
         width -= cell_len(text) + 1
         if width < 0:
             break
-        tokens.append(_Token(row.position, None, Piece(text, theme.flash), row.score))
+        tokens.append(_Token(row.position, None, Piece(text, theme.flash), row.strength))
     return tokens
 
 
