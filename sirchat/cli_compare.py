@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
-    policies: Policies = "full,entropy,sink",
+    policies: Policies = "full,salience,entropy,sink",
     budgets: Annotated[
         str | None,
         typer.Option(help="Budgets to compare; default: --budget.", metavar="N,M,..."),
