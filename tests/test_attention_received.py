@@ -18,7 +18,6 @@ from torch import Tensor
 
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.gaze import Listener
 from sirchat.listening import Ear, listening
 from sirchat.memory.attention import Attention, Counting, Pass
 from sirchat.memory.cache import BoundedCache
@@ -47,11 +46,7 @@ class Eager(LoadedModel):
     """
 
     def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        sight: Sight = USUAL,
-        listener: Listener | None = None,
+        self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL, *more: Any, **how: Any
     ) -> Tensor:
         usual = self.module.config._attn_implementation
         self.module.set_attn_implementation("eager")
@@ -66,7 +61,7 @@ class Eager(LoadedModel):
             )
         self.module.set_attn_implementation(usual)
         self.told.append([layer[0] for layer in told.attentions])
-        return super().forward(ids, cache, sight, listener)
+        return super().forward(ids, cache, sight, *more, **how)
 
     @property
     def told(self) -> list[list[Tensor]]:
