@@ -7,12 +7,12 @@ often. The test is Pearson's, over tenths of the stream; its p-value is Wilson a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
+import torch
 
 from sirchat.memory.policies import policy_class
 from sirchat.session import Session
@@ -112,10 +112,6 @@ def _uniform(one: Held) -> tuple[float, float]:
 
 
 def above(chi2: float, freedom: int) -> float:
-    """The chance of more than `chi2` with so many degrees of freedom.
-
-    Wilson and Hilferty's approximation, right to 0.001 from nine degrees on.
-    """
-    spread = 2 / (9 * freedom)
-    z = ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    return 0.5 * math.erfc(z / math.sqrt(2))
+    """The chance that chi squared, with so many degrees of freedom, is more than `chi2`."""
+    half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))
