@@ -1,4 +1,4 @@
-"""What not every model can: have its queries compared with what it caches."""
+"""What not every model can: have its queries compared with what it caches, or attention counted."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def refuse_unheard(model: LoadedModel) -> None:
             f"what {model.name} looks for is not what it caches",
             hint="another measure, such as mips, does without",
         )
+
+
+def uncountable(model: LoadedModel) -> str:
+    """How a model is told of that does not tell what it looks at."""
+    return f"the attention of {model.name} can't be counted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from sirchat.abilities import uncountable
 from sirchat.anchors import Anchors
 from sirchat.conversation import Tally
 from sirchat.engine import Engine
@@ -129,7 +130,7 @@ class Reports:
         """That the policy looks at attention and the model does not tell, where that is so."""
         if self.engine.memory.counting is not None and not model.tells_attention:
             yield Notice(
-                f"the attention of {model.name} can't be counted; policy "
+                f"{uncountable(model)}; policy "
                 f"{type(self.engine.memory.policy).__name__.lower()} goes without"
             )
 

@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from sirchat.abilities import refuse_unheard
+from sirchat.abilities import refuse_unheard, uncountable
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
@@ -147,8 +147,7 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
     needed = policy_class(profile.policy).needs_attention or name == "attention"
     if needed and not model.tells_attention:
         raise SettingError(
-            f"{source}: {name} can't be {getattr(profile, name)}: the attention of {model.name} "
-            "can't be counted",
+            f"{source}: {name} can't be {getattr(profile, name)}: {uncountable(model)}",
             hint="another policy, such as entropy, does without",
         )
 

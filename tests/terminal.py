@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from itertools import takewhile
@@ -13,6 +12,8 @@ from typing import Any
 
 import pexpect
 import pyte
+
+from tests.warm import Warm
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 
@@ -40,28 +41,22 @@ class Terminal:
         environ: dict[str, str] | None = None,
         screen: type[pyte.HistoryScreen] = pyte.HistoryScreen,
     ) -> None:
-        ours = not command or command[0].startswith("-")
-        program, *arguments = (sys.executable, "-m", "sirchat", *command) if ours else command
         self.screen = screen(columns, rows, history=10_000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         self._said = ""
         self._size = (rows, columns)
-        self.child: Any = pexpect.spawn(
-            program,
-            list(arguments),
-            env={
-                **{
-                    k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")
-                },
-                "SIRCHAT_HOME": str(home),
-                "TERM": "xterm-256color",
-                "COLORTERM": "",
-                **(environ or {}),
-            },
-            dimensions=(rows, columns),
-            timeout=60,
-        )
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+        env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
+        env |= environ or {}
+        self.child: Any
+        if not command or command[0].startswith("-"):
+            self.child = Warm(command, env, self._size, timeout=60)
+        else:
+            program, *arguments = command
+            self.child = pexpect.spawn(
+                program, arguments, env=env, dimensions=self._size, timeout=60
+            )
         self.child.delaybeforesend = None
         self.screen.write_process_input = self.child.send  # answers, such as where the cursor is
 

@@ -181,18 +181,16 @@ def test_units_may_end_in_any_order(tmp_path: Path) -> None:
     assert found == findings(Squares(), babbler(), tmp_path)
 
 
-def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
     """Killed at two moments, then left to end: the same files, byte for byte."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
-    words += ["--budgets", "64", "--repeats", "2"]
+    words += ["--budgets", "64", "--repeats", "2", "--model", endless]
 
-    def command(out: Path) -> list[str]:
-        return [sys.executable, "-m", "sirchat", *words, "--out", str(out)]
-
-    subprocess.run(command(straight), check=True, capture_output=True)
+    assert run(*words, "--out", str(straight)).returncode == 0
     for lines in (2, 4):
-        started = subprocess.Popen(command(broken), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         journal = broken / "dailydialog.jsonl"
         while started.poll() is None:
             if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
@@ -200,7 +198,7 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> N
             time.sleep(0.01)
         started.communicate()
         assert started.returncode == -signal.SIGKILL
-    subprocess.run(command(broken), check=True, capture_output=True)
+    assert run(*words, "--out", str(broken)).returncode == 0
     for path in straight.iterdir():
         one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
         assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name

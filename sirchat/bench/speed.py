@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from sirchat.abilities import uncountable
 from sirchat.anchors import ends_sequence
 from sirchat.detokenize import TextStream
 from sirchat.engine import Engine
@@ -98,9 +99,7 @@ def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio
     Raises ModelError for a model whose attention can't be.
     """
     if not model.tells_attention:
-        raise ModelError(
-            f"the attention of {model.name} can't be counted", hint="try another model"
-        )
+        raise ModelError(uncountable(model), hint="try another model")
     counting: dict[str, Policy] = {
         "attention of 4 layers": Attention(),
         "attention of all layers": Attention(layers=0),
