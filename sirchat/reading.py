@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.gaze import Gaze, Listener
-from sirchat.memory.attention import Counting, Pass
+from sirchat.memory.attention import Counting
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.records import Place, Weighed
 from sirchat.scoring import surprisal, surprisal_of
+from sirchat.watching import Watch
 
 PASS_BYTES = 256 * 2**20
 """Neither logits nor a layer's counted attention (float32) take more in one forward pass."""
@@ -102,13 +102,13 @@ class Reader:
         """
         opens = self._ledger.seen == 0
         start = 0
-        with self._counting(counting) as seen:
+        with self._watch(counting) as watch:
             while start < len(piece):
-                part = piece.part(start, start + self._at_once(len(piece) - start, counting))
+                part = piece.part(start, start + self._at_once(len(piece) - start, watch))
                 gathers = sequence is not None and part.flags[-1] & Flag.ANCHOR
                 try:
                     own = sequence() if sequence and gathers else None
-                    gaze = self._gaze(counting)
+                    gaze = watch.gaze()
                     logits = self._forward(part.ids, own, gaze)
                 except torch.OutOfMemoryError:
                     if len(part) == 1:
@@ -116,7 +116,7 @@ class Reader:
                     self._rows_per_pass = len(part) // 2
                     continue
                 self._record(part, logits)
-                seen += self._seen(gaze)
+                watch.note(gaze)
                 start += len(part)
         if opens:
             self._ledger.rank_first_token(len(piece))
@@ -127,14 +127,14 @@ class Reader:
         """Read into the cache alone ids [n] that stand at these `positions` of the stream."""
         self._cache.reserve(len(ids))
         start = 0
-        with self._counting(counting) as seen:
+        with self._watch(counting) as watch:
             while start < len(ids):
-                piece = ids[start : start + self._at_once(len(ids) - start, counting)]
+                piece = ids[start : start + self._at_once(len(ids) - start, watch)]
                 at = positions[start : start + len(piece)]
-                gaze = self._gaze(counting)
+                gaze = watch.gaze()
                 self._model.forward(piece, self._cache, self._sight(at.tolist()), gaze)
                 self._cache.commit(len(piece), at)
-                seen += self._seen(gaze)
+                watch.note(gaze)
                 start += len(piece)
 
     def weigh(self, ids: Sequence[int]) -> Weighed:
@@ -167,40 +167,13 @@ class Reader:
         sight = self._sight(range(begins, begins + len(ids)), sees)
         return self._model.forward(ids, self._cache, sight, gaze)
 
-    def _at_once(self, count: int, counting: Counting | None) -> int:
+    def _watch(self, counting: Counting | None) -> Watch:
+        model = self._model
+        return Watch(counting, self._cache, self._ledger, model.heads, model.narrow_layers)
+
+    def _at_once(self, count: int, watch: Watch) -> int:
         """How many of `count` ids one forward pass has memory for."""
-        if counting is None:
-            return self._rows_per_pass
-        rows = self._cache.length + min(count, self._rows_per_pass)
-        return max(1, min(self._rows_per_pass, PASS_BYTES // (4 * self._model.heads * rows)))
-
-    def _gaze(self, counting: Counting | None) -> Gaze | None:
-        if counting is None:
-            return None
-        return Gaze(counting, len(self._cache.layers), self._model.narrow_layers)
-
-    def _seen(self, gaze: Gaze | None) -> list[Pass]:
-        """How much the rows that are in the cache by now were looked at in a pass, if that shows.
-
-        Without those that a layer has for itself.
-        """
-        weights = gaze.weights() if gaze is not None else None  # [m, n]
-        if gaze is None or weights is None:
-            return []
-        own = self._cache.slots_of(torch.arange(self._cache.length - self._cache.foreign)).numpy()
-        return [Pass.of(weights[:, own], gaze.counting.window)]
-
-    @contextmanager
-    def _counting(self, counting: Counting | None) -> Iterator[list[Pass]]:
-        """Count what was seen in the passes of a block, all at once, so that parts don't show."""
-        passes: list[Pass] = []
-        try:
-            yield passes
-        finally:
-            if counting is not None:
-                ledger = self._ledger
-                held = ledger.held_positions[: self._cache.length - self._cache.foreign]
-                ledger.attention.add(held, passes, ledger.log_decay, counting.window)
+        return watch.fitting(min(count, self._rows_per_pass), PASS_BYTES)
 
     def _sight(self, positions: Sequence[int], sees: Tensor | None = None) -> Sight:
         """Positions of the stream count only where keys stand there."""

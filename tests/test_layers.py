@@ -118,7 +118,8 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
     ("module", "allowed"),
     [
         ("engine", {"errors", "memory", "reading", "records", "room", "sampling"}),
-        ("reading", {"gaze", "memory", "records", "scoring"}),
+        ("reading", {"gaze", "memory", "records", "scoring", "watching"}),
+        ("watching", {"gaze", "memory"}),
         ("gaze", {"memory"}),
         ("room", {"errors", "memory", "records"}),
     ],
