@@ -59,6 +59,7 @@ app.command()(compare)
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
 ]
+Record = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 Feed = Annotated[
     bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
 ]
@@ -216,7 +217,7 @@ def bench(
         int,
         typer.Option(metavar="TOKENS", help="Measure a training step with anchors instead.", min=0),
     ] = 0,
-    json: Json = False,
+    json: Record = False,
     debug: Debug = False,
 ) -> None:
     """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster)."""
@@ -255,7 +256,7 @@ def bench(
 
 @profiles_app.command("list")
 def profiles_list() -> None:
-    """The profiles there are, yours first."""
+    """The profiles there are, by name."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -82,7 +82,7 @@ def facts(
 def policies(
     compared: Compared,
     parts: Annotated[
-        str, typer.Option(help="What is asked.", metavar="facts|ablation|...")
+        str, typer.Option(help="What is asked; all of it unless named here.", metavar="A,B,...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
     facts: Told = "1,4,8",
     between: Distances = "20,60",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -28,7 +28,8 @@ _SPARE = 16  # the least number of cache slots beside the sinks
 BEST_RECALL = "attention"
 """What `recall: on` means: the measure that did best in `sirchat eval retrieval`."""
 
-_WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+"""What may be typed for a switch."""
 
 
 Origin = Callable[[str], str]  # key -> what set it, as errors call it
@@ -46,7 +47,8 @@ class Profile(BaseModel):
     description: str = Field(default="", description="What this profile is for, in one line.")
     model: str = Field(
         default="tiny",
-        description="The model: tiny (comes with sirchat), a local folder, or a Hugging Face name.",
+        description="The model: tiny or tiny-anchor (which come with sirchat), a folder, a .gguf "
+        "file, or a Hugging Face name.",
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(
         default="auto", description="Where the model runs; auto takes a GPU when there is one."
@@ -73,8 +75,8 @@ class Profile(BaseModel):
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
-        description="What a token's importance is multiplied by after each round; 1 fades nothing, "
-        "auto fades when a round tells more than usual.",
+        description="What surprisal and attention are multiplied by after each round; 1 fades "
+        "nothing, auto fades when a round tells more than usual.",
     )
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Makes every random choice repeatable."
@@ -116,7 +118,8 @@ class Profile(BaseModel):
     )
     recall: Literal["off", "mips", "cosine", "cosine-pairwise", "attention", "random"] = Field(
         default="off",
-        description="Bring archived tokens back for each turn: by which measure they are chosen.",
+        description="Bring archived tokens back for each turn: by which measure they are chosen; "
+        f"on is {BEST_RECALL}.",
     )
     recall_n: int = Field(
         default=200, ge=1, description="Tokens of the budget that are kept for what comes back."
@@ -282,7 +285,7 @@ def parse_value(key: str, text: str) -> object:
     if str in kinds:
         return text
     if bool in kinds:
-        return _WORDS.get(word.lower(), text)
+        return SWITCH.get(word.lower(), text)
     if get_origin(kinds[0]) is dict:
         return _options(word)
     return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
@@ -312,6 +315,17 @@ def choices(key: str) -> list[str]:
     if bool in kinds:
         return ["on", "off"]
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def is_option(name: str, text: str, policy: str) -> bool:
+    """Whether a value is for an option of a policy, not for a setting: also of the same name.
+
+    So `attention=false` means the option of `salience`, `attention=on` the setting.
+    """
+    if name not in Profile.model_fields:
+        return True
+    own = name in {field.name for field in fields(policies.policy_class(policy))}
+    return own and text not in (choices(name) or [text])
 
 
 def merged(layers: Iterable[Layer]) -> Profile:

@@ -16,7 +16,7 @@ from sirchat.errors import SettingError, shown
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, load, profile_of
 from sirchat.memory.policies import policy_class
-from sirchat.profile import Profile, changed, parse_value
+from sirchat.profile import Profile, changed, is_option, parse_value
 from sirchat.yaml12 import parse_scalar
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, objec
     options = {name: value for name, value in of_all.items() if name in known}
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
-            if key in Profile.model_fields:
-                own[key] = parse_value(key, text)
-            else:
+            if is_option(key, text, policy):
                 options[key] = parse_scalar(text)
+            else:
+                own[key] = parse_value(key, text)
     return own | {"policy_options": options}
 
 

@@ -176,7 +176,7 @@ def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
         ("/policy", "policy is salience; others: anchor, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
-        ("/show decay", "decay is 1.0: What a token's importance is multiplied by"),
+        ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
     ):
         assert chat.ask(line).startswith(told)
 
@@ -189,6 +189,17 @@ def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Terminal) -> No
     assert "it must be a whole number" in chat.ask("/set sample lots")
     assert "sample=none -> none" in chat.ask("/policy entropy")
     assert "there is no setting" in chat.ask("/set sample 50")
+
+
+def test_an_option_may_be_named_as_a_setting_is(chat: Terminal) -> None:
+    assert "none -> attention=off" in chat.ask("/set attention false")
+    assert "attention=off -> attention=on, spans=off" in chat.ask(
+        "/policy salience attention=on spans=off"
+    )
+    assert "attention: auto -> on" in chat.ask("/set attention on")
+    assert "it must be true or false" in chat.ask("/set attention perhaps")
+    chat.ask("/policy entropy")
+    assert "one of auto, on" in chat.ask("/set attention false")
 
 
 def test_show_lists_every_setting(chat: Terminal, paged: Path) -> None:
@@ -356,7 +367,9 @@ def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
     _menu(chat, "/set panel ", r" off", r" turn", r" live")
     _menu(chat, "/set protect ", r" on", r" off")
     _menu(chat, "/set policy ran", r" random +\S+")
-    _menu(chat, "/show dec", r" decay +What a token's importance")
+    _menu(chat, "/show dec", r" decay +What surprisal and attention")
+    _menu(chat, "/recall ", r" off", r" mips", r" on +the measure that recalls best")
+    _menu(chat, "/decay a", r" auto")
 
 
 def test_options_of_the_present_policy_are_completed(chat: Terminal) -> None:

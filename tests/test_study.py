@@ -74,6 +74,8 @@ def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
         "reservoir 256 recent 16 sample 30",
         "sink 256",
     ]
+    (row,) = settings_of(Profile(), "salience", "96", "1", ["attention=false"])
+    assert (row.policy_options, row.attention) == ({"attention": False}, "auto")
     for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
         refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
         assert refused.returncode == 2

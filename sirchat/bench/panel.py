@@ -55,7 +55,8 @@ def _blocks(
 ) -> Iterator[float]:
     """Seconds a token, block by block, of a reply that never ends."""
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "temperature": 1.0}
-    session = Session(model, Profile(**settings, decay=0.9, max_new_tokens=10**9))
+    settings |= {"policy": "entropy", "decay": 0.9}
+    session = Session(model, Profile(**settings, max_new_tokens=10**9))
     session.stop_ids = frozenset()
     with LiveTurn(session, screen) as view:
         events = session.ask("Tell me a story. " * (options.cache // 4))

@@ -2,9 +2,10 @@
 
 How much a round tells is the sum of its eight highest surprisals, so that a message that is merely
 long does not count as telling. A round that tells more than half as much again as the rounds before
-it did on average, the last sixteen of them, begins something new: scores of before are multiplied
-by what the others would have to tell for that, over what it does. What it told itself stays as it
-is. Otherwise nothing fades, and what was told at the beginning outlives any small talk.
+it did on average, the last sixteen of them and at least four, begins something new: scores of
+before are multiplied by what the others would have to tell for that, over what it does, and by 0.1
+at least. What it told itself stays as it is. Otherwise nothing fades, and what was told at the
+beginning outlives any small talk.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Commands:
         self._switching.setting("/budget", "budget", rest)
 
     def do_decay(self, rest: str) -> None:
-        """[FACTOR|auto]: what every score is multiplied by after a round, above 0 and up to 1."""
+        """[FACTOR|auto]: what surprisal and attention are multiplied by after a round, up to 1."""
         self._switching.setting("/decay", "decay", rest)
 
     def do_sinks(self, rest: str) -> None:

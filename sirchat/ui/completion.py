@@ -87,7 +87,7 @@ class SlashCompleter(Completer):
                 yield from _TARGETS
             case ["show" | "set"]:
                 yield from self._settings()
-            case ["set", name]:
+            case ["recall" | "decay" as name] | ["set", name]:
                 yield from self._values(name)
 
     @cached_property
@@ -106,6 +106,7 @@ class SlashCompleter(Completer):
             yield from self._policies
         elif setting in Profile.model_fields:
             yield from ((value, "") for value in choices(setting))
+            yield from [("on", "the measure that recalls best")] * (setting == "recall")
 
 
 def _saved_chats() -> Iterator[Choice]:

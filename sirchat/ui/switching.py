@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.errors import SettingError, nearest, shown
 from sirchat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
-from sirchat.profile import Profile, allowed, as_typed, parse_value
+from sirchat.profile import Profile, allowed, as_typed, is_option, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
 from sirchat.settings import FIXED, how_else, options_of
@@ -39,7 +39,7 @@ class Switching:
         self._refuse_unknown(name)
         if not text:
             self._screen.note(f"{name} is {as_typed(getattr(profile, name))}")
-        elif name not in Profile.model_fields:
+        elif is_option(name, text, profile.policy):
             value = None if text.lower() == "none" else parse_scalar(text)
             options = {**profile.policy_options, name: value}
             self._apply(source, f"{name} is {text} already", policy_options=options)

@@ -27,14 +27,14 @@ class Attention(ScorePolicy):
     SnapKV's pooling over neighbours is left out.
     """
 
-    source: ClassVar[str] = "H2O, arXiv:2306.14048; TOVA, arXiv:2401.06104"
+    source: ClassVar[str] = "H2O, TOVA, SnapKV: arXiv:2306.14048, 2401.06104, 2404.14469"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
     needs_attention: ClassVar[bool] = True
 
     recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
     layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
-    window: int = field(default=0, metadata={"help": "newest queries that count; 0 for all"})
-    lifetime: bool = field(default=False, metadata={"help": "divide by the queries since"})
+    window: int = field(default=0, metadata={"help": "newest queries that count, unfaded; 0: all"})
+    lifetime: bool = field(default=False, metadata={"help": "divide by the queries since, if all"})
 
     @property
     def counting(self) -> Counting:

@@ -28,7 +28,7 @@ class Policy(ABC):
     nothing without what it has counted.
 
     `gathers` is true for a policy that counts on anchors: what is read is cut behind each of them,
-    `reduce` is asked there, and an anchor sees its own sequence alone.
+    `reduce` is asked there, and an anchor sees the sinks and its own sequence alone.
     """
 
     source: ClassVar[str] = ""
