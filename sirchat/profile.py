@@ -28,8 +28,7 @@ _SPARE = 16  # the least number of cache slots beside the sinks
 BEST_RECALL = "attention"
 """What `recall: on` means: the measure that did best in `sirchat eval retrieval`."""
 
-SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-"""What may be typed for a switch."""
+_WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
 Origin = Callable[[str], str]  # key -> what set it, as errors call it
@@ -285,10 +284,18 @@ def parse_value(key: str, text: str) -> object:
     if str in kinds:
         return text
     if bool in kinds:
-        return SWITCH.get(word.lower(), text)
+        return _WORDS.get(word.lower(), text)
     if get_origin(kinds[0]) is dict:
         return _options(word)
     return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
+
+
+def parse_option(text: str) -> object:
+    """The value that `text` means for an option of a policy, as for a setting: a switch, say."""
+    word = text.strip()
+    if word.lower() == "none":
+        return None
+    return _WORDS.get(word.lower(), parse_scalar(word))
 
 
 def as_typed(value: object) -> str:
@@ -450,4 +457,4 @@ def _options(text: str) -> object:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         return text
-    return {name.strip(): parse_scalar(value.strip()) for name, _, value in pairs}
+    return {name.strip(): parse_option(value) for name, _, value in pairs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,13 +19,13 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.sight import USUAL, Sight
 from sirchat.records import Place, Weighed
 from sirchat.scoring import surprisal, surprisal_of
-from sirchat.watching import Watch
+from sirchat.watching import Layered, Watch
 
 PASS_BYTES = 256 * 2**20
 """Neither logits nor a layer's counted attention (float32) take more in one forward pass."""
 
 
-class CausalModel(Protocol):
+class CausalModel(Layered, Protocol):
     """What the engine needs of a model."""
 
     @property
@@ -35,14 +35,6 @@ class CausalModel(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width V of the logits."""
-
-    @property
-    def heads(self) -> int:
-        """Of the queries, in a layer."""
-
-    @property
-    def narrow_layers(self) -> Collection[int]:
-        """Numbers of the layers that see only a window of what is held."""
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
@@ -168,8 +160,7 @@ class Reader:
         return self._model.forward(ids, self._cache, sight, gaze)
 
     def _watch(self, counting: Counting | None) -> Watch:
-        model = self._model
-        return Watch(counting, self._cache, self._ledger, model.heads, model.narrow_layers)
+        return Watch(counting, self._model, self._cache, self._ledger)
 
     def _at_once(self, count: int, watch: Watch) -> int:
         """How many of `count` ids one forward pass has memory for."""

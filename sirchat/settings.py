@@ -13,7 +13,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import Recall
 from sirchat.model import LoadedModel
-from sirchat.profile import SWITCH, Profile, parse_size
+from sirchat.profile import Profile, parse_size
 from sirchat.records import Memory
 from sirchat.sampling import Sampling
 
@@ -39,8 +39,6 @@ def build_policy(profile: Profile) -> Policy:
         options["recent"] = profile.recent
     for name, value in options.items():
         default = known[name].default
-        if isinstance(default, bool) and isinstance(value, str):
-            options[name] = value = SWITCH.get(value.lower(), value)
         optional = default is None and value is None
         if not optional and not _fits(value, default):
             allowed = "true or false" if isinstance(default, bool) else "a whole number from 0"

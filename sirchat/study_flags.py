@@ -16,8 +16,7 @@ from sirchat.errors import SettingError, shown
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, load, profile_of
 from sirchat.memory.policies import policy_class
-from sirchat.profile import Profile, changed, is_option, parse_value
-from sirchat.yaml12 import parse_scalar
+from sirchat.profile import Profile, changed, is_option, parse_option, parse_value
 
 if TYPE_CHECKING:
     from sirchat.tasks.study import Study
@@ -146,7 +145,7 @@ def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, objec
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
             if is_option(key, text, policy):
-                options[key] = parse_scalar(text)
+                options[key] = parse_option(text)
             else:
                 own[key] = parse_value(key, text)
     return own | {"policy_options": options}

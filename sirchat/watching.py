@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -13,6 +13,18 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
 
 
+class Layered(Protocol):
+    """A model, as far as its layers look at something."""
+
+    @property
+    def heads(self) -> int:
+        """Of the queries, in a layer."""
+
+    @property
+    def narrow_layers(self) -> Collection[int]:
+        """Numbers of the layers that see only a window of what is held."""
+
+
 class Watch:
     """A block in which a text is read, in one forward pass or several.
 
@@ -20,21 +32,15 @@ class Watch:
 
     Args:
         counting: what is counted; None for nothing.
+        model: what reads.
         cache, ledger: what is read into.
-        heads: of the queries, in a layer.
-        narrow: numbers of the layers that see only a window.
     """
 
     def __init__(
-        self,
-        counting: Counting | None,
-        cache: BoundedCache,
-        ledger: Ledger,
-        heads: int,
-        narrow: Collection[int],
+        self, counting: Counting | None, model: Layered, cache: BoundedCache, ledger: Ledger
     ) -> None:
-        self._counting, self._cache, self._ledger = counting, cache, ledger
-        self._heads, self._narrow = heads, narrow
+        self._counting, self._model = counting, model
+        self._cache, self._ledger = cache, ledger
         self._passes: list[Pass] = []
 
     def __enter__(self) -> Self:
@@ -56,13 +62,13 @@ class Watch:
         if self._counting is None:
             return count
         rows = self._cache.length + count
-        return max(1, min(count, size // (4 * self._heads * rows)))
+        return max(1, min(count, size // (4 * self._model.heads * rows)))
 
     def gaze(self) -> Gaze | None:
         """What hears the next forward pass."""
         if self._counting is None:
             return None
-        return Gaze(self._counting, len(self._cache.layers), self._narrow)
+        return Gaze(self._counting, len(self._cache.layers), self._model.narrow_layers)
 
     def note(self, gaze: Gaze | None) -> None:
         """Take note of a forward pass whose rows are in the cache by now."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from sirchat.errors import SettingError, nearest, shown
 from sirchat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
-from sirchat.profile import Profile, allowed, as_typed, is_option, parse_value
+from sirchat.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.profile_files import list_profiles, load_profile, resolve
 from sirchat.session import Session
 from sirchat.settings import FIXED, how_else, options_of
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
-from sirchat.yaml12 import parse_scalar
 
 _OF_THE_SCREEN = ("panel", "theme")
 """Settings that another profile leaves alone unless it names them."""
@@ -40,8 +39,7 @@ class Switching:
         if not text:
             self._screen.note(f"{name} is {as_typed(getattr(profile, name))}")
         elif is_option(name, text, profile.policy):
-            value = None if text.lower() == "none" else parse_scalar(text)
-            options = {**profile.policy_options, name: value}
+            options = {**profile.policy_options, name: parse_option(text)}
             self._apply(source, f"{name} is {text} already", policy_options=options)
         else:
             value = parse_value(name, text)
