@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chance import chance
 from families import BigramModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.stats import chisquare
 from torch import Tensor
 
 from sirchat.engine import Engine
@@ -369,7 +369,7 @@ def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
 def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
     keys = np.stack([uniform(seed, Purpose.ARRIVAL, np.arange(STREAM)) for seed in range(400)])
     largest = np.argpartition(keys, -CHUNK, axis=1)[:, -CHUNK:]
-    assert chance(np.histogram(largest, bins=10, range=(0, STREAM))[0]) > 0.01
+    assert chisquare(np.histogram(largest, bins=10, range=(0, STREAM))[0]).pvalue > 0.01
 
 
 def test_the_measurement_forgets_as_the_engine_does() -> None:
@@ -390,7 +390,7 @@ def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
         held, end = read_stream(policy, rounds, seed)
         old = held[(held >= SINKS) & (held < end)]
         counts += np.histogram(old, bins=10, range=(SINKS, end))[0]
-    return chance(counts)
+    return float(chisquare(counts).pvalue)
 
 
 def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[np.int64], int]:

@@ -2,7 +2,7 @@
 
 One stream is read under each policy with other lots each time. Of the tokens that are no sinks, and
 older than the budget, so that nothing but the lots can have kept them, each should be held equally
-often. The test is Pearson's, over tenths of the stream; its p-value is Wilson and Hilferty's.
+often. The test is Pearson's, over tenths of the stream.
 """
 
 from __future__ import annotations
