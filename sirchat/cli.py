@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sirchat import __version__
+from sirchat import __version__, study_flags
 from sirchat.cli_compare import compare
 from sirchat.cli_eval import eval_app
 from sirchat.cli_lm_eval import add_lm_eval
@@ -59,7 +59,6 @@ app.command()(compare)
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
 ]
-Record = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 Feed = Annotated[
     bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
 ]
@@ -217,7 +216,7 @@ def bench(
         int,
         typer.Option(metavar="TOKENS", help="Measure a training step with anchors instead.", min=0),
     ] = 0,
-    json: Record = False,
+    json: study_flags.Json = False,
     debug: Debug = False,
 ) -> None:
     """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster)."""

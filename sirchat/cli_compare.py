@@ -10,7 +10,7 @@ from sirchat.errors import TranscriptError, UsageError
 from sirchat.flags import with_settings
 from sirchat.launch import Debug, Trust, load, profile_of
 from sirchat.profile import Profile, as_typed, changed, parse_value
-from sirchat.study_flags import Policies, Sweep, command_line, settings_of
+from sirchat.study_flags import Json, Policies, Sweep, command_line, settings_of
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def compare(
         str,
         typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
     ] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")] = False,
+    json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with pictures, too.", metavar="PATH")
     ] = None,

@@ -331,8 +331,9 @@ def is_option(name: str, text: str, policy: str) -> bool:
     """
     if name not in Profile.model_fields:
         return True
-    own = name in {field.name for field in fields(policies.policy_class(policy))}
-    return own and text not in (choices(name) or [text])
+    own = name in (field.name for field in fields(policies.policy_class(policy)))
+    listed = choices(name)
+    return own and bool(listed) and text not in listed
 
 
 def merged(layers: Iterable[Layer]) -> Profile:

@@ -54,9 +54,8 @@ def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
     """Seconds a token, block by block, of a reply that never ends."""
-    settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "temperature": 1.0}
-    settings |= {"policy": "entropy", "decay": 0.9}
-    session = Session(model, Profile(**settings, max_new_tokens=10**9))
+    settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
+    session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()
     with LiveTurn(session, screen) as view:
         events = session.ask("Tell me a story. " * (options.cache // 4))

@@ -106,7 +106,8 @@ class SlashCompleter(Completer):
             yield from self._policies
         elif setting in Profile.model_fields:
             yield from ((value, "") for value in choices(setting))
-            yield from [("on", "the measure that recalls best")] * (setting == "recall")
+            if setting == "recall":
+                yield "on", "the measure that recalls best"
 
 
 def _saved_chats() -> Iterator[Choice]:
