@@ -1,23 +1,29 @@
-"""The engine: the budget is a hard bound, every surprisal is right, and failures leave no trace."""
+"""The engine: the budget is a hard bound, and what a policy keeps is what is held."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from driving import (
+    SAMPLER,
+    Record,
+    check_whole,
+    evicted,
+    failing,
+    feed,
+    generate,
+    some_ids,
+    state_of,
+)
 from families import HELD, BigramModel, build, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sirchat.engine import Engine
 from sirchat.errors import ContextFullError, SettingError
@@ -27,47 +33,12 @@ from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.full import Full
 from sirchat.memory.policies.sink import Sink
-from sirchat.model import LoadedModel, wrap_model
-from sirchat.records import Checkpoint, Evicted, Generated, Memory, Place, Read, Restored, Stopped
+from sirchat.model import wrap_model
+from sirchat.records import Checkpoint, Evicted, Generated, Memory, Place, Read, Stopped
 from sirchat.sampling import Sampler, Sampling
 
-Record = Read | Evicted | Restored | Generated | Stopped
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
-SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
-
-def feed(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
-    place = Place(turn, turn // 2)
-    return list(engine.feed(ids, [Role.USER] * len(ids), place, **options))
-
-
-def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:
-    sampler: Sampler = options.pop("sampler", SAMPLER)
-    options = {"stop_ids": frozenset(), "max_new_tokens": count, **options}
-    return list(engine.generate(sampler, Place(turn, turn // 2), **options))
-
-
-def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
-    return random.Random(seed).choices(range(3, vocab), k=count)
-
-
-def evicted(records: list[Record]) -> list[list[int]]:
-    return [record.positions.tolist() for record in records if isinstance(record, Evicted)]
-
-
-def check_whole(engine: Engine) -> None:
-    """Cache and ledger say the same, within the budget."""
-    held = engine.ledger.held_positions
-    assert engine.resident == engine.cache.length == engine.ledger.held_count == len(held)
-    assert engine.resident <= engine.budget
-    assert (np.diff(held) > 0).all()
-    ids = engine.ledger.column("token_id")[held].tolist()
-    for layer in range(len(engine.cache.layers) if len(held) else 0):
-        for view in (engine.cache.layer_keys, engine.cache.layer_values):
-            assert view(layer)[0, 0, :, 0].tolist() == ids
-
-
-# The budget.
 
 lengths = st.integers(1, 90)
 settings_ = st.fixed_dictionaries(
@@ -185,11 +156,6 @@ def check_protected(engine: Engine, record: Evicted, round_number: int) -> None:
         assert not (memory.protect and current and newest)
 
 
-def state_of(engine: Engine) -> tuple[Any, ...]:
-    ledger = engine.ledger
-    return ledger.seen, ledger.held_positions.tolist(), engine.memory, id(engine.logits)
-
-
 def whole_of(engine: Engine) -> tuple[Any, ...]:
     """All that a mark brings back."""
     ledger = engine.ledger
@@ -198,24 +164,6 @@ def whole_of(engine: Engine) -> tuple[Any, ...]:
     logits = None if engine.logits is None else engine.logits.tolist()
     held = ledger.held_positions.tolist()
     return ledger.seen, held, ledger.log_decay, values, logits
-
-
-@dataclass
-class failing:
-    """Within, the model raises when this layer writes."""
-
-    model: BigramModel
-    layer: int
-
-    def __enter__(self) -> None:
-        def fail(layer: int, ids: Sequence[int]) -> None:
-            if layer == self.layer:
-                raise ZeroDivisionError
-
-        self.model.before_layer = fail  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        del self.model.before_layer
 
 
 def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
@@ -347,65 +295,6 @@ def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
     check_whole(engine)
 
 
-@pytest.mark.parametrize("layer", range(BigramModel.layers))
-def test_a_failed_pass_leaves_no_trace(layer: int) -> None:
-    model, spared = BigramModel(), BigramModel()
-    engine, other = (Engine(m, Memory(Entropy(), budget=64)) for m in (model, spared))
-    for e in (engine, other):
-        feed(e, some_ids(40))
-    before = state_of(engine)
-    with failing(model, layer), pytest.raises(ZeroDivisionError):
-        feed(engine, some_ids(10, seed=9), turn=2)
-    assert state_of(engine) == before
-    check_whole(engine)
-    for e in (engine, other):
-        feed(e, some_ids(30, seed=2), turn=2)
-    check_whole(engine)
-    assert_same_conversation(engine, other)
-
-
-@pytest.mark.parametrize("fits", [1, 2, 5, 11])
-def test_out_of_memory_halves_the_pass_and_forgets_the_same(fits: int) -> None:
-    small, large = BigramModel(), BigramModel()
-
-    def out_of_memory(layer: int, ids: Sequence[int]) -> None:
-        if len(ids) > fits and layer == 1:
-            raise torch.OutOfMemoryError
-
-    small.before_layer = out_of_memory  # type: ignore[method-assign]
-    engine, other = (Engine(m, Memory(Entropy(), budget=64, sinks=0)) for m in (small, large))
-    for turn in range(0, 8, 2):
-        ids = some_ids(50, turn)
-        assert evicted(feed(engine, ids, turn)) == evicted(feed(other, ids, turn))
-        check_whole(engine)
-    assert max(map(len, small.passes)) <= fits
-    assert_same_conversation(engine, other)
-
-
-def test_out_of_memory_with_a_single_token_is_an_error() -> None:
-    model = BigramModel()
-
-    def out_of_memory(layer: int, ids: Sequence[int]) -> None:
-        raise torch.OutOfMemoryError
-
-    model.before_layer = out_of_memory  # type: ignore[method-assign]
-    engine = Engine(model, Memory(Entropy(), budget=64))
-    with pytest.raises(torch.OutOfMemoryError):
-        feed(engine, some_ids(20))
-    assert engine.ledger.seen == engine.resident == 0
-
-
-def assert_same_conversation(engine: Engine, other: Engine) -> None:
-    assert engine.ledger.held_positions.tolist() == other.ledger.held_positions.tolist()
-    for name in ("token_id", "round", "arrival_key", "state"):
-        assert engine.ledger.column(name).tolist() == other.ledger.column(name).tolist()
-    mine, theirs = (e.ledger.column("surprisal").tolist() for e in (engine, other))
-    assert mine == pytest.approx(theirs, rel=1e-5, nan_ok=True)
-    assert engine.logits is not None
-    assert other.logits is not None
-    assert torch.equal(engine.logits, other.logits)
-
-
 def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -> None:
     memory = Memory(Entropy(recent=0), budget=100, protect=False, evict="turn")
     engine, reply = Engine(BigramModel(), memory), 20
@@ -475,127 +364,6 @@ def test_the_same_seed_tells_the_same_conversation() -> None:
         return [*ids, *engine.ledger.held_positions.tolist()]
 
     assert conversation(1) == conversation(1) != conversation(2)
-
-
-# Surprisal.
-
-
-@pytest.mark.parametrize("rows_per_pass", [1, 7, 10**6])
-def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
-    model = loaded("llama")
-    engine = Engine(model, Memory(Entropy(), budget=256))
-    engine._reader._rows_per_pass = rows_per_pass
-    shown: list[float] = []
-    for turn in (0, 2):
-        feed(engine, some_ids(45, turn), turn)
-        records = generate(engine, 15, turn + 1)
-        shown += [record.surprisal for record in records if isinstance(record, Generated)]
-        engine.close_round()
-    ids = torch.from_numpy(engine.ledger.column("token_id")).long()
-    with torch.inference_mode():
-        logits = model.module(ids[None], use_cache=False).logits[0]
-    expected = -logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    got = engine.ledger.column("surprisal")
-    assert np.isnan(got[0])
-    np.testing.assert_allclose(got[1:], expected, atol=1e-4)
-    assert shown == [*got[45:60].tolist(), *got[105:120].tolist()]
-
-
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(16, 80))
-@settings(max_examples=30)
-def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
-    turns: list[int], budget: int
-) -> None:
-    """In a bigram model the surprisal of a token is known, whatever is held."""
-    model = BigramModel()
-    engine = Engine(model, Memory(Entropy(), budget))
-    for turn, count in enumerate(turns):
-        feed(engine, some_ids(count, turn, model.vocab_size), 2 * turn)
-        generate(engine, 10, 2 * turn + 1)
-    ids = engine.ledger.column("token_id").tolist()
-    expected = [-float(model.table[a].log_softmax(-1)[b]) for a, b in pairwise(ids)]
-    assert engine.ledger.column("surprisal")[1:].tolist() == pytest.approx(expected, abs=1e-4)
-
-
-def test_with_evictions_a_model_sees_what_is_held_and_nothing_else() -> None:
-    """An oracle over transformers' own cache and rotation reads the same conversation."""
-    model = loaded("llama")
-    engine, oracle = Engine(model, Memory(Entropy(), budget=48)), Oracle(model)
-    for turn in range(0, 8, 2):
-        oracle.follow(feed(engine, some_ids(40, turn), turn), engine)
-        oracle.follow(generate(engine, 20, turn + 1), engine)
-        engine.close_round()
-    assert oracle.evictions > 10
-    np.testing.assert_allclose(
-        engine.ledger.column("surprisal")[1:], oracle.surprisals[1:], atol=1e-4
-    )
-
-
-class Oracle:
-    """A conversation with keys and values in plain lists, moved by the model's own rotation."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self.module = model.module
-        self.held: list[int] = []  # stream positions
-        self.rows: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []  # written at, per layer
-        self.logits: Tensor | None = None
-        self.surprisals: list[float] = []
-        self.evictions = 0
-
-    def follow(self, records: list[Record], engine: Engine) -> None:
-        stream: list[int] = engine.ledger.column("token_id").tolist()
-        for record in records:
-            if isinstance(record, Evicted):
-                gone = set(record.positions.tolist())
-                stays = [i for i, position in enumerate(self.held) if position not in gone]
-                self.held = [self.held[i] for i in stays]
-                self.rows = [self.rows[i] for i in stays]
-                self.evictions += 1
-            elif isinstance(record, Generated):
-                self.read(stream[record.position : record.position + 1])
-            elif isinstance(record, Read):
-                fed = record.total - record.done
-                self.read(stream[len(self.surprisals) : len(stream) - fed])
-
-    @torch.inference_mode()
-    def read(self, ids: list[int]) -> None:
-        cache, start = self.cache(), len(self.rows)
-        output = self.module(torch.tensor([ids]), past_key_values=cache)
-        for i, token in enumerate(ids):
-            before = output.logits[0, i - 1] if i else self.logits
-            nats = math.nan if before is None else -float(before.log_softmax(-1)[token])
-            self.held.append(len(self.surprisals))
-            self.surprisals.append(nats)
-            at = slice(start + i, start + i + 1)
-            layers = [(layer.keys[:, :, at], layer.values[:, :, at]) for layer in cache.layers]
-            self.rows.append((start + i, layers))
-        self.logits = output.logits[0, -1]
-
-    def cache(self) -> DynamicCache:
-        """The held rows at positions 0..n-1, each turned once from where it was written."""
-        cache = DynamicCache(config=self.module.config)
-        if not self.rows:
-            return cache
-        moves = torch.tensor([[slot - then for slot, (then, _) in enumerate(self.rows)]])
-        cos, sin = self.module.model.rotary_emb(self.rows[0][1][0][0], moves)
-        for layer in range(len(self.rows[0][1])):
-            keys = torch.cat([layers[layer][0] for _, layers in self.rows], 2)
-            values = torch.cat([layers[layer][1] for _, layers in self.rows], 2)
-            cache.update(apply_rotary_pos_emb(keys, keys, cos, sin)[0], values, layer)
-        return cache
-
-
-@pytest.mark.parametrize("rows_per_pass", [1, 2, 10**6])
-@pytest.mark.parametrize("count", [1, 2, 9, 200])
-def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
-    model = BigramModel()
-    engine = Engine(model, Memory(Entropy(), budget=64, sinks=0))  # chunks of 16
-    engine._reader._rows_per_pass = rows_per_pass
-    feed(engine, some_ids(count))
-    nats = engine.ledger.column("surprisal")
-    assert np.isnan(nats[0])
-    expected = max(nats[1:16].tolist(), default=math.log(model.vocab_size))
-    assert engine.ledger.surprisal_of(np.array([0])).tolist() == [expected]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))

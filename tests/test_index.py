@@ -12,9 +12,9 @@ import pytest
 import torch
 from chatting import answer, session
 from command import run
+from recalling import find, memory, say, some_ids, talked
 from test_layers import SOURCES, imports
 from test_lossless import contents, same
-from test_retrieval import find, memory, say, some_ids, talked
 
 from sirchat.errors import SettingError
 from sirchat.events import Recalled

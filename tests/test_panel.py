@@ -5,209 +5,35 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import unicodedata
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.color import ColorSystem
-from rich.console import Console, RenderableType
-from rich.segment import Segment
+from rich.console import RenderableType
 from rich.style import Style
 from wcwidth import wcswidth
 
 from sirchat.events import TokenRow
-from sirchat.snapshot import EDGES, Histogram, Snapshot, TurnShare
+from sirchat.snapshot import Histogram, Snapshot, TurnShare
 from sirchat.ui.cells import BASE, Piece, grid_safe, lay_out, shown
 from sirchat.ui.glance import draw_glance, strip
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.tables import draw_histogram, draw_tokens
-from sirchat.ui.theme import Theme, bucket, intensity, theme_named
+from sirchat.ui.theme import Theme
 
 GOLDEN = Path(__file__).parent / "golden"
-DARK, LIGHT, NONE = (theme_named(name, {}) for name in ("dark", "light", "none"))
-THEMES = {theme.name: theme for theme in (DARK, LIGHT, NONE)}
-
-# --- a memory made by hand
-
-
-SAID: list[tuple[str, str]] = [
-    (
-        "system",
-        "You are a ship's cook. Answer briefly, and never forget that the captain is"
-        " allergic to walnuts.",
-    ),
-    ("user", "Good morning! What is there for breakfast, and who caught the fish?"),
-    (
-        "assistant",
-        "Good morning. There is porridge with dried apricots, and two mackerel that Ingrid"
-        " Halvorsen caught at dawn off Cape Farewell.\nThe coffee ran out on Tuesday.",
-    ),
-    ("user", "ok"),
-    ("user", "How do you say “fish soup” in Japanese, Chinese, Arabic and Hebrew?"),
-    (
-        "assistant",
-        "Japanese: 魚の汁物, Chinese: 鱼汤, Arabic: حساء السمك, Hebrew: מרק דגים.\n\tIn Hindi it"
-        " is मछली का सूप, in Thai ซุปปลา, in Korean 생선국.",
-    ),
-    (
-        "user",
-        "Cafe\u0301 style, please 👨\u200d🍳👍🏽🇳🇴 ❤\ufe0f\x1b[31m\x1b]0;title\x07"
-        " \u202ereversed\u202c\ufffd",
-    ),
-    (
-        "assistant",
-        "Aye: bouillabaisse with saffron, fennel, orange peel and a pinch of cayenne; serve at"
-        " 19:45 in the galley. Key 7Q-1138 opens the pantry.",
-    ),
-]
-
-_PIECES = re.compile(
-    r"\x1b\[31m|\x1b\]0;title\x07|\n|\t|[\u0300-\u036f]| ?[A-Za-z’]{1,6}| ?.", re.S
-)
-_HELD_AS_TEMPLATE = ("<|im_start|>", "<|im_end|>")
-
-
-def memory(said: list[tuple[str, str]], *, forgets: float = 3.2) -> Snapshot:
-    """A full snapshot of this talk; tokens with less score than `forgets` nats are not held."""
-    tokens: list[tuple[TokenRow, bool]] = []
-    for turn, (role, text) in enumerate(said):
-        start, end = _HELD_AS_TEMPLATE
-        for piece in (start, *_PIECES.findall(text), end):
-            tokens.append(_token(len(tokens), piece, turn, role, forgets, text == "ok"))
-    return summary(tokens, [role for role, _ in said])
-
-
-def _token(
-    position: int, text: str, turn: int, role: str, forgets: float, lost: bool
-) -> tuple[TokenRow, bool]:
-    """A token whose surprisal follows from its letters, so that the golden files stay."""
-    template = text in _HELD_AS_TEMPLATE
-    letters = sum(ord(char) for char in text) + 7 * len(text) + position
-    surprisal = None if not position else letters % 97 / 97 * (2.0 if text.isspace() else 9.5)
-    special = not template and any(ord(char) > 0x24F or char < " " for char in text)
-    if special and letters % 5:
-        surprisal = 4.0 + letters % 5
-    score = (surprisal or 0.0) * (0.35 + 0.65 * (position % 11) / 10)
-    flags = ["sink"] * (position < 4) + ["pinned"] * (role == "system" and not template)
-    row = TokenRow(
-        position=position,
-        id=letters % 50_000,
-        text=text,
-        turn=turn,
-        role="template" if template else role,
-        surprisal=surprisal,
-        score=score,
-        arrival_key=0.5,
-        flags=tuple(flags),
-    )
-    held = bool(flags) or score >= forgets
-    return row, held and not lost
-
-
-def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
-    """Counts everything anew, token by token."""
-    held = tuple(row for row, stays in tokens if stays)
-    free = sorted((row for row in held if not row.flags), key=lambda row: row.score)
-    leaving = sorted(free[:12], key=lambda row: row.position)
-    turns = []
-    for index, role in enumerate(roles):
-        own = [(row, stays) for row, stays in tokens if row.turn == index]
-        known = [row.surprisal for row, _ in own if row.surprisal is not None]
-        mean = sum(known) / len(known) if known else None
-        turns.append(TurnShare(index, role, len(own), sum(stays for _, stays in own), mean))
-    bins = [
-        tuple(
-            sum(
-                1
-                for row, stays in tokens
-                if stays is wanted and row.surprisal is not None and low <= row.surprisal < high
-            )
-            for low, high in pairwise(EDGES)
-        )
-        for wanted in (True, False)
-    ]
-    return Snapshot(
-        model="Qwen3-0.6B",
-        policy="entropy",
-        decay=0.98,
-        budget=max(1, len(held) * 5 // 4),
-        resident=len(held),
-        seen=len(tokens),
-        recalled=0,
-        speed=0.0,
-        threshold=max((row.score for row in leaving), default=None),
-        next_to_go=tuple(row.position for row in leaving),
-        rows=held,
-        slots=tuple(range(len(held))),
-        turns=tuple(turns),
-        histogram=Histogram(*bins),
-    )
-
-
-def glance_of(snapshot: Snapshot, strongest: int = 200) -> Snapshot:
-    """The same memory with its strongest tokens only, as a session hands it to the glance."""
-    ranked = sorted(range(len(snapshot.rows)), key=lambda i: -snapshot.rows[i].score)[:strongest]
-    slots = sorted(ranked)
-    rows = tuple(snapshot.rows[slot] for slot in slots)
-    return replace(snapshot, rows=rows, slots=tuple(slots), histogram=None, speed=41.3)
-
-
-TALK = memory(SAID)
-LONG = memory(SAID + SAID[1:] * 17)
 GONE = tuple(
     replace(TALK.rows[0], position=position, text=text, score=1.5, flags=())
     for position, text in ((60, " forgot"), (61, "ten"))
 )
-
-
-# --- drawing
-
-
-def segments(drawn: RenderableType, width: int) -> list[Segment]:
-    console = Console(
-        file=io.StringIO(), width=width, force_terminal=True, legacy_windows=False, _environ={}
-    )
-    return list(console.render(drawn))
-
-
-def printed(drawn: RenderableType, width: int, colours: ColorSystem | None = None) -> str:
-    """What the terminal gets."""
-    parts = [
-        _fresh(segment.style).render(segment.text, color_system=colours)
-        for segment in segments(drawn, width)
-    ]
-    return "".join(parts)
-
-
-def _fresh(style: Style | None, *, colour: bool = True) -> Style:
-    """The style anew: rich's own keeps the codes of whatever colour system it met first."""
-    style = style or Style()
-    return Style(
-        color=style.color if colour else None,
-        bold=style.bold,
-        dim=style.dim,
-        italic=style.italic,
-        underline=style.underline,
-        strike=style.strike,
-    )
-
-
-def lines(drawn: RenderableType, width: int) -> list[str]:
-    """The plain lines."""
-    return printed(drawn, width).splitlines()
-
-
-def styles(drawn: RenderableType) -> dict[str, Style]:
-    """The style that each run of text is drawn in."""
-    return {segment.text: segment.style or Style() for segment in segments(drawn, 120)}
 
 
 def draw(kind: str, theme: Theme, width: int) -> RenderableType:
@@ -478,64 +304,6 @@ def test_a_glance_stays_small() -> None:
         drawn = printed(draw_glance(glance_of(LONG), DARK, width), width, ColorSystem.EIGHT_BIT)
         assert len(drawn.encode()) < limit
         assert len(drawn.splitlines()) == 7
-
-
-# --- colours
-
-
-@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
-def test_high_surprisal_reads_without_colour(theme: Theme) -> None:
-    row = replace(TALK.rows[0], role="user", flags=(), text="word")
-    weights = []
-    for surprisal in (0.1, 1.0, 3.0, 5.0, 9.0):
-        drawn = draw_tokens([replace(row, surprisal=surprisal, score=surprisal)], theme)
-        cell = next(style for text, style in styles(drawn).items() if '"word"' in text)
-        style = _fresh(cell, colour=False)
-        weights.append(style.render("x", color_system=ColorSystem.STANDARD))
-    assert weights[3:] == ["\x1b[1mx\x1b[0m", "\x1b[1;4mx\x1b[0m"]
-    assert not set(weights[:3]) & set(weights[3:])
-
-
-def test_a_theme_keeps_its_hues_apart_in_16_colours() -> None:
-    for theme in (DARK, LIGHT):
-        for level in range(3):
-            numbers = [
-                shades[level].color.downgrade(ColorSystem.STANDARD).number  # type: ignore[union-attr]
-                for shades in theme.tokens
-            ]
-            assert len(set(numbers)) == len(numbers), (theme.name, level, numbers)
-            assert not {0, 15} & set(numbers)
-
-
-def test_light_inks_read_on_white_and_dark_ones_on_black() -> None:
-    for theme, back in ((DARK, 0.0), (LIGHT, 1.0)):
-        for shades in theme.tokens:
-            for level, least in enumerate((4.0, 3.0, 2.5)):
-                ink = _luminance(shades[level])
-                contrast = (max(ink, back) + 0.05) / (min(ink, back) + 0.05)
-                assert contrast >= least, (theme.name, shades[level], contrast)
-
-
-def _luminance(style: Style) -> float:
-    assert style.color
-    parts = [value / 255 for value in style.color.get_truecolor()]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [({}, "dark"), ({"COLORFGBG": "0;15"}, "light"), ({"COLORFGBG": "0;default;7"}, "light")]
-    + [({"COLORFGBG": value}, "dark") for value in ("15;0", "", "x", "0;17", ";")],
-)
-def test_auto_asks_the_terminal(environ: dict[str, str], name: str) -> None:
-    assert theme_named("auto", environ).name == name
-
-
-def test_buckets_and_intensities() -> None:
-    assert [bucket(nats) for nats in (0, 0.49, 0.5, 2, 3.9, 4, 7, 1e9)] == [0, 0, 1, 2, 2, 3, 4, 4]
-    assert [intensity(4, score) for score in (4, 2.4, 2.3, 1, 0.9, 0)] == [0, 0, 1, 1, 2, 2]
-    assert intensity(0, 0) == 0
 
 
 def test_a_token_table_shows_spaces_and_every_number() -> None:

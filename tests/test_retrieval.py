@@ -3,75 +3,29 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from chatting import answer, session
-from families import HELD, loaded
+from families import loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recalling import find, memory, say, some_ids, talked
 from test_lossless import contents, same
 from torch import Tensor
 
-from sirchat.abilities import refuse_unheard
 from sirchat.engine import Engine
-from sirchat.errors import SettingError
-from sirchat.events import Event, Notice, Recalled, TurnDone
-from sirchat.listening import Ear, listening
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import Measure, Recall, Scope, choose, softened, weighted
+from sirchat.memory.recall import Measure, Recall, Scope
 from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
-from sirchat.records import Evicted, Found, Memory, Place, Restored
+from sirchat.records import Evicted, Memory, Place, Restored
 from sirchat.room import most_recalled
-from sirchat.search import search
-from sirchat.settings import check_recall
 
 MEASURES: list[Measure] = ["mips", "cosine", "cosine-pairwise", "attention"]
-
-
-def memory(policy: str = "sink", budget: int = 96, **options: object) -> Memory:
-    recall = Recall(**{"measure": "mips", "n": 30, **options})  # type: ignore[arg-type]
-    return Memory(policy_class(policy)(), budget, archive=10**9, recall=recall)
-
-
-def some_ids(turn: int, count: int) -> list[int]:
-    return random.Random(turn).choices(range(3, 128), k=count)
-
-
-def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Found | None:
-    roles = [Role.USER] * len(ids)
-    hear = partial(listening, model.module)
-    return search(engine, model.rotations, hear, ids, roles, Place(turn, turn))
-
-
-def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Found | None:
-    """A turn as a session reads it: search, bring back, read."""
-    ids = some_ids(turn, count)
-    engine.release()
-    found = find(engine, model, ids, turn) if engine.memory.recall else None
-    if found is not None:
-        engine.bring(found)
-    for _ in engine.feed(ids, [Role.USER] * count, Place(turn, turn)):
-        assert engine.resident <= engine.budget
-    engine.close_round()
-    return found
-
-
-def talked(first: Memory, rounds: int = 8, family: str = "llama") -> tuple[Engine, LoadedModel]:
-    model = loaded(family)
-    engine = Engine(model, first)
-    for turn in range(rounds):
-        say(engine, model, turn)
-    return engine, model
 
 
 def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tensor:
@@ -383,149 +337,9 @@ def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
     assert engine.ledger.seen == 20
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    scores=st.lists(st.integers(0, 5).map(float), min_size=1, max_size=40),
-    n=st.integers(1, 45),
-    span=st.integers(0, 3),
-    data=st.data(),
-)
-def test_choice_takes_the_best_with_their_neighbours(
-    scores: list[float], n: int, span: int, data: st.DataObject
-) -> None:
-    places = st.sets(st.integers(0, 80), min_size=len(scores), max_size=len(scores))
-    positions = sorted(data.draw(places))
-    got = choose(torch.tensor(scores), np.array(positions), n, span).tolist()
-    taken: list[int] = []
-    for _, hit in sorted(zip(scores, positions, strict=True), key=lambda one: (-one[0], -one[1])):
-        for near in [hit, *(hit + side * d for d in range(1, span + 1) for side in (-1, 1))]:
-            if near in positions and near not in taken and len(taken) < n:
-                taken.append(near)
-    assert got == sorted(taken)
-
-
-def test_a_soft_score_is_the_root_shared_with_who_stands_beside() -> None:
-    rng = np.random.default_rng(5)
-    positions = np.array([3, 4, 5, 9, 10, 20, 22, 23])
-    scores = torch.from_numpy(rng.normal(size=(2, 8)))
-    for layer, found in zip(scores.tolist(), softened(scores, positions).tolist(), strict=True):
-        root = {at: (one - min(layer)) ** 0.5 for at, one in zip(positions, layer, strict=True)}
-        plain = [root[p] / 2 + (root.get(p - 1, 0) + root.get(p + 1, 0)) / 4 for p in positions]
-        assert found == pytest.approx(plain)
-
-
-def test_weight_counts_from_the_lowest_score() -> None:
-    scores = torch.tensor([[-3.0, -1.0, 0.0]])
-    assert weighted(scores, np.array([2.0, 1.0, 0.5])).tolist() == [[0.0, 2.0, 1.5]]
-
-
-UNHEARD = {"falcon", "deepseek-mla"}
-
-
-@pytest.mark.parametrize("family", sorted(set(HELD) - UNHEARD))
-def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
-    model = loaded(family)
-    ids = some_ids(3, 9)
-    usual = model.forward(ids, model.new_cache(16))
-    ear = Ear()
-    with listening(model.module, ear):
-        heard = model.forward(ids, model.new_cache(16))
-    torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
-    queries = ear.heard(model.rotations)
-    assert len(queries) == len(model.rotations)
-    assert all(one.queries.shape[1] == 9 for one in queries)
-    assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
-    refuse_unheard(model)
-
-
-@pytest.mark.parametrize("family", sorted(UNHEARD))
-def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> None:
-    model = loaded(family)
-    with pytest.raises(SettingError, match="recall can't be attention") as error:
-        check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
-    assert "mips" in str(error.value)
-    engine, _ = talked(memory(measure="mips"), rounds=5, family=family)
-    assert engine.recalled
-
-
-def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
-    engine, model = talked(memory(measure="mips"), rounds=6, family="deepseek-mla")
-    list(engine.switch(memory(measure="attention")))
-    before = contents(engine)
-    with pytest.raises(LookupError, match="cached keys"):
-        find(engine, model, some_ids(9, 5), 9)
-    assert same(contents(engine), before)
-
-
-def test_tiny_answers_from_what_came_back() -> None:
-    chat = session(policy="sink", budget=96, seed=1)
-    for text in ("My name is Anna.", "I live in Lisbon."):
-        list(chat.ask(text))
-    for number in range(12):
-        list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
-    assert answer(list(chat.ask("Where do I live?"))) != "You live in Lisbon."
-    list(chat.undo())
-    list(chat.switch("/recall", recall="attention", budget=160, recall_n=64))
-    events = list(chat.ask("Where do I live?"))
-    assert answer(events) == "You live in Lisbon."
-    (came,) = [one for one in events if isinstance(one, Recalled)]
-    assert len(came.positions) == len(came.scores) == 64
-    assert came.released == ()
-    assert came.resident <= 160
-    told = [one.recalled for one in events if isinstance(one, TurnDone)]
-    assert told == [64, 64]
-    assert chat.snapshot().recalled == 64
-    marked = [row.position for row in chat.snapshot().rows if "recalled" in row.flags]
-    assert tuple(marked) == came.positions
-    again = [one for one in chat.ask("Tell me a joke.") if isinstance(one, Recalled)]
-    assert again[0].released == came.positions
-
-
-def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
-    chat = session(policy="sink", budget=64, recall="attention", recall_n=20)
-    for _ in range(6):
-        list(chat.ask("Tell me a joke."))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.recollection.listening", lambda module, ear: nullcontext())
-        events = list(chat.ask("Tell me a joke."))
-    (notice,) = [one for one in events if isinstance(one, Notice)]
-    assert "nothing can be recalled" in notice.text
-    assert answer(events)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"recall": "mips", "archive": "off"}, "needs an archive"),
-        ({"recall": "attention", "recall_query": "recent"}, "recall_query turn"),
-        ({"recall": "bm25"}, "one of off, mips"),
-        ({"recall_n": 0}, "at least 1"),
-    ],
-)
-def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
-        changed(Profile(), "/set", **settings)
-
-
 def test_records_of_a_switch_are_of_what_moved() -> None:
     engine, _ = talked(memory("sink", 96))
     moved = list(engine.switch(replace(memory("sink", 66), recall=None)))
     kinds = {type(one) for one in moved}
     assert kinds <= {Evicted, Restored}
     assert engine.recalled == 0
-
-
-def notices(events: Iterable[Event]) -> list[str]:
-    return [one.text for one in events if isinstance(one, Notice)]
-
-
-def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
-    told = ["budget 96 has room for 69 recalled tokens, not for 200 (recall_n)"]
-    chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
-    assert notices(chat.start()) == told
-    assert notices(chat.switch("/decay", decay=0.9)) != told
-    assert notices(chat.switch("/set", recall_n=60)) == []
-    assert notices(chat.switch("/set", recall_n=200)) == told
-    assert notices(chat.switch("/budget", budget=400)) == []
-    assert notices(chat.switch("/policy", policy="full")) == []
-    assert notices(session(policy="sink", budget=96, recall_n=200).start()) == []
