@@ -19,7 +19,7 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from tests.terminal import Terminal
+from terminal import Terminal
 
 PICTURE = Path(__file__).with_name("capture.svg")
 COLUMNS, ROWS = 92, 34

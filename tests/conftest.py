@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging as transformers_logging
 
-from tests.chatting import save_babbler
+from chatting import save_babbler
 
 settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
 settings.load_profile("sirchat")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from families import BigramModel
 
+from families import BigramModel
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.records import Evicted, Generated, Place, Read, Restored, Stopped

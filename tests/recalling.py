@@ -6,7 +6,6 @@ import random
 from functools import partial
 
 from families import loaded
-
 from sirchat.engine import Engine
 from sirchat.listening import listening
 from sirchat.memory.ledger import Role

@@ -10,6 +10,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
+from chatting import babbler, session
 from sirchat.errors import SessionError
 from sirchat.model import LoadedModel
 from sirchat.saved.shelf import find_session, list_sessions
@@ -21,7 +22,6 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import InMemory
 from sirchat.ui.screen import Screen
 from sirchat.ui.shelving import Shelving
-from tests.chatting import babbler, session
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]

@@ -13,7 +13,7 @@ from typing import Any
 import pexpect
 import pyte
 
-from tests.warm import Warm
+from warm import Warm
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 

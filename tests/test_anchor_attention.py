@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatting import tiny, with_anchors
 
+from chatting import tiny, with_anchors
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.anchor_attention import AnchorAttention

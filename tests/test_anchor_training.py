@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from chatting import babbler, save_babbler, tiny
-from command import run
 from torch.nn import functional as F
 
+from chatting import babbler, save_babbler, tiny
+from command import run
 from sirchat.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.detokenize import ends_sentence
 from sirchat.errors import ModelError, SettingError, UsageError

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chatting import session, tiny
-from families import loaded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from chatting import session, tiny
+from families import loaded
 from sirchat.anchors import Anchors, anchors_of
 from sirchat.engine import Engine
 from sirchat.errors import ContextFullError, ModelError, SettingError

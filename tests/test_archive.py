@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from chatting import babbler, session
 from sirchat.events import Notice
 from sirchat.memory.archive import Archive
 from sirchat.memory.segments import SEGMENT_ROWS, Rows
 from sirchat.session import Session
-from tests.chatting import babbler, session
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 

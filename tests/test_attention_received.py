@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chatting import session
-from families import HELD, loaded
 from torch import Tensor
 
+from chatting import session
+from families import HELD, loaded
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.listening import Ear, listening

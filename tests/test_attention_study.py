@@ -8,9 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from chatting import babbler, tiny
 from scipy.stats import chi2 as chi2_distribution
 
+from chatting import babbler, tiny
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.attention import SEGMENTS, Attention, by_segment, received

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import run
+from command import run
 
 _LIGHT = (
     ["--help"],

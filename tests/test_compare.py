@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chatting import answer, babbler, session, tiny
-from command import run
 from rich.console import Console
 from scipy.special import log_softmax, rel_entr
-from terminal import Terminal
 from torch import Tensor
 
+from chatting import answer, babbler, session, tiny
+from command import run
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
 from sirchat.profile import Profile
@@ -35,6 +34,7 @@ from sirchat.tasks.side_by_side.report import draw, record_of
 from sirchat.tasks.side_by_side.rounds import Round, Rounds, rounds_of
 from sirchat.transcript import Turn, read_transcript
 from sirchat.ui.text import displayable
+from terminal import Terminal
 
 FULL = Profile(policy="full")
 SINK = Profile(policy="sink", budget=32)

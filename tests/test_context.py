@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from chatting import tiny
 from torch.nn import functional as F
 
+from chatting import tiny
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.context import Context

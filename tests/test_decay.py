@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from chatting import session
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatting import session
 from sirchat.memory.attention import Pass
 from sirchat.memory.decay import automatic_decay
 from sirchat.memory.ledger import Ledger

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from chatting import tiny, with_anchors
 from command import run
-
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.demonstrations import Demonstrations

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shapes import tokenizer
 from sirchat.detokenize import SentenceEnds, TextStream, TokenTexts, ends_sentence
-from tests.shapes import tokenizer
 
 _IT = tokenizer("chatml")
 

@@ -19,6 +19,8 @@ from unittest.mock import patch
 import pyte
 import pytest
 
+from chatting import answer, babbler, save_babbler, session
+from command import run
 from sirchat.events import Delta, Forgot, Reading, TokenRow
 from sirchat.profile import Profile
 from sirchat.snapshot import EDGES, Histogram, Snapshot, TurnShare
@@ -27,9 +29,7 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
 from sirchat.ui.text import displayable
-from tests.chatting import answer, babbler, save_babbler, session
-from tests.command import run
-from tests.terminal import Shared, Terminal, everything_on, resize
+from terminal import Shared, Terminal, everything_on, resize
 
 TOKENS = 900
 """Of the replies here: more than 300 words."""

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from driving import (
     SAMPLER,
     Record,
@@ -21,10 +25,6 @@ from driving import (
     state_of,
 )
 from families import HELD, BigramModel, build, loaded
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-
 from sirchat.engine import Engine
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, Held, Role

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stored import head_at, new, rows_at, said
 
 from sirchat.saved.store import SessionStore
+from stored import head_at, new, rows_at, said
 
 SECRET = "correct horse battery staple"
 

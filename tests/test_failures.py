@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+
 from driving import check_whole, evicted, failing, feed, some_ids, state_of
 from families import BigramModel
-
 from sirchat.engine import Engine
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.records import Memory

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from families import HELD, REFUSED, build, loaded
 from torch import Tensor
 from transformers import DynamicCache
 
+from families import HELD, REFUSED, build, loaded
 from sirchat.engine import Engine
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatting import babbler, session
 from sirchat.errors import UndoError, UsageError
 from sirchat.events import Erased
 from sirchat.saved.shelf import find_session
@@ -15,8 +16,7 @@ from sirchat.saved.store import SessionStore
 from sirchat.saving import Saving, saved_profile, take_up
 from sirchat.session import Session
 from sirchat.ui.history import InMemory, input_history
-from tests.chatting import babbler, session
-from tests.terminal import Terminal
+from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}
 SECRET = "Marmalade"

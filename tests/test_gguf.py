@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from chatting import answer, session, tiny
 from sirchat.model import load_model
 from sirchat.paths import tiny_dir
-from tests.chatting import answer, session, tiny
 
 gguf = pytest.importorskip("gguf")
 

@@ -10,12 +10,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+
 from chatting import answer, session
 from command import run
 from recalling import find, memory, say, some_ids, talked
-from test_layers import SOURCES, imports
-from test_lossless import contents, same
-
 from sirchat.errors import SettingError
 from sirchat.events import Recalled
 from sirchat.memory import index as index_module
@@ -30,6 +28,8 @@ from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
 from sirchat.memory.vectors import Vectors
 from sirchat.profile import Profile, changed
 from sirchat.settings import build_memory
+from test_layers import SOURCES, imports
+from test_lossless import contents, same
 
 pytest.importorskip("faiss")
 

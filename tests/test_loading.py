@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from chatting import save_babbler
 from sirchat.model import load_model
-from tests.chatting import save_babbler
 
 
 def test_loading_reports_its_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from families import loaded
 from torch import Tensor
 
+from families import loaded
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class, policy_names

@@ -23,7 +23,7 @@ from prompt_toolkit.output import DummyOutput
 
 from sirchat.ui.interrupt import insistent
 from sirchat.ui.prompt import Line, Prompt
-from tests.terminal import Shared, Terminal, pager_into
+from terminal import Shared, Terminal, pager_into
 
 ESCAPE, ENTER, UP = "\x1b", "\r", "\x1b[A"
 CTRL_C, CTRL_D, CTRL_R, CTRL_Z = "\x03", "\x04", "\x12", "\x1a"

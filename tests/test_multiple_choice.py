@@ -10,10 +10,9 @@ from random import Random
 
 import pytest
 import torch
+
 from chatting import answer, babbler, session, tiny
 from command import run
-from test_lossless import contents, same
-
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile
@@ -25,6 +24,7 @@ from sirchat.tasks.choice import Question, likeliest, named, take
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.run import findings
 from sirchat.template import Template
+from test_lossless import contents, same
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
 

@@ -7,13 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
 
+from command import run
+from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.errors import SessionError, UsageError
 from sirchat.saved.names import LENGTH
 from sirchat.saved.shelf import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from tests.command import run
 
 
 @pytest.fixture(autouse=True)

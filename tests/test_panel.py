@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -21,6 +20,7 @@ from rich.console import RenderableType
 from rich.style import Style
 from wcwidth import wcswidth
 
+from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
 from sirchat.events import TokenRow
 from sirchat.snapshot import Histogram, Snapshot, TurnShare
 from sirchat.ui.cells import BASE, Piece, grid_safe, lay_out, shown

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from chatting import answer, babbler, session
 from sirchat.errors import SettingError, UsageError
 from sirchat.events import CameBack, Pinned
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.session import Session
-from tests.chatting import answer, babbler, session
 
 POLICIES = {name: policy_class(name) for name in policy_names()}
 HONOURING = [name for name, one in POLICIES.items() if one.bounded and one.honours_pins]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chatting import tiny
 
+from chatting import tiny
 from sirchat.anchors import Anchors, Per
 from sirchat.memory.ledger import Role
 from sirchat.placement import with_anchors

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import BigramModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from torch import Tensor
 
+from families import BigramModel
 from sirchat.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.memory.attention import Pass

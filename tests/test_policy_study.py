@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from chatting import session, tiny
 from command import run
-
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.asking import ask, read

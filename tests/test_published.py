@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chatting import babbler
 
+from chatting import babbler
 from sirchat.profile import Profile
 from sirchat.tasks import published
 from sirchat.tasks.multiple_choice import MultipleChoice

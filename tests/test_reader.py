@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from chatting import babbler, tiny
-from command import run
 from torch import Tensor
 
+from chatting import babbler, tiny
+from command import run
 from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
 from sirchat.model import LoadedModel

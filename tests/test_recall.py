@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from chatting import babbler, tiny
+from command import run
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.interval import wilson
@@ -15,8 +17,6 @@ from sirchat.tasks.recall import KIND_NAMES, Conversation, Recall
 from sirchat.tasks.run import findings
 from sirchat.training.dialogue import UNTOLD
 from sirchat.training.probe import PROBED
-from tests.chatting import babbler, tiny
-from tests.command import run
 
 FULL = Profile(policy="full")
 

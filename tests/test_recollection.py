@@ -7,17 +7,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+
 from chatting import answer, session
 from families import HELD, loaded
 from recalling import find, memory, some_ids, talked
-from test_lossless import contents, same
-
 from sirchat.abilities import refuse_unheard
 from sirchat.errors import SettingError
 from sirchat.events import Event, Notice, Recalled, TurnDone
 from sirchat.listening import Ear, listening
 from sirchat.profile import Profile, changed
 from sirchat.settings import check_recall
+from test_lossless import contents, same
 
 UNHEARD = {"falcon", "deepseek-mla"}
 

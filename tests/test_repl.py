@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from chatting import session
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.history import InMemory
 from sirchat.ui.screen import Screen
 from sirchat.ui.shelving import Shelving
-from tests.chatting import session
-from tests.terminal import Shared, Terminal, pager_into
+from terminal import Shared, Terminal, pager_into
 
 
 @pytest.fixture(scope="module")

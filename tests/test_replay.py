@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from chatting import babbler, session, tiny
+from command import run
+from grocery import grocery_turns
+from json_oracle import check_stream
 from sirchat.errors import TranscriptError
 from sirchat.transcript import Turn, read_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from tests.chatting import babbler, session, tiny
-from tests.command import run
-from tests.grocery import grocery_turns
-from tests.json_oracle import check_stream
 
 _DATA = os.environ.get("SIRCHAT_DATA")
 

@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from families import loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recalling import find, memory, say, some_ids, talked
-from test_lossless import contents, same
 from torch import Tensor
 
+from families import loaded
+from recalling import find, memory, say, some_ids, talked
 from sirchat.engine import Engine
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
@@ -24,6 +23,7 @@ from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel
 from sirchat.records import Evicted, Memory, Place, Restored
 from sirchat.room import most_recalled
+from test_lossless import contents, same
 
 MEASURES: list[Measure] = ["mips", "cosine", "cosine-pairwise", "attention"]
 

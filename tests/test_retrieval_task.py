@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from chatting import tiny
 from command import run
-
 from sirchat.errors import SettingError
 from sirchat.profile import Profile
 from sirchat.tasks.privacy import Privacy

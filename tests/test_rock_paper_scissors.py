@@ -11,14 +11,14 @@ from random import Random
 
 import pytest
 
+from chatting import tiny
+from command import run
 from sirchat.profile import Profile
 from sirchat.session import Session
 from sirchat.tasks.interval import mean_interval
 from sirchat.tasks.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
 from sirchat.tasks.run import findings
 from sirchat.training.dialogue import BEATS, game
-from tests.chatting import tiny
-from tests.command import run
 
 SINK = (Profile(policy="sink", budget=64),)
 

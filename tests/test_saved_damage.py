@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import APPEND_FOREVER, ROW, columns, elsewhere, head_at, new, refusal, rows_at, said
 
 from sirchat.saved.shelf import (
     export_session,
@@ -23,6 +22,7 @@ from sirchat.saved.shelf import (
     remove_session,
 )
 from sirchat.saved.store import FORMAT, SessionError, SessionStore
+from stored import APPEND_FOREVER, ROW, columns, elsewhere, head_at, new, refusal, rows_at, said
 
 
 def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from chatting import answer, babbler, session, tiny
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.events import (
     CameBack,
@@ -21,7 +22,6 @@ from sirchat.events import (
     to_json,
 )
 from sirchat.session import Session
-from tests.chatting import answer, babbler, session, tiny
 
 
 def _ids(chat: Session) -> list[int]:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from chatting import babbler, random_model, session, tiny
+from command import run
 from sirchat.cli import _with_defaults
 from sirchat.errors import SessionError
 from sirchat.memory.archive import Rows
@@ -22,9 +24,7 @@ from sirchat.saved.shelf import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.saving import Saving, fingerprint, saved_profile, take_up
 from sirchat.session import Session
-from tests.chatting import babbler, random_model, session, tiny
-from tests.command import run
-from tests.terminal import Terminal
+from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24, "decay": 0.9}
 SAYINGS = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]

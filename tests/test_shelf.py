@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from stored import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
 
 from sirchat.saved import shelf
 from sirchat.saved.shelf import (
@@ -23,6 +22,7 @@ from sirchat.saved.shelf import (
 )
 from sirchat.saved.store import SessionStore
 from sirchat.transcript import read_transcript
+from stored import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
 
 
 def test_another_process_is_refused_in_one_line_until_the_session_is_closed(tmp_path: Path) -> None:

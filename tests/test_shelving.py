@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
 
+from chatting import babbler, tiny
+from command import run
+from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.errors import SessionError
 from sirchat.saved.shelf import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.saving import Saving, saved_profile, take_up
 from sirchat.session import Session
-from tests.chatting import babbler, tiny
-from tests.command import run
-from tests.terminal import Terminal
+from terminal import Terminal
 
 
 @pytest.fixture(autouse=True)

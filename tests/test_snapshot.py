@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from chatting import babbler, session
+from counting import Count
 from sirchat.events import Forgot
 from sirchat.session import Session
 from sirchat.snapshot import EDGES
-from tests.chatting import babbler, session
-from tests.counting import Count
 
 _POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
 

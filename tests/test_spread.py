@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from chatting import babbler
 from command import run
-
 from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.model import LoadedModel, load_model
 from sirchat.tasks.journal import Record

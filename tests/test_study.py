@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from chatting import babbler, tiny
 from command import run
-
 from sirchat.errors import SettingError
 from sirchat.model import LoadedModel
 from sirchat.profile import Profile, changed

@@ -8,14 +8,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from driving import Record, feed, generate, some_ids
-from families import BigramModel, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from driving import Record, feed, generate, some_ids
+from families import BigramModel, loaded
 from sirchat.engine import Engine
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.model import LoadedModel

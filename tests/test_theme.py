@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from drawing import DARK, LIGHT, TALK, THEMES, fresh, styles
 from rich.color import ColorSystem
 from rich.style import Style
 
+from drawing import DARK, LIGHT, TALK, THEMES, fresh, styles
 from sirchat.ui.tables import draw_tokens
 from sirchat.ui.theme import Theme, bucket, intensity, theme_named
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 import torch
-from chatting import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chatting import tiny
 from sirchat.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.events import Notice
 from sirchat.memory.policies.anchor import Anchor

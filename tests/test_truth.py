@@ -9,13 +9,13 @@ import re
 import pytest
 from rich.console import Console, RenderableType
 
+from chatting import session
+from counting import Count
 from sirchat.events import Forgot
 from sirchat.session import Session
 from sirchat.ui.glance import draw_glance
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.theme import theme_named
-from tests.chatting import session
-from tests.counting import Count
 
 _WIDTH = 100
 _THEME = theme_named("none", {})

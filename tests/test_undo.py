@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from chatting import answer, babbler, session
 from sirchat.errors import ContextFullError, UndoError
 from sirchat.events import TurnDone, Undone
 from sirchat.session import Session
-from tests.chatting import answer, babbler, session
 
 SMALL = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 
