@@ -62,7 +62,7 @@ def main() -> None:
             chat.leave()
 
 
-class _Dimmed(pyte.HistoryScreen):
+class _Dimmed(pyte.HistoryScreen):  # type: ignore[misc]
     """Remembers faint text, which pyte leaves out, as blinking, which nothing here does."""
 
     def select_graphic_rendition(self, *attributes: int, **rest: Any) -> None:

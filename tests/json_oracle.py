@@ -108,7 +108,7 @@ def _log_score(row: Row, context: Row) -> float:
     closed = context["now"] - max(1, context["rounds"][row["turn"]])
     surprisal = row["surprisal"]
     log = math.log(surprisal) if surprisal > 0 else -math.inf
-    return log + closed * math.log(context["profile"]["decay"])
+    return float(log + closed * math.log(context["profile"]["decay"]))
 
 
 def _interval(rest: list[Row], room: int, context: Row) -> list[int]:

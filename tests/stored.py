@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sirchat.saved.store import Head, SavedTurn, SessionError, SessionStore
+from sirchat.errors import SessionError
+from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 ROW = np.dtype(
     [("token_id", np.int32), ("surprisal", np.float32), ("decay", np.float64), ("flags", np.uint8)],

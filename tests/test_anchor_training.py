@@ -152,6 +152,7 @@ def test_the_loss_is_that_of_each_document_by_itself() -> None:
 def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -> None:
     ready = prepare(options(folder, tmp_path / "out"))
     model, tokenizer, anchors = ready.model, ready.tokenizer, ready.anchors
+    assert anchors is not None
     before = babbler().module
     for table, old in (
         (model.get_input_embeddings().weight, before.get_input_embeddings().weight),

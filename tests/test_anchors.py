@@ -151,8 +151,8 @@ def test_generated_anchors_reduce_what_is_held() -> None:
     list(engine.feed(ids, [Role.USER] * 8, Place(0, 0)))
     sampler = Sampler(Sampling(temperature=1.0, seed=2))
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
-    options = {"stop_ids": frozenset(), "max_new_tokens": 60}
-    for record in engine.generate(sampler, Place(1, 0), **options):
+    reply = engine.generate(sampler, Place(1, 0), stop_ids=frozenset(), max_new_tokens=60)
+    for record in reply:
         if isinstance(record, Generated):
             assert gone == []
             held.append(record.position)
@@ -336,7 +336,7 @@ def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Pa
     list(chat.start())
     for turn, text in enumerate(("Hello!", "My name is Anna.", "What is my name?"), 1):
         list(chat.ask(text))
-        rows = chat.tokens(chat._engine.ledger.held_positions)
+        rows = chat.tokens(chat._engine.ledger.held_positions.tolist())
         assert [row.text for row in rows] == ["<|bos|>", *["<AC>"] * turn]
     seen, held = chat.seen, chat._engine.ledger.held_positions.tolist()
     list(chat.ask("Hello again!"))

@@ -199,7 +199,10 @@ def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
     for chat in (ram, disk):
         list(chat.switch("/budget", budget=2000))
     assert ram.snapshot().rows == disk.snapshot().rows
-    for one, other in zip(ram.rows().tensors, disk.rows().tensors, strict=True):
+    in_ram, on_disk = ram.rows(), disk.rows()
+    assert in_ram is not None
+    assert on_disk is not None
+    for one, other in zip(in_ram.tensors, on_disk.tensors, strict=True):
         assert torch.equal(one, other)
 
 

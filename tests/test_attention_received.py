@@ -65,7 +65,8 @@ class Eager(LoadedModel):
 
     @property
     def told(self) -> list[list[Tensor]]:
-        return self.__dict__.setdefault("_told", [])
+        told: list[list[Tensor]] = self.__dict__.setdefault("_told", [])
+        return told
 
 
 class Sums:
@@ -119,8 +120,9 @@ def talk(
             sinks, foreign = engine.memory.sinks, engine.cache.foreign
             for told in model.told:  # of the pass that this record is about
                 held = engine.ledger.held_positions.tolist()
-                own = [row for row in range(len(held) + foreign) if not 0 <= row - sinks < foreign]
-                sums.add(held, [one[:, :, own] for one in told])
+                every = range(len(held) + foreign)
+                mine = [row for row in every if not 0 <= row - sinks < foreign]
+                sums.add(held, [one[:, :, mine] for one in told])
             model.told.clear()
         engine.close_round()
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
@@ -139,7 +141,7 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
     assert ledger.held_count < ledger.seen == len(sums.total)
     everything = np.arange(ledger.seen)
     counted = ledger.attention.of(everything, ledger.log_decay)
-    wanted = np.array([sums.total[position] for position in everything])
+    wanted = np.array([sums.total[position] for position in everything.tolist()])
     assert counted == pytest.approx(wanted, abs=1e-4)
     held = ledger.held_positions
     lately = [sums.lately(position) for position in held.tolist()]
@@ -400,7 +402,7 @@ def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
         list(chat.ask(text))
     now = chat.snapshot()
     leaving = [row.worth for row in now.rows if row.position in now.next_to_go]
-    assert now.needed == max(leaving)
+    assert now.needed == max(one for one in leaving if one is not None)
     assert {one.needed for one in chat.why("last")} == {now.needed}
 
 

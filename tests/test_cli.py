@@ -89,7 +89,8 @@ def test_flag_over_environment_over_profile() -> None:
 
 def test_booleans_can_be_set_both_ways() -> None:
     def profile(*flags: str) -> dict[str, bool]:
-        return json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
+        told: dict[str, bool] = json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
+        return told
 
     assert profile("--no-protect")["protect"] is False
     assert profile("--profile", "sirllm-rps", "--protect")["protect"] is True

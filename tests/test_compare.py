@@ -94,7 +94,7 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
         rows.append(tiny().forward(ids, cache, *more))
         return rows[-1]
 
-    chat._engine._reader._model = SimpleNamespace(forward=forward)  # type: ignore[assignment]
+    chat._engine._reader._model = SimpleNamespace(forward=forward)
     for user, reply in TALK:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
             pass

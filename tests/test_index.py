@@ -35,7 +35,8 @@ pytest.importorskip("faiss")
 
 MEASURES: list[Measure] = ["attention", "mips", "cosine", "cosine-pairwise"]
 LAYERS, HEADS, DIMS = 3, 2, 16
-ROTATION = LayerRotation(Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5)))
+TURNING = Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5))
+ROTATION = LayerRotation(TURNING)
 ROTATIONS = [ROTATION] * LAYERS
 
 
@@ -43,13 +44,13 @@ def some_rows(count: int, first: int = 0, seed: int = 0) -> Rows:
     """Rows in clumps, the same in every layer, first written at slots up to 900."""
     generator = torch.Generator().manual_seed(seed)
     written_at = torch.randint(0, 900, (count,), generator=generator)
-    turn = ROTATIONS[0].key.turn(torch.zeros(count), written_at)
+    turn = TURNING.turn(torch.zeros(count), written_at)
     of = torch.randint(0, 40, (count,), generator=generator)
     tensors = []
     for number in range(2 * LAYERS):
         clumps = torch.randn(HEADS, 40, DIMS, generator=torch.Generator().manual_seed(number))
         rows = clumps[:, of] + torch.randn(HEADS, count, DIMS, generator=generator)
-        tensors.append(ROTATION.key.apply(rows, *turn) if number % 2 == 0 else rows)
+        tensors.append(TURNING.apply(rows, *turn) if number % 2 == 0 else rows)
     return Rows(np.arange(first, first + count), written_at.numpy(), tensors)
 
 
@@ -88,7 +89,8 @@ def indexed(archive: Archive, recall: Recall) -> Index:
 def proposed(index: Index) -> list[int]:
     """All that is proposed to many queries."""
     found = [index.propose(some_query(seed, 20), -1.0) for seed in range(10)]
-    return np.unique(np.concatenate(found)).tolist()
+    every: list[int] = np.unique(np.concatenate(found)).tolist()
+    return every
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +146,8 @@ def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: b
     stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
     bare = vectors.of_softmax(query) or asked
     for (layer, head), row, ask, plain in zip(vectors.heads, stored, asked, bare, strict=True):
-        back = ROTATION.key.turn(torch.from_numpy(rows.written_at), torch.zeros(300))
-        keys = ROTATION.key.apply(rows.tensors[2 * layer], *back)[head]
+        back = TURNING.turn(torch.from_numpy(rows.written_at), torch.zeros(300))
+        keys = TURNING.apply(rows.tensors[2 * layer], *back)[head]
         ours = query.heard[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
         logits = ours @ keys.T * DIMS**-0.5
         more = nats.log() * (1 + soft) if weight == "surprisal" else 0.0
@@ -238,9 +240,12 @@ def test_rows_that_are_lost_at_the_limit_are_not_proposed() -> None:
 def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[int] = []
     learn = Vectors.learn
-    monkeypatch.setattr(
-        Vectors, "learn", lambda self, rows: learnt.append(len(rows)) or learn(self, rows)
-    )
+
+    def note(self: Vectors, rows: Rows) -> None:
+        learnt.append(len(rows))
+        learn(self, rows)
+
+    monkeypatch.setattr(Vectors, "learn", note)
     archive, recall = filled(500), Recall("attention", "surprisal", index="on")
     first = indexed(archive, recall).nbytes
     for start in (500, 1500, 4000):

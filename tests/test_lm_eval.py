@@ -118,12 +118,13 @@ def test_a_reply_ends_where_the_task_says() -> None:
         asked("generate_until", (contexts[0], {"max_gen_toks": 24}))
     )
     stop = whole[len(whole) // 2 :][:3]
-    for options in (
+    cases: list[dict[str, Any]] = [
         {"until": [stop[1:], stop], "max_gen_toks": 24},
         {"until": [stop], "max_gen_toks": 24},
         {"until": [stop, whole[2:4]], "max_gen_toks": 24},
         {"until": [], "max_gen_toks": 5},
-    ):
+    ]
+    for options in cases:
         requests = asked("generate_until", *[(one, options) for one in contexts])
         found = ours(model).generate_until(requests)
         assert found == theirs(model).generate_until(requests)
@@ -192,7 +193,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents(tasks: Path) -> list[dict[str, Any]]:
-    return json.loads((tasks / "documents.json").read_text("utf-8"))
+    found: list[dict[str, Any]] = json.loads((tasks / "documents.json").read_text("utf-8"))
+    return found
 
 
 def test_accuracy_is_what_a_count_by_hand_gives(tasks: Path) -> None:

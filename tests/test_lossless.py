@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ def memory(policy: str = "entropy", budget: int = 64, archive: int = PLENTY) -> 
     return Memory(policy_class(policy)(), budget, archive=archive)
 
 
-def talked(first: Memory, family: str = "llama", rounds: int = 6, **options: object) -> Engine:
+def talked(first: Memory, family: str = "llama", rounds: int = 6, **options: Any) -> Engine:
     """An engine after some rounds of 40 ids."""
-    engine = Engine(loaded(family, **options), first)  # type: ignore[arg-type]
+    engine = Engine(loaded(family, **options), first)
     for turn in range(rounds):
         talk(engine, turn)
     return engine

@@ -360,7 +360,8 @@ class _Shell(Terminal):
 def shell(tmp_path: Path, endless: str) -> Iterator[_Shell]:
     if shutil.which("bash") is None or shutil.which("stty") is None:
         pytest.skip("no bash, or no stty")
-    with _Shell(tmp_path, endless) as shell:
+    shell = _Shell(tmp_path, endless)
+    with shell:
         yield shell
 
 
@@ -420,7 +421,8 @@ def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
         "import time\nimport sirchat.__main__ as program\nimport sirchat.model as model\n"
         "model.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
     )
-    with _Shell(tmp_path, endless, str(slow)) as shell:
+    shell = _Shell(tmp_path, endless, str(slow))
+    with shell:
         shell.wait_screen(r"(?m)^loading ")
         shell.send(CTRL_C)
         assert shell.code() == 130

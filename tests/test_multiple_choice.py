@@ -195,9 +195,7 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
 
     def note(chat: Session, question: Question, _: str) -> int:
         asked.append([turn.text for turn in chat.turns])
-        for _ in chat.read_user(question.text):
-            pass
-        for _ in chat.read_reply(question.answer):
+        for _read in (*chat.read_user(question.text), *chat.read_reply(question.answer)):
             pass
         return question.right
 

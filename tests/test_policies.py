@@ -27,9 +27,11 @@ from sirchat.memory.contract import broken_promises
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, Held, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
+from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy, ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
 from sirchat.records import Memory, Place
 
@@ -236,7 +238,7 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
 def test_a_score_is_what_its_description_says(
     name: str, options: dict[str, Any], score: Callable[[Case, Row], float], case: Case
 ) -> None:
-    policy = policy_class(name)(recent=5, **options)
+    policy = policy_class(name)(**{"recent": 5, **options})
     assert isinstance(policy, ScorePolicy)
     wanted = [math.inf if case.is_recent(r, 5) else score(case, r) for r in case.rows]
     assert policy.score(case.held).exp().tolist() == pytest.approx(wanted, rel=1e-6)
@@ -248,7 +250,7 @@ def test_what_nobody_counted_ranks_in_the_middle() -> None:
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
     ledger.attention.add(np.arange(1, 4), [Pass.of(looks)], 0.0)
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
-    kept = policy_class("attention")(recent=0).keep(held, 3)
+    kept = Attention(recent=0).keep(held, 3)
     assert kept.tolist() == [0, 1, 3]
 
 
@@ -260,7 +262,7 @@ def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
         ledger.attention.add(np.arange(ledger.seen), [Pass.of(looks)], ledger.log_decay)
         ledger.close_round(0.5)
     held = ledger.held(sinks=0, protected=np.zeros(20, bool))
-    policy = policy_class("salience")(recent=0, novelty=False)
+    policy = Salience(recent=0, novelty=False)
     assert policy.keep(held, 6).tolist() == [14, 15, 16, 17, 18, 19]
 
 
@@ -270,7 +272,7 @@ def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
         append(ledger, [8.0, 3.0], number)
         ledger.close_round(0.5)
     held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
-    policy = policy_class("salience")(recent=0, attention=False, novelty=False)
+    policy = Salience(recent=0, attention=False, novelty=False)
     assert policy.keep(held, 3).tolist() == [1996, 1998, 1999]
 
 

@@ -126,20 +126,11 @@ def test_lists_and_games_are_for_one_budget() -> None:
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    command = ("eval", "policies", "--policies", "sink,salience", "--budgets", "64", "--at", "64")
-    command += (
-        "--limit",
-        "2",
-        "--facts",
-        "1",
-        "--between",
-        "1",
-        "--parts",
-        "facts",
-        "--recent",
-        "8",
+    flags = (
+        "--policies sink,salience --budgets 64 --at 64 --limit 2 --facts 1 --between 1 --recent 8"
     )
-    command += ("--out", str(tmp_path), "--json")
+    out = ("--parts", "facts", "--out", str(tmp_path), "--json")
+    command = ("eval", "policies", *flags.split(), *out)
     first = run(*command)
     assert first.returncode == 0, first.stderr
     journal = tmp_path / "policies.jsonl"

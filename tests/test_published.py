@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from chatting import babbler
@@ -17,8 +19,8 @@ from sirchat.tasks.study import Study
 SINK = Profile(policy="sink", budget=64)
 
 
-def named(table: Table) -> dict[str, dict[str, float]]:
-    return {row[0]: dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows}  # type: ignore[misc]
+def named(table: Table) -> dict[str, dict[str, Any]]:
+    return {str(row[0]): dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows}
 
 
 def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:

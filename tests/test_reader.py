@@ -30,7 +30,8 @@ class Watched(LoadedModel):
 
     @property
     def passes(self) -> list[tuple[int, int]]:
-        return self.__dict__.setdefault("_passes", [])
+        passes: list[tuple[int, int]] = self.__dict__.setdefault("_passes", [])
+        return passes
 
     def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
         self.passes.append((cache.length, cache.length + len(ids)))
@@ -57,7 +58,7 @@ def test_under_full_a_continuation_weighs_what_a_pass_without_a_cache_says() -> 
     for _ in range(20):
         context, after = random_ids(rng, rng.randint(1, 80)), random_ids(rng, rng.randint(1, 12))
         every = log_probabilities([*context, *after])[len(context) - 1 : -1]  # [m, V]
-        likeliest = every[0].argmax().item()
+        likeliest = int(every[0].argmax())
         weighed, likely = Reader(tiny(), FULL).weigh(context, [after, [likeliest]])
         wanted = every.gather(1, torch.tensor(after)[:, None]).sum()
         assert sum(weighed.log_probabilities) == pytest.approx(float(wanted), abs=1e-4)

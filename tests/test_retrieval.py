@@ -32,9 +32,8 @@ def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tens
     """One row after the other, turned back from where it was written: [H, n, D]."""
     rotation = (model.rotations[layer].key, model.rotations[layer].value)[slot]
     out = []
-    for at, one in zip(
-        rows.written_at.tolist(), rows.tensors[2 * layer + slot].unbind(1), strict=1
-    ):
+    each = rows.tensors[2 * layer + slot].unbind(1)
+    for at, one in zip(rows.written_at.tolist(), each, strict=True):
         if rotation is not None:
             one = rotation.apply(
                 one[:, None], *rotation.turn(torch.tensor([at]), torch.tensor([0]))
@@ -163,7 +162,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
     asked: dict[int, Tensor] = {}
 
     def note(layer: int, _: object, __: object, out: Tensor) -> None:
-        asked[layer] = out[0].unflatten(-1, (4, -1)).transpose(0, 1)  # [4, m, D], not turned yet
+        asked[layer] = out[0].reshape(len(ids), 4, -1).transpose(0, 1)  # [4, m, D], not turned yet
 
     hooks = [
         block.self_attn.q_proj.register_forward_hook(partial(note, n))

@@ -136,7 +136,8 @@ def test_the_study_tells_forgetting_from_recalling() -> None:
     assert not any(one[f"{BASE}/0"] for one in found.values())
     ends, table = FEW.report(found).tables
     assert [name for name, _ in ends.rows] == [FULL, EVERYTHING, BASE]
-    assert dict(table.rows)["attention x surprisal"] == share([True, True])
+    shares = {row[0]: row[1] for row in table.rows}
+    assert shares["attention x surprisal"] == share([True, True])
     assert min(one["tokens"] for one in found.values()) > 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,13 +108,14 @@ def test_rows_of_other_fields_are_refused(tmp_path: Path) -> None:
 
 def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
-        for act in (
+        misfits: list[Callable[[], object]] = [
             lambda: session.append(said("two", start=1), rows_at(range(3, 5)), head_at(4)),
             lambda: session.truncate(0, 4, head_at(4)),
             lambda: session.truncate(0, 1, head_at(2)),
             lambda: session.replace(said("two"), rows_at(range(5)), head_at(4)),
             lambda: session.save_head(head_at(2)),
-        ):
+        ]
+        for act in misfits:
             with pytest.raises(ValueError, match=r"rows|tokens"):
                 act()
         assert "UNIQUE" in refusal(
@@ -127,7 +129,7 @@ def test_ids_sort_by_time_and_none_is_given_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letters = iter("aaaa" + "aaaa" + "bbbb")
-    monkeypatch.setattr(files.secrets, "choice", lambda _: next(letters))
+    monkeypatch.setattr("sirchat.saved.files.secrets.choice", lambda _: next(letters))
     clock = SimpleNamespace(strftime=lambda _: "20261121-1432", time=time.time)
     monkeypatch.setattr(files, "time", clock)
     ids = [new(tmp_path, "hi").stem for _ in range(2)]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirchat.errors import SessionError
+from sirchat.saved.database import FORMAT
 from sirchat.saved.shelf import (
     export_session,
     find_session,
     list_sessions,
     remove_session,
 )
-from sirchat.saved.store import FORMAT, SessionError, SessionStore
+from sirchat.saved.store import SessionStore
 from stored import APPEND_FOREVER, ROW, columns, elsewhere, head_at, new, refusal, rows_at, said
 
 
@@ -114,7 +117,7 @@ def cut_short(path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "is not a saved session of sirchat"),
     "text": (
         lambda path: path.write_text("Dear diary\n" * 500),

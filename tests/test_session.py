@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ from sirchat.session import Session
 
 
 def _ids(chat: Session) -> list[int]:
-    return chat._engine.ledger.column("token_id").tolist()
+    ids: list[int] = chat._engine.ledger.column("token_id").tolist()
+    return ids
 
 
 def _turns(events: list[Event]) -> list[TurnDone]:
@@ -75,6 +77,7 @@ def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
     events = chat.ask("Speak.")
     while not isinstance(next(events), Delta):
         pass
+    assert isinstance(events, Generator)
     events.close()
     assert _ids(chat)[-1] == chat.template.closing[-1]
     assert chat._engine.ledger.log_decay == 0.0
@@ -310,7 +313,7 @@ def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
         return forward(*args)
 
     model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
-    chat._engine._reader._model = model  # type: ignore[assignment]
+    chat._engine._reader._model = model
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
     chat._engine._reader._model = chat.model
@@ -336,7 +339,7 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
         raise RuntimeError("no")
 
     model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
-    chat._engine._reader._model = model  # type: ignore[assignment]
+    chat._engine._reader._model = model
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))
     chat._engine._reader._model = chat.model

@@ -17,7 +17,7 @@ from chatting import babbler, random_model, session, tiny
 from command import run
 from sirchat.cli import _with_defaults
 from sirchat.errors import SessionError
-from sirchat.memory.archive import Rows
+from sirchat.memory.segments import Rows
 from sirchat.model import LoadedModel, wrap_model
 from sirchat.profile import Profile
 from sirchat.saved.shelf import find_session, list_sessions
@@ -95,7 +95,7 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     folder: Path, policy: str, dtype: str
 ) -> None:
     model = babbler() if dtype == "float32" else in_bfloat16()
-    options = {"window": 16} if policy == "attention" else {}
+    options: dict[str, Any] = {"window": 16} if policy == "attention" else {}
     profile = Profile(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
     )

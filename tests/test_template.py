@@ -36,13 +36,14 @@ def _tokenizer(shape: str) -> Any:
 def _whole(shape: str, messages: list[dict[str, str]], prompt: bool) -> list[int]:
     """The whole conversation at once; special tokens in its texts are sanitized."""
     it = _tokenizer(shape)
-    return it.apply_chat_template(
+    ids: list[int] = it.apply_chat_template(
         messages,
         chat_template=it.chat_template or _PLAIN,
         add_generation_prompt=prompt,
         sanitize_control_tokens=True,
         return_dict=False,
     )
+    return ids
 
 
 def _turn_by_turn(template: Template, contents: list[str], system: str | None) -> list[int]:

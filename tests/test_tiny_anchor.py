@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from random import Random
 
@@ -74,6 +75,7 @@ def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None
     stopped = train(options(tmp_path / "stopped", 4), TinyAnchorTrainer)
     for _ in range(3):  # one step past a checkpoint
         next(stopped)
+    assert isinstance(stopped, Generator)
     stopped.close()
     rest = list(train(options(tmp_path / "stopped", 4, resume=True), TinyAnchorTrainer))
     assert numbers(rest) == numbers(whole)[2:]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from sirchat.training.dialogue import (
     fill,
     quiz,
 )
-from sirchat.training.facts import KINDS, STORY, made_up
+from sirchat.training.facts import KINDS, STORY, FactKind, made_up
 from sirchat.training.network import build_model, token_losses
 from sirchat.training.probe import PROBED, matches, probe, probe_dialogue
 from sirchat.training.rows import Renderer, span_matches
@@ -44,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(seed=0, vocab_size=600, dialogues=30)
 
 
-def options(folder: Path, steps: int, **more: object) -> TrainOptions:
+def options(folder: Path, steps: int, **more: Any) -> TrainOptions:
     return replace(TrainOptions(out=folder / "model", steps=steps, size="micro"), **more)
 
 
@@ -71,7 +73,7 @@ def test_dialogues_alternate_and_follow_an_optional_system_message() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, STORY], ids=lambda kind: kind.key)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_told_fact_is_the_answer_of_its_question(kind, seed: int) -> None:
+def test_a_told_fact_is_the_answer_of_its_question(kind: FactKind, seed: int) -> None:
     rng = Random(seed)
     talk = Dialogue(rng, MIX)
     fact = draw_fact(rng, kind, Style())
@@ -140,7 +142,7 @@ def test_made_up_words_are_plain_lower_case(seed: int) -> None:
 # --- tokenizer and template ---
 
 
-def test_special_tokens_have_fixed_ids(tokenizer) -> None:
+def test_special_tokens_have_fixed_ids(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(6))
     assert tokenizer.bos_token == "<|bos|>"
     assert tokenizer.eos_token == "<|end|>"
@@ -148,7 +150,7 @@ def test_special_tokens_have_fixed_ids(tokenizer) -> None:
     assert tokenizer("Hello")["input_ids"][0] != tokenizer.bos_token_id
 
 
-def test_digits_are_single_tokens(tokenizer) -> None:
+def test_digits_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("8431")["input_ids"])
     assert tokens == ["8", "4", "3", "1"]
     assert all(len(token) == 1 for token in tokenizer.get_vocab() if re.search(r"\d", token))
@@ -156,19 +158,23 @@ def test_digits_are_single_tokens(tokenizer) -> None:
 
 @given(text=st.text())
 @settings(max_examples=100)
-def test_any_text_survives_the_round_trip(tokenizer, text: str) -> None:
+def test_any_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text
 
 
 @given(st.lists(st.sampled_from([*SPECIAL_TOKENS, "a", " ", "\n", "é"]), min_size=1))
 @settings(max_examples=100)
-def test_text_never_becomes_a_control_token(tokenizer, parts: list[str]) -> None:
+def test_text_never_becomes_a_control_token(
+    tokenizer: PreTrainedTokenizerFast, parts: list[str]
+) -> None:
     ids = tokenizer("".join(parts), split_special_tokens=True)["input_ids"]
     assert min(ids) >= len(SPECIAL_TOKENS)
 
 
-def test_the_template_is_append_only_and_equals_the_training_rows(tokenizer) -> None:
+def test_the_template_is_append_only_and_equals_the_training_rows(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     messages = list(dialogue(Random(3), 8, MIX))
     chat = as_chat(messages)
     renderer = Renderer(tokenizer)
@@ -183,7 +189,7 @@ def test_the_template_is_append_only_and_equals_the_training_rows(tokenizer) -> 
 # --- rows ---
 
 
-def test_rows_are_full_and_mark_the_answers(tokenizer) -> None:
+def test_rows_are_full_and_mark_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = Renderer(tokenizer)
     batch = renderer.batch(Random(0), rows=3, tokens=200, mix=MIX)
     assert batch.ids.shape == batch.answer.shape == batch.span.shape == (3, 201)
@@ -303,7 +309,7 @@ def test_stories_in_a_row_are_numbered_and_some_are_asked_for() -> None:
         assert all(any(one.text.rstrip(".") in text for text in told) for one in answers)
 
 
-def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer) -> None:
+def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer: PreTrainedTokenizerFast) -> None:
     model = build_model(SIZES["micro"], len(tokenizer), 0, 0, 4, 5)
     renderer = Renderer(tokenizer)
     made = [renderer.render(probe_dialogue(Random(n), PROBED["name"], 2)) for n in range(3)]
@@ -344,6 +350,7 @@ def test_resuming_equals_an_uninterrupted_training(tmp_path: Path) -> None:
     stopped = train(options(tmp_path / "stopped", 8, checkpoint_every=4))
     for _ in range(6):  # two steps past the last checkpoint
         next(stopped)
+    assert isinstance(stopped, Generator)
     stopped.close()
     rest = list(train(options(tmp_path / "stopped", 8, checkpoint_every=4, resume=True)))
     assert numbers(rest) == numbers(whole)[4:]

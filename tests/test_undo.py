@@ -12,7 +12,7 @@ from sirchat.errors import ContextFullError, UndoError
 from sirchat.events import TurnDone, Undone
 from sirchat.session import Session
 
-SMALL = {"budget": 96, "recent": 16, "max_new_tokens": 30}
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 
 
 def state(chat: Session) -> tuple[Any, ...]:

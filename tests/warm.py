@@ -50,7 +50,7 @@ class Warm(fdspawn):  # type: ignore[misc]
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
-        code = self._process.exitcode
+        code = self._process.exitcode or 0
         self.exitstatus = code if code >= 0 else None
         self.signalstatus = -code if code < 0 else None
 
@@ -76,9 +76,12 @@ def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str)
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
+    files: dict[str, Any] = {
+        "stdin": os.fdopen(0, closefd=False),
+        "stdout": os.fdopen(1, "w", closefd=False),
+        "stderr": os.fdopen(2, "w", closefd=False, errors="backslashreplace"),
+    }
+    vars(sys).update(files | {f"__{name}__": file for name, file in files.items()})
     sys.argv = ["sirchat", *arguments]
 
     from sirchat.cli import main
