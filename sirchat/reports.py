@@ -20,7 +20,7 @@ from sirchat.events import (
     TurnDone,
 )
 from sirchat.model import LoadedModel
-from sirchat.profile import Profile
+from sirchat.profile import Profile, as_typed
 from sirchat.records import Evicted, Restored
 from sirchat.settings import has_effect
 from sirchat.snapshot import (
@@ -104,7 +104,9 @@ class Reports:
                 yield Switched(name, old, new, restored=restored, resident=self.engine.resident)
                 restored = 0
                 if not has_effect(after, name):
-                    yield Notice(f"policy {after.policy} makes no use of {name}")
+                    options = after.policy_options
+                    made = f"{after.policy} with {as_typed(options)}" if options else after.policy
+                    yield Notice(f"policy {made} makes no use of {name}")
         if any(getattr(before, name) != getattr(after, name) for name in _LIMITS_RECALL):
             yield from self.clamped(after.recall_n)
 

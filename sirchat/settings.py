@@ -75,7 +75,9 @@ def has_effect(profile: Profile, setting: str) -> bool:
     made = policy_class(profile.policy)
     if setting not in ("budget", "sinks", "recent", "decay"):
         return True
-    return setting in made.uses or setting in (field.name for field in fields(made))
+    if setting in (field.name for field in fields(made)):
+        return True
+    return setting in made.uses and setting not in build_policy(profile).unused
 
 
 def options_of(policy: str) -> list[Field[Any]]:

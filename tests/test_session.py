@@ -188,6 +188,14 @@ def test_a_setting_without_effect_says_so() -> None:
     assert not [e for e in chat.switch("/sinks", sinks=8) if isinstance(e, Notice)]
 
 
+def test_a_setting_that_the_policys_options_leave_idle_says_so() -> None:
+    chat = session(babbler(), policy="attention", policy_options={"window": 1})
+    notices = [e.text for e in chat.switch("/decay", decay=0.9) if isinstance(e, Notice)]
+    assert notices == ["policy attention with window=1 makes no use of decay"]
+    list(chat.switch("/policy", policy_options={}))
+    assert not [e for e in chat.switch("/decay", decay=0.8) if isinstance(e, Notice)]
+
+
 def test_recent_is_a_setting_and_no_option() -> None:
     with pytest.raises(SettingError, match="setting of its own"):
         session(babbler(), policy_options={"recent": 3})

@@ -37,6 +37,10 @@ class Attention(ScorePolicy):
     lifetime: bool = field(default=False, metadata={"help": "divide by the queries since, if all"})
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        return ("decay",) if self.window else ()
+
+    @property
     def counting(self) -> Counting:
         return Counting(self.layers, self.window)
 

@@ -44,6 +44,11 @@ class Policy(ABC):
         return False
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings of `uses` that its options leave nothing to change."""
+        return ()
+
+    @property
     def counting(self) -> Counting | None:
         """What it wants counted of the attention that rows get; None for nothing."""
         return None
