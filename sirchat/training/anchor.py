@@ -290,6 +290,8 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         trained = trained.to(torch.bfloat16) if options.bf16 else trained
         trained.save_pretrained(options.out)
         training.tokenizer.save_pretrained(options.out)
+    # A process that ends with its group's threads running may be aborted.
+    trainer.accelerator.end_training()
 
 
 def is_first() -> bool:
