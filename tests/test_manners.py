@@ -146,7 +146,7 @@ def test_a_paste_of_several_lines_is_one_message_and_never_a_command(chat: Termi
     chat.wait_screen("pasted: sent as it is, never a command")
     chat.submit(ENTER)
     assert _message(chat) == "/policy sink\n/reset\nand this\n"
-    assert " · salience · " in chat.text
+    assert " · entropy · " in chat.text
 
 
 def test_a_pasted_command_is_a_message_too(chat: Terminal) -> None:
@@ -398,7 +398,7 @@ def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
 ) -> None:
     shell.wait_screen(rf"^loading {endless} ")
     shell.wait_prompt()
-    assert shell.lines[0].startswith(f"{endless}, policy salience")
+    assert shell.lines[0].startswith(f"{endless}, policy entropy")
     shell.say("/exit")
     assert shell.code() == 0
 

@@ -112,9 +112,9 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("/policy reservoir sample=100", "policy: salience -> reservoir"),
+        ("/policy reservoir sample=100", "policy: entropy -> reservoir"),
         ("/policy reservoir sample=100", "policy_options: none -> sample=100"),
-        ("/policy stream", "policy: salience -> sink"),
+        ("/policy stream", "policy: entropy -> sink"),
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
@@ -126,7 +126,7 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
         ("/set top_k 40", "top_k: none -> 40"),
         ("/set protect off", "protect: on -> off"),
         ("/set pin_system no", "pin_system: on -> off"),
-        ("/set policy window", "policy: salience -> window"),
+        ("/set policy window", "policy: entropy -> window"),
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
         ("/panel turn", "panel: live -> turn"),
@@ -147,7 +147,7 @@ def test_a_switch_tells_what_was_forgotten_and_what_is_held(chat: Terminal) -> N
     assert f"nothing forgotten, holds {held}/512" in chat.ask("/budget 512")
     assert f"forgot {held - 32}, holds 32/32" in chat.ask("/budget 32")
     assert "budget is 32 already" in chat.ask("/budget 32")
-    assert "policy salience makes no use" not in chat.ask("/decay 0.9")
+    assert "policy entropy makes no use" not in chat.ask("/decay 0.9")
     assert "policy window makes no use of sinks" in chat.ask("/policy window") + chat.ask(
         "/sinks 5"
     )
@@ -173,7 +173,7 @@ def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
         ("/sinks", "sinks is 4"),
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
-        ("/policy", "policy is salience; others: anchor, "),
+        ("/policy", "policy is entropy; others: anchor, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
@@ -192,6 +192,7 @@ def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Terminal) -> No
 
 
 def test_an_option_may_be_named_as_a_setting_is(chat: Terminal) -> None:
+    chat.ask("/policy salience")
     assert "none -> attention=off" in chat.ask("/set attention false")
     assert "attention=off -> attention=on, spans=off" in chat.ask(
         "/policy salience attention=on spans=off"
@@ -226,7 +227,7 @@ def test_panel_shows_all_that_is_held_through_a_pager_when_long(
     chat.ask("My name is Anna.")
     assert chat.ask("/panel") == ""  # the pager has it
     drawn = _plain(paged)
-    assert drawn.startswith("╭─ salience · decay 1 · tiny ─")
+    assert drawn.startswith("╭─ entropy · decay 1 · tiny ─")
     chat.resize(rows=80, columns=120)
     on_screen = chat.ask("/panel full")
     assert on_screen == drawn.rstrip()
@@ -238,7 +239,7 @@ def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> No
     chat.ask("My name is Anna.")
     columns, *rows = chat.ask("/tokens turn 0").splitlines()
     assert columns.split()[:5] == ["position", "turn", "role", "token", "id"]
-    assert columns.split()[5:] == ["surprisal", "score", "attention", "flags"]
+    assert columns.split()[5:] == ["surprisal", "score", "flags"]
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
     assert re.search(r'you +" name".*\n.*you +" is".*\n.*you +" Anna"', "\n".join(rows))
     for _ in range(3):
@@ -259,7 +260,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("/decay 0.9")
     assert re.fullmatch(
         r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 forgotten; \d+ said, [\d,]+ tok/s; "
-        r"policy salience, decay 0.9",
+        r"policy entropy, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )
 
@@ -335,7 +336,7 @@ def test_a_wrong_line_gets_one_line_that_helps_and_never_reaches_the_model(
     answer = " ".join(chat.ask(line).split())
     assert answer.startswith("sirchat: ")
     assert told.replace(" ", "") in answer.replace(" ", "")
-    assert " · salience · 0/1,024 held · decay 1" in chat.text  # nothing read, nothing switched
+    assert " · entropy · 0/1,024 held · decay 1" in chat.text  # nothing read, nothing switched
 
 
 # --- completion
@@ -406,9 +407,9 @@ def test_a_message_is_not_completed(chat: Terminal) -> None:
 
 def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
     chat.wait_prompt()
-    assert chat.text.endswith(" tiny · salience · 0/1,024 held · decay 1")
+    assert chat.text.endswith(" tiny · entropy · 0/1,024 held · decay 1")
     chat.ask("Hello.")
-    assert re.search(r" tiny · salience · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
+    assert re.search(r" tiny · entropy · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
     chat.ask("/policy reservoir")
     chat.ask("/budget 64")
     chat.ask("/decay 0.5")

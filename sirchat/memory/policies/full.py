@@ -27,5 +27,5 @@ class Full(Policy):
         """Raises ContextFullError: nothing may be forgotten."""
         raise ContextFullError(
             f"the model's context is full: {len(rows)} tokens held, and policy full forgets none",
-            hint="choose another policy, such as /policy salience, or start anew with /reset",
+            hint="choose another policy, such as /policy entropy, or start anew with /reset",
         )
