@@ -173,6 +173,8 @@ class Engine:
             rows = self._room.memory.policy.reduce(self._held(protect_round=False))
             if rows is not None:
                 yield self._drop_but(rows)
+        if self.recalled > self.reserve:  # new pins have taken some of the reserve
+            self.release()
         if self._room.own + count > self._room.base:
             yield self._keep(self._room.base - count)
 

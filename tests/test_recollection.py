@@ -121,3 +121,12 @@ def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
     assert notices(chat.switch("/budget", budget=400)) == []
     assert notices(chat.switch("/policy", policy="full")) == []
     assert notices(session(policy="sink", budget=96, recall_n=200).start()) == []
+
+
+def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget() -> None:
+    chat = session(budget=40, sinks=1, recall="random", recall_n=24, max_new_tokens=14)
+    for text in ("My name is Anna and I live in Oslo.", "My favourite colour is green.", "ok"):
+        list(chat.ask(text))
+    assert chat.recalled
+    list(chat.switch("/system", system="Speak like a sailor."))
+    assert chat.resident <= 40
