@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from sirchat.listening import Ear
+from sirchat.engine.scoring import surprisal
 from sirchat.memory.archive import Archive
 from sirchat.memory.recall import Query
 from sirchat.memory.segments import Rows
-from sirchat.model import LoadedModel
-from sirchat.scoring import surprisal
-from sirchat.training.dialogue import Mix, dialogue
+from sirchat.models.attention_hook import Ear
+from sirchat.models.model import LoadedModel
 from sirchat.training.rows import Renderer
+from sirchat.world.dialogue import Mix, dialogue
 
 TOKENS, SINKS = 512, 4
 """Length of each conversation, and how many of its first rows are left out."""

@@ -11,15 +11,15 @@ import numpy as np
 
 from sirchat.bench.archived import SINKS, TOKENS, archived, questions
 from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.chat.settings import build_memory
+from sirchat.config.profile import BEST_RECALL, Profile, changed
 from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available
 from sirchat.memory.ranking import Ranked, Ranking
 from sirchat.memory.recall import Query, Recall
 from sirchat.memory.segments import Positions
-from sirchat.model import LoadedModel
-from sirchat.profile import BEST_RECALL, Profile, changed
-from sirchat.settings import build_memory
+from sirchat.models.model import LoadedModel
 
 MEASURES = ("attention", "mips", "cosine", "cosine-pairwise")
 """What is measured, weighted by surprisal."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sirchat.engine import Engine
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Memory, Place
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.model import LoadedModel
-from sirchat.records import Memory, Place
+from sirchat.models.model import LoadedModel
 
 _ROUND = 2_000  # tokens
 _MIB = 2**20

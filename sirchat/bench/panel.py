@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any, TextIO, cast
 
 from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
-from sirchat.session import Session
+from sirchat.models.model import LoadedModel
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.screen import Screen
 

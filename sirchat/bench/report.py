@@ -11,7 +11,7 @@ from sirchat.bench.index import bench_index
 from sirchat.bench.panel import bench_panel
 from sirchat.bench.speed import BenchOptions, bench_attention, bench_record, run_bench
 from sirchat.bench.training import bench_training
-from sirchat.model import LoadedModel
+from sirchat.models.model import LoadedModel
 
 
 def print_bench(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sirchat.model import (
+from sirchat.models.model import (
     DeviceName,
     DtypeName,
     LoadedModel,

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from sirchat.abilities import uncountable
-from sirchat.anchors import ends_sequence
-from sirchat.detokenize import TextStream
-from sirchat.engine import Engine
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Generated, Memory, Place
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.salience import Salience
-from sirchat.model import LoadedModel
-from sirchat.records import Generated, Memory, Place
-from sirchat.sampling import Sampler, Sampling
+from sirchat.models.capabilities import uncountable
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.detokenizer import TextStream
 
 _PLACE = Place(turn=0, round=0)
 _ARCHIVE = 2**30  # bytes, the default

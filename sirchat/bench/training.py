@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from sirchat.bench.speed import BenchOptions, Ratio, compare, some_ids, timed
-from sirchat.model import LoadedModel
+from sirchat.models.model import LoadedModel
 from sirchat.training.ansan import blocks, visible
 
 Mask = Literal["none", "dense", "blocks"]

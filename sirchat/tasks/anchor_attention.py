@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.anchors import ends_sequence
+from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.attention import telling_weights
-from sirchat.tasks.journal import Record
 from sirchat.tasks.perplexity import round_ids
 from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Work, fields_of
-from sirchat.template import Template
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.template import Template
 from sirchat.training.ansan import visible
-from sirchat.training.dialogue import Dialogue, Message, Style, draw_fact
-from sirchat.training.facts import KINDS
 from sirchat.training.probe import QUIET
+from sirchat.world.dialogue import Dialogue, Message, Style, draw_fact
+from sirchat.world.facts import KINDS
 
 
 @dataclass(frozen=True)

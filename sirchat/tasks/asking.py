@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sirchat.anchors import Per
-from sirchat.events import TurnDone
-from sirchat.session import Session
-from sirchat.template import Template
+from sirchat.chat.events import TurnDone
+from sirchat.chat.session import Session
+from sirchat.text.anchors import Per
+from sirchat.text.template import Template
 
 
 def read(session: Session, user: str, reply: str) -> None:

@@ -21,16 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.config.profile import Profile
+from sirchat.engine.scoring import surprisal
 from sirchat.errors import ModelError, SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
-from sirchat.scoring import surprisal
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Work
-from sirchat.template import Template
-from sirchat.training.dialogue import dialogue
+from sirchat.text.template import Template
 from sirchat.training.probe import QUIET
+from sirchat.world.dialogue import dialogue
 
 SEGMENTS = 4
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from sirchat.records import Weighed
-from sirchat.session import Session
+from sirchat.chat.session import Session
+from sirchat.engine.records import Weighed
 from sirchat.tasks.asking import ask
 
 Scoring = Literal["paper", "released", "reply"]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.session import Session
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.perplexity import read, round_ids, talk
 from sirchat.tasks.report import Plot, Report, Table
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held
-from sirchat.template import Template
+from sirchat.text.template import Template
 
 
 @dataclass(frozen=True)

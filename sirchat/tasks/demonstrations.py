@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import get_args
 
-from sirchat.anchors import Per
+from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.placement import CHANCE, EVERY
-from sirchat.session import Session
-from sirchat.tasks import made
+from sirchat.models.model import LoadedModel
+from sirchat.tasks import generated
 from sirchat.tasks.asking import placing, read
 from sirchat.tasks.choice import Question, likeliest
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held, Work, mean, refuse_unknown, share
+from sirchat.text.anchor_placement import CHANCE, EVERY
+from sirchat.text.anchors import Per
 
 OPTIONS = 5
 
@@ -89,7 +89,7 @@ class Demonstrations(Grid):
     def hold(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the demonstrations, ask each question behind them, and take it back."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
-        every = [made.bank(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)]
+        every = [generated.bank(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)]
         shown, asked = every[: cell.shots], every[-self.questions :]
         with placing(session, cell.per):
             for one in shown:

@@ -16,19 +16,19 @@ from random import Random
 
 import numpy as np
 
-from sirchat.engine import Engine
+from sirchat.chat.session import Session
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Generated, Place
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.records import Generated, Place
-from sirchat.sampling import Sampler, Sampling
-from sirchat.session import Session
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids, read_round
 from sirchat.tasks.report import Measured, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held, mean, share_of_draws
-from sirchat.template import Template
-from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
+from sirchat.text.template import Template
 from sirchat.training.probe import PROBED, QUIET
+from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
 
 KINDS = tuple(PROBED)
 

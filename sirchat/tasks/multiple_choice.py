@@ -13,22 +13,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
+from sirchat.chat.session import Session
+from sirchat.config.profile import changed
 from sirchat.errors import SettingError
-from sirchat.profile import changed
-from sirchat.session import Session
-from sirchat.tasks import made, published, released
+from sirchat.tasks import generated, paper_tables, sirllm_files
 from sirchat.tasks.asking import read
 from sirchat.tasks.choice import Question, Scoring, take
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held, refuse_unknown, share_of_draws
 
 _SOURCES = {
-    "dailydialog": (made.dailydialog, released.dailydialog, "dailydialog.jsonl"),
-    "grocery": (made.grocery, released.grocery, "grocery_keys.jsonl"),
+    "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, "dailydialog.jsonl"),
+    "grocery": (generated.grocery, sirllm_files.grocery, "grocery_keys.jsonl"),
 }
 
-_COLUMNS = {released.DIALOGUE: "right", released.COMMONSENSE: "ACCc", released.GROCERY: "ACCg"}
+_COLUMNS = {
+    sirllm_files.DIALOGUE: "right",
+    sirllm_files.COMMONSENSE: "ACCc",
+    sirllm_files.GROCERY: "ACCg",
+}
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,8 @@ class MultipleChoice(Grid):
     def _published(self) -> tuple[Table, ...]:
         """The paper's tables."""
         if self.task == "dailydialog":
-            return (published.dailydialog(),)
-        return (published.grocery(), *([published.few_shot()] if self.shots else []))
+            return (paper_tables.dailydialog(),)
+        return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
     def _plots(self, held: list[Held], groups: list[str]) -> tuple[Plot, ...]:
         """The shares by decay (the paper's Figure 6), where several decays are compared."""
@@ -145,7 +149,7 @@ class MultipleChoice(Grid):
 
 def _answered(one: Question) -> Question:
     """A question whose answer is known; as it is, where it asks for what was told."""
-    if one.group != released.COMMONSENSE:
+    if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)
 

@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Drawn
 
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 
 
 def record_of(report: Report, head: Record) -> Record:

@@ -18,16 +18,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
-from sirchat.session import Session
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids, whole_round
 from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held, mean
-from sirchat.template import Template
-from sirchat.training.dialogue import Dialogue, Mix
+from sirchat.text.template import Template
+from sirchat.world.dialogue import Dialogue, Mix
 
 _POINTS = 100
 _PIECE = 64

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from sirchat.chat.settings import build_policy
+from sirchat.config.profile import Profile, changed
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
-from sirchat.settings import build_policy
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.facts import Facts
-from sirchat.tasks.journal import Record
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Report
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.tasks.study import Grid, Work, fields_of, refuse_unknown
 

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile, changed
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
-from sirchat.session import Session
-from sirchat.tasks import made
+from sirchat.models.model import LoadedModel
+from sirchat.tasks import generated
 from sirchat.tasks.asking import switch
 from sirchat.tasks.choice import take
-from sirchat.tasks.journal import Record
+from sirchat.tasks.needle import TASKS, Told, told
 from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.retrieval import hear
 from sirchat.tasks.study import Work, fields_of, mean, refuse_unknown, share
-from sirchat.tasks.told import TASKS, Told, told
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Privacy:
             pass
         weighed = session.weigh(one.answer)
         list(session.undo())
-        quiz = made.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
+        quiz = generated.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
         right = take(session, quiz, "paper") == quiz.right
         list(session.undo())
         return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sirchat.anchors import ends_sequence
-from sirchat.engine import Engine
+from sirchat.chat.settings import build_memory
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Place
 from sirchat.memory.ledger import Role
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
-from sirchat.records import Place
-from sirchat.settings import build_memory
-from sirchat.template import Template, TurnIds
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
-from sirchat.session import Session
+from sirchat.chat.session import Session
 from sirchat.tasks.asking import ask, read
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown
-from sirchat.training.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 from sirchat.training.probe import PROBED, QUIET
+from sirchat.world.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 
 Ask = Literal["told", "corrected", "untold"]
 

@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from sirchat import __version__
+from sirchat.chat.settings import has_effect
+from sirchat.config.profile import Profile, as_typed, short
 from sirchat.memory.policies import policy_class
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, as_typed, short
-from sirchat.saving import fingerprint
-from sirchat.settings import has_effect
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
+from sirchat.saved.autosave import fingerprint
+from sirchat.tasks.results_log import Record
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
-from sirchat.events import Delta, TurnDone
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
-from sirchat.session import Session
-from sirchat.tasks import published
+from sirchat.chat.events import Delta, TurnDone
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile, changed
+from sirchat.models.model import LoadedModel
+from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import read, switch
-from sirchat.tasks.journal import Record
+from sirchat.tasks.needle import TASKS, Told, released, told
 from sirchat.tasks.report import Measured, Plot, Report, Table
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Work, fields_of, refuse_unknown, share
-from sirchat.tasks.told import TASKS, Told, released, told
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Retrieval:
         tables = (
             Table("Without any choice", ("", "right"), tuple(ends.items())),
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
-            *([published.retrieval()] if self.task == "stories-3" or self.data else []),
+            *([paper_tables.retrieval()] if self.task == "stories-3" or self.data else []),
         )
         lines = {
             name: tuple((float(n), one.value) for n, one in row.items())

@@ -16,16 +16,16 @@ from pathlib import Path
 from random import Random
 from typing import get_args
 
+from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.session import Session
-from sirchat.tasks import published
+from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import ask
 from sirchat.tasks.choice import Question, Scoring, take
-from sirchat.tasks.journal import Record
-from sirchat.tasks.released import moves
 from sirchat.tasks.report import Report, Table, Value
+from sirchat.tasks.results_log import Record
+from sirchat.tasks.sirllm_files import moves
 from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown
-from sirchat.training.dialogue import BEATS, game_opening, game_round, outcome
+from sirchat.world.dialogue import BEATS, game_opening, game_round, outcome
 
 MOVES = tuple(BEATS)
 PLAYERS: dict[str, tuple[float, float, float]] = {  # chances of MOVES
@@ -142,7 +142,7 @@ class RockPaperScissors(Grid):
             f"data {self.data}" if self.data else "moves drawn",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
-        tables = (Table("Rounds won", columns, rows), published.rock_paper_scissors())
+        tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())
         return Report(facts, tables, details=self.asked())
 
     def _row(self, one: Held, last: Held) -> tuple[Value, ...]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sirchat.model import LoadedModel
-from sirchat.tasks.journal import Journal, Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.output import print_json, print_report, record_of, write_report
 from sirchat.tasks.report import about, revision
+from sirchat.tasks.results_log import Journal, Record
 from sirchat.tasks.study import Study
 
 Elsewhere = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from sirchat.anchors import Per
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile, changed
 from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
-from sirchat.session import Session
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.interval import mean_interval, wilson
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Measured, Report, setting_names
+from sirchat.tasks.results_log import Record
+from sirchat.text.anchors import Per
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

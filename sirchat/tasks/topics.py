@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
+from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.session import Session
 from sirchat.tasks.facts import KINDS, is_right
-from sirchat.tasks.journal import Record
 from sirchat.tasks.reading import open_engine, read_round
 from sirchat.tasks.report import Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, share_of_draws
-from sirchat.template import Template
-from sirchat.training.dialogue import Dialogue, Round, Style, draw_fact
+from sirchat.text.template import Template
 from sirchat.training.probe import PROBED, QUIET
+from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from random import Random
 import numpy as np
 import torch
 
+from sirchat.chat.session import Session
 from sirchat.memory.policies import policy_class
-from sirchat.session import Session
 from sirchat.tasks.asking import read
-from sirchat.tasks.journal import Record
 from sirchat.tasks.report import Plot, Report, Table, Value
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, Held
-from sirchat.training.dialogue import quiz
+from sirchat.world.dialogue import quiz
 
 PARTS = 10
 

@@ -30,12 +30,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sirchat.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.errors import ModelError, SettingError, UsageError
-from sirchat.model import locate, unloadable
+from sirchat.models.model import locate, unloadable
+from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.training.anchor_rows import Generated, Read, Row, Writer
 from sirchat.training.ansan import blocks, place_in, visible
-from sirchat.training.dialogue import Mix
+from sirchat.world.dialogue import Mix
 
 Schedule = Literal["constant", "cosine"]
 

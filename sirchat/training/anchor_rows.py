@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sirchat.anchors import Anchors
-from sirchat.detokenize import SentenceEnds
 from sirchat.errors import SettingError
-from sirchat.placement import with_anchors
-from sirchat.template import Template
-from sirchat.training.dialogue import Mix, dialogue, draw_length
+from sirchat.text.anchor_placement import with_anchors
+from sirchat.text.anchors import Anchors
+from sirchat.text.detokenizer import SentenceEnds
+from sirchat.text.template import Template
 from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
+from sirchat.world.dialogue import Mix, dialogue, draw_length
 
 ANSWER_WEIGHT = 4.0
 """How often a token of a reply counts, where a text is talk."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sirchat.training import bank
 from sirchat.training.probe import DISTANCES, Recall
+from sirchat.world import bank
 
 _FRONT = """\
 ---

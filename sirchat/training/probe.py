@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from sirchat.training.dialogue import Dialogue, Message, Mix, Style, draw_fact
-from sirchat.training.facts import KINDS, STORY, FactKind
 from sirchat.training.network import token_losses
 from sirchat.training.rows import Rendered, Renderer, span_matches
+from sirchat.world.dialogue import Dialogue, Message, Mix, Style, draw_fact
+from sirchat.world.facts import KINDS, STORY, FactKind
 
 QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 DISTANCES = (0, 3, 6, 12, 20, 40)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sirchat.training.dialogue import Key, Message, Mix, Role, dialogue, draw_length
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
+from sirchat.world.dialogue import Key, Message, Mix, Role, dialogue, draw_length
 
 TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sirchat.training.dialogue import Mix, Role
+from sirchat.world.dialogue import Mix, Role
 
 SizeName = Literal["micro", "small", "medium"]
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from sirchat import paths
-from sirchat.anchors import ANCHOR, Anchors
+from sirchat.text.anchors import ANCHOR, Anchors
 from sirchat.training.anchor import add_anchor
 from sirchat.training.ansan import visible
 from sirchat.training.card import anchor_card

@@ -8,7 +8,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sirchat.training.dialogue import Mix, dialogue
+from sirchat.world.dialogue import Mix, dialogue
 
 BOS, USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = (
     "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>",

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from rich.table import Table
 from rich.text import Text
 
+from sirchat.chat.events import Erased, TokenRow, Undone
+from sirchat.chat.session import Session
+from sirchat.chat.targets import turn_meant, unquoted
+from sirchat.config.profile import policy_names, short
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.events import Erased, TokenRow, Undone
-from sirchat.profile import policy_names, short
-from sirchat.session import Session
-from sirchat.targets import turn_meant, unquoted
+from sirchat.ui.autosave import Shelving
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
-from sirchat.ui.shelving import Shelving
 from sirchat.ui.switching import Switching
 from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten

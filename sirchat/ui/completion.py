@@ -8,14 +8,14 @@ from functools import cached_property
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
+from sirchat.chat.session import Session
+from sirchat.chat.settings import FIXED, options_of
+from sirchat.config.profile import Profile, choices, policy_names
+from sirchat.config.profile_files import list_profiles
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
 from sirchat.paths import sessions_dir
-from sirchat.profile import Profile, choices, policy_names
-from sirchat.profile_files import list_profiles
-from sirchat.saved.shelf import list_sessions
-from sirchat.session import Session
-from sirchat.settings import FIXED, options_of
+from sirchat.saved.session_list import list_sessions
 from sirchat.ui.commands import Commands
 from sirchat.ui.text import displayable_line, shorten
 

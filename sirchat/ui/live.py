@@ -13,11 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sirchat.events import Delta, Event, Forgot, Notice, Reading, TurnDone
-from sirchat.session import Session
-from sirchat.snapshot import Snapshot
+from sirchat.chat.events import Delta, Event, Forgot, Notice, Reading, TurnDone
+from sirchat.chat.session import Session
+from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
-from sirchat.ui.glance import draw_glance
+from sirchat.ui.compact_panel import draw_glance
 from sirchat.ui.pace import Pace
 from sirchat.ui.rows import take_rows
 from sirchat.ui.screen import Screen

@@ -11,10 +11,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.events import TokenRow
-from sirchat.snapshot import Snapshot
+from sirchat.chat.events import TokenRow
+from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.cells import Piece, cut, lay_out, line_of, shown
-from sirchat.ui.glance import gap, gauge, headline
+from sirchat.ui.compact_panel import gap, gauge, headline
 from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 

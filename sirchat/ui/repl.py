@@ -9,11 +9,12 @@ from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
+from sirchat.chat.events import Event
+from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.events import Event
-from sirchat.progress import Progress
+from sirchat.models.progress import Progress
 from sirchat.saved.store import SessionStore
-from sirchat.session import Interrupted, Session
+from sirchat.ui.autosave import Shelving
 from sirchat.ui.commands import Another, Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import input_history
@@ -23,7 +24,6 @@ from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.screen import Screen
-from sirchat.ui.shelving import Shelving
 from sirchat.ui.toolbar import toolbar
 
 Open = Callable[[Progress | None], Session]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from sirchat.chat.events import Delta, Event, Notice, TurnDone
+from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
-from sirchat.events import Delta, Event, Notice, TurnDone
-from sirchat.session import Session
-from sirchat.transcript import Turn
+from sirchat.text.transcript import Turn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.summary import describe_turn

@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sirchat.events import Event, to_json
+from sirchat.chat.events import Event, to_json
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 

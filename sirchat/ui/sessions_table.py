@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.saved.shelf import SavedSession
+from sirchat.saved.session_list import SavedSession
 from sirchat.ui.text import displayable_line
 
 

@@ -6,8 +6,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.profile import Profile, as_typed
-from sirchat.settings import FIXED
+from sirchat.chat.settings import FIXED
+from sirchat.config.profile import Profile, as_typed
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.events import TurnDone
+from sirchat.chat.events import TurnDone
 
 _CUT = {"length": "cut at the length limit", "interrupt": "interrupted", "context": "context full"}
 

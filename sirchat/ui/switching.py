@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from sirchat.chat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
+from sirchat.chat.session import Session
+from sirchat.chat.settings import FIXED, how_else, options_of
+from sirchat.config.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
+from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.errors import SettingError, nearest, shown
-from sirchat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
-from sirchat.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
-from sirchat.profile_files import list_profiles, load_profile, resolve
-from sirchat.session import Session
-from sirchat.settings import FIXED, how_else, options_of
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten

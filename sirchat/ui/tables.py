@@ -12,12 +12,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.events import TokenRow
-from sirchat.snapshot import EDGES, Histogram, TurnShare
+from sirchat.chat.events import TokenRow
+from sirchat.chat.snapshot import EDGES, Histogram, TurnShare
+from sirchat.chat.standing import Standing
 from sirchat.ui.cells import Piece, cut, line_of, quoted, significant
-from sirchat.ui.glance import share_glyph
+from sirchat.ui.compact_panel import share_glyph
 from sirchat.ui.theme import ROLE_NAMES, Theme
-from sirchat.why import Standing
 
 _RANKING_WIDTH = 60
 """Cells from a token to its numbers are few, so that the eye finds across."""

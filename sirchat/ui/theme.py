@@ -14,7 +14,7 @@ from typing import Final
 
 from rich.style import Style
 
-from sirchat.events import TokenRow
+from sirchat.chat.events import TokenRow
 
 LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 """Surprisal in nats below which a bucket ends."""

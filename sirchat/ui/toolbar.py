@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sirchat.profile import short
-from sirchat.session import Session
+from sirchat.chat.session import Session
+from sirchat.config.profile import short
 from sirchat.ui.text import displayable_line
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import Counting, or_median
+from sirchat.memory.factors import among_others, sum_of
 from sirchat.memory.ledger import Held
 from sirchat.memory.policies.base import ScorePolicy
-from sirchat.memory.spans import among_others, sum_of
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sirchat.detokenize import TextStream
 from sirchat.errors import SettingError
 from sirchat.tasks.lm_eval.reader import Reader
 from sirchat.tasks.lm_eval.text import Ids, Texts
+from sirchat.text.detokenizer import TextStream
 
 _LONGEST_REPLY = 256
 """Tokens, where a task does not say; lm-eval's own number."""

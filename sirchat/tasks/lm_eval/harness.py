@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.errors import SettingError, SirchatError, UsageError, nearest, shown
-from sirchat.tasks.journal import Record
+from sirchat.tasks.results_log import Record
 
 _BOOTSTRAPS = 1000
 """Draws for the standard error of a metric that is no mean."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sirchat.engine import Engine
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Generated, Place, Weighed
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.policies import policy_class
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile
-from sirchat.records import Generated, Place, Weighed
-from sirchat.sampling import Sampler, Sampling
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids
 
 

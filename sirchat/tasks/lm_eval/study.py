@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from sirchat.chat.settings import check_budget
+from sirchat.config.profile import Profile, short
 from sirchat.errors import SettingError
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, short
-from sirchat.settings import check_budget
-from sirchat.tasks.journal import Record
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness, harness_version
 from sirchat.tasks.lm_eval.reader import Reader
 from sirchat.tasks.lm_eval.text import Texts
 from sirchat.tasks.report import Report, Table, Value, setting_names
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Work
 
 

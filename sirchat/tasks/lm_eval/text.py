@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from sirchat.anchors import Anchors
 from sirchat.errors import ModelError, UsageError, shown
-from sirchat.template import Template
+from sirchat.text.anchors import Anchors
+from sirchat.text.template import Template
 
 _BARE = "{{ messages[0].content }}"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache
-from sirchat.model import LoadedModel
+from sirchat.models.model import LoadedModel
 
 Watch = Callable[[Tensor, BoundedCache], None]
 """Told the logits [m, V] of each forward pass, and the cache it ran over, before they count."""

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from sirchat.model import LoadedModel
-from sirchat.profile import Profile, changed
+from sirchat.config.profile import Profile, changed
+from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.side_by_side.compared import Comparison
-from sirchat.tasks.side_by_side.lane import Lane, Measure
+from sirchat.tasks.side_by_side.compared_session import Lane, Measure
 from sirchat.tasks.side_by_side.rounds import Round, Rounds
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sirchat.profile import Profile
-from sirchat.snapshot import TurnShare
+from sirchat.chat.snapshot import TurnShare
+from sirchat.config.profile import Profile
 from sirchat.tasks.side_by_side.held_spans import Span
 from sirchat.tasks.side_by_side.rounds import Rounds
 

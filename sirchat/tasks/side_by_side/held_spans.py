@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sirchat.events import CameBack, Event, Forgot, Recalled
+from sirchat.chat.events import CameBack, Event, Forgot, Recalled
 
 Span = tuple[int, int | None]
 """Held while the tokens at these positions were read, the last one excluded; None: to the end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 
-from sirchat.tasks.journal import Record
+from sirchat.tasks.results_log import Record
 
 _PLACE = "{{record}}"
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.tasks.journal import Record
+from sirchat.tasks.results_log import Record
 from sirchat.tasks.side_by_side.compared import After, Comparison, Token, Told
 
 Safe = Callable[[str], str]

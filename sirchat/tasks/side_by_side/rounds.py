@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sirchat.errors import TranscriptError
-from sirchat.transcript import Turn
+from sirchat.text.transcript import Turn
 
 
 @dataclass(frozen=True)

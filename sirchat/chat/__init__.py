@@ -1,0 +1,1 @@
+"""A conversation with one model: turns in, events out, settings that switch in the middle."""

@@ -1,0 +1,112 @@
+"""Where a conversation stands: its turns and rounds, what is owed, what it cost so far."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+from sirchat.chat.events import Finish
+from sirchat.engine.records import Checkpoint
+
+UNDO_DEPTH = 64
+"""Turns that can be undone, with an archive; without one, one."""
+
+
+@dataclass
+class Tally:
+    """What one turn cost so far."""
+
+    index: int
+    role: str
+    tokens_in: int = 0
+    tokens_out: int = 0
+    evicted: int = 0
+    seconds_prefill: float = 0.0
+    seconds_decode: float = 0.0
+    finish: Finish = "read"
+
+
+@dataclass
+class Turn:
+    """One message: who spoke, what was said, and how it ended."""
+
+    role: str
+    text: str = ""
+    finish: Finish = "read"
+
+
+@dataclass
+class Conversation:
+    """The state of a session beside its engine's.
+
+    Attributes:
+        turns: what was said; the last one may be under way.
+        round: user turns so far.
+        in_round: whether a user turn waits for its reply, or for its end.
+        system: positions of the system prompt in force.
+        prompt: its text.
+        reply: the one under way, or the last.
+        owed: ids that must follow before the next turn.
+        totals: of the whole conversation.
+        attempt: how often the last turn was said again, for another reply.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    round: int = 0
+    in_round: bool = False
+    system: range = range(0)
+    prompt: str | None = None
+    reply: Tally = field(default_factory=lambda: Tally(0, ""))
+    owed: list[int] = field(default_factory=list)
+    totals: Tally = field(default_factory=lambda: Tally(0, ""))
+    attempt: int = 0
+
+    @property
+    def roles(self) -> list[str]:
+        """Who spoke, turn by turn."""
+        return [turn.role for turn in self.turns]
+
+    @property
+    def last(self) -> int:
+        """The last turn; 0 also where there is none yet."""
+        return max(0, len(self.turns) - 1)
+
+    def begin(self, role: str) -> Tally:
+        """One turn more."""
+        tally = Tally(len(self.turns), role)
+        self.turns.append(Turn(role))
+        return tally
+
+    def finish(self, tally: Tally, text: str) -> None:
+        """Take note of what was said in a turn, and of what it cost."""
+        self.turns[tally.index] = Turn(tally.role, text, tally.finish)
+        self.totals.tokens_out += tally.tokens_out
+        self.totals.seconds_prefill += tally.seconds_prefill
+        self.totals.seconds_decode += tally.seconds_decode
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The beginning of a user turn that says `text`: what to come back to when it is undone.
+
+    Of the turns it has their number alone: those before it never change.
+    """
+
+    checkpoint: Checkpoint
+    state: Conversation
+    turns: int
+    text: str
+
+    @staticmethod
+    def of(now: Conversation, checkpoint: Checkpoint, text: str) -> Moment:
+        """The present moment."""
+        turns = now.turns
+        now.turns = []
+        try:
+            return Moment(checkpoint, deepcopy(now), len(turns), text)
+        finally:
+            now.turns = turns
+
+    def conversation(self, now: Conversation) -> Conversation:
+        """Where the conversation stood then."""
+        return replace(self.state, turns=now.turns[: self.turns])

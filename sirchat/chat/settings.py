@@ -1,0 +1,164 @@
+"""What a profile means to the engine: the policy with its options, memory, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from sirchat.config.profile import Profile, parse_size
+from sirchat.engine.records import Memory
+from sirchat.engine.sampling import Sampling
+from sirchat.errors import ModelError, SettingError, nearest
+from sirchat.memory.index import is_available
+from sirchat.memory.policies import policy_class
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.recall import Recall
+from sirchat.models.capabilities import refuse_unheard, uncountable
+from sirchat.models.model import LoadedModel
+
+FIXED = ("description", "model", "device", "dtype", "seed", "save")
+"""Settings that hold for a whole conversation; the others change live."""
+
+
+def build_policy(profile: Profile) -> Policy:
+    """The policy of a profile, with its options; raises SettingError for a wrong one."""
+    made = policy_class(profile.policy)
+    known = {field.name: field for field in fields(made)}
+    options: dict[str, Any] = dict(profile.policy_options)
+    for name in options:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            raise SettingError(
+                f"policy {profile.policy} has no option {name!r}; it has: {allowed}",
+                hint=nearest(name, known),
+            )
+    if "recent" in options:
+        raise SettingError("recent is a setting of its own, not an option: --recent, /recent")
+    if "recent" in known:
+        options["recent"] = profile.recent
+    for name, value in options.items():
+        default = known[name].default
+        optional = default is None and value is None
+        if not optional and not _fits(value, default):
+            allowed = "true or false" if isinstance(default, bool) else "a whole number from 0"
+            raise SettingError(
+                f"option {name} of policy {profile.policy} can't be {value!r}; it must be {allowed}"
+            )
+    return made(**options)
+
+
+def _fits(value: object, default: object) -> bool:
+    """Whether an option can have this value."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int) and value >= 0
+
+
+def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
+    """Raise SettingError, blaming `source`, for a change that a running chat can't take."""
+    for name in FIXED:
+        if getattr(before, name) != getattr(after, name):
+            hint = how_else(name, getattr(after, name))
+            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
+
+
+def how_else(name: str, wanted: object) -> str:
+    """What to do instead of changing a setting of the whole conversation."""
+    if name == "save":
+        return "/save saves this chat from now on" if wanted else "start with --no-save"
+    return f"start with --{name}"
+
+
+def has_effect(profile: Profile, setting: str) -> bool:
+    """Whether the policy of a profile takes any notice of a setting of the memory."""
+    made = policy_class(profile.policy)
+    if setting not in ("budget", "sinks", "recent", "decay"):
+        return True
+    if setting in (field.name for field in fields(made)):
+        return True
+    return setting in made.uses and setting not in build_policy(profile).unused
+
+
+def options_of(policy: str) -> list[Field[Any]]:
+    """The options of a policy, but that which is a setting of its own."""
+    return [f for f in fields(policy_class(policy)) if f.name != "recent"]
+
+
+def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
+    """The engine's settings of a profile; an archive on disk lies in `folder`."""
+    return Memory(
+        policy=build_policy(profile),
+        budget=profile.budget,
+        sinks=profile.sinks,
+        decay=None if profile.decay == "auto" else profile.decay,
+        archive=(parse_size(profile.archive_limit) or 0) if profile.archive != "off" else 0,
+        folder=folder if profile.archive == "disk" else None,
+        protect=profile.protect,
+        evict=profile.evict,
+        in_stream=profile.positions == "stream",
+        recall=_recall(profile),
+        counts=profile.attention == "on",
+    )
+
+
+def _recall(profile: Profile) -> Recall | None:
+    if profile.recall == "off":
+        return None
+    return Recall(
+        measure=profile.recall,
+        weight=profile.recall_weight,
+        n=profile.recall_n,
+        soft=profile.recall_soft and profile.recall == "attention",
+        span=profile.recall_span,
+        scope=profile.recall_scope,
+        query=profile.recall_query,
+        index=profile.recall_index,
+    )
+
+
+def build_sampling(profile: Profile) -> Sampling:
+    """How tokens are drawn under a profile."""
+    return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
+
+
+def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, where the model or this machine can't recall so."""
+    if profile.recall != "off" and profile.recall_index == "on" and not is_available():
+        raise SettingError(
+            f"{source}: recall_index can't be on: faiss is not installed",
+            hint="pip install 'sirchat[faiss]'",
+        )
+    by_layer = profile.recall != "off" and profile.recall_scope == "layer"
+    if by_layer and profile.positions == "stream":
+        raise SettingError(
+            f"{source}: positions can't be stream when recall_scope is layer",
+            hint="choose positions cache, or recall_scope token",
+        )
+    if profile.recall != "attention":
+        return
+    try:
+        refuse_unheard(model)
+    except ModelError as error:
+        raise SettingError(f"{source}: recall can't be attention: {error}") from None
+
+
+def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, where attention must be counted and can't be."""
+    name = "attention" if profile.attention == "on" else "policy"
+    needed = policy_class(profile.policy).needs_attention or name == "attention"
+    if needed and not model.tells_attention:
+        raise SettingError(
+            f"{source}: {name} can't be {getattr(profile, name)}: {uncountable(model)}",
+            hint="auto counts where it can" if name == "attention" else "entropy does without",
+        )
+
+
+def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, for a budget above the model's context."""
+    if policy_class(profile.policy).bounded and profile.budget > model.context_length:
+        raise SettingError(
+            f"{source}: budget {profile.budget} is above the context of {model.name}; "
+            f"allowed: {profile.sinks + 16} to {model.context_length}",
+            hint=f"try {model.context_length}",
+        )

@@ -1,0 +1,154 @@
+"""The `sirchat compare` command: one transcript under several settings."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat.cli.flags import with_settings
+from sirchat.cli.launch import Debug, Trust, load, profile_of
+from sirchat.cli.study_flags import Json, Policies, Sweep, command_line, settings_of
+from sirchat.config.profile import Profile, as_typed, changed, parse_value
+from sirchat.errors import TranscriptError, UsageError
+from sirchat.ui.text import displayable, displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.models.model import LoadedModel
+    from sirchat.tasks.side_by_side.compared import Comparison
+    from sirchat.tasks.side_by_side.rounds import Rounds
+
+
+@with_settings
+def compare(
+    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
+    flags: dict[str, Any],
+    policies: Policies = "full,salience,entropy,sink",
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Budgets to compare; default: --budget.", metavar="N,M,..."),
+    ] = None,
+    decays: Annotated[
+        str | None,
+        typer.Option(help="Decays to compare; default: --decay.", metavar="X,Y,..."),
+    ] = None,
+    sweep: Sweep = None,
+    own: Annotated[
+        bool,
+        typer.Option(
+            "--continue", help="Go on with each setting's own answers, not the transcript's."
+        ),
+    ] = False,
+    format: Annotated[
+        str,
+        typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
+    ] = "auto",
+    json: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures, too.", metavar="PATH")
+    ] = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Replay a transcript under several settings: answers, retention, agreement with full.
+
+    Ctrl-C ends it after the round under way, and shows what was compared until then.
+    """
+    profile = profile_of(flags)
+    settings = _settings(profile, policies, budgets, decays, sweep or [])
+    transcript, name = _transcript(file, format)
+    if html is not None:
+        _write(html, "", "a")  # a path that can't be written costs no run
+    model = load(profile, trust_remote_code)
+    found, interrupted = _run(model, settings, transcript, name, own)
+    if not found.transcript.rounds:
+        raise KeyboardInterrupt
+    from sirchat.tasks.report import about
+    from sirchat.tasks.side_by_side.report import record_of
+
+    record = record_of(found, about(model, "compare", command_line()))
+    if html is not None:
+        from sirchat.tasks.side_by_side.page import page_of
+
+        _write(html, page_of(record))
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(record))
+    else:
+        _print(found)
+    for note in found.notes:
+        typer.echo(displayable_line(f"sirchat: {note}"), err=True)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _settings(
+    profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
+) -> tuple[Profile, ...]:
+    """`full`, and then what the flags ask for."""
+    budgets = str(profile.budget) if budgets is None else budgets
+    decays = as_typed(profile.decay) if decays is None else decays
+    for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
+        for value in values.split(","):  # checked one by one, so that the error names the flag
+            changed(profile, flag, **{key: parse_value(key, value)})
+    return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
+
+
+def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
+    """The transcript, and what messages call it."""
+    from sirchat.tasks.side_by_side.rounds import rounds_of
+    from sirchat.text.transcript import read_transcript
+
+    name = "standard input" if str(file) == "-" else str(file)
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    return rounds_of(read_transcript(data, name, format), name), name
+
+
+def _run(
+    model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
+) -> "tuple[Comparison, bool]":
+    """Compare, with a bar on standard error, where that is a terminal; and whether Ctrl-C came."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sirchat.tasks.side_by_side.compare import compare
+    from sirchat.ui.interrupt import Interrupt
+
+    console = Console(stderr=True, highlight=False)
+    with (
+        Interrupt() as stopped,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("comparing", total=len(rounds.rounds) * len(settings))
+
+        def advance() -> None:
+            bar.update(task, advance=1, description="finishing this round" if stopped() else None)
+
+        found = compare(
+            model, settings, rounds, file=name, own=own, advance=advance, stopped=stopped
+        )
+    return found, stopped()
+
+
+def _print(found: "Comparison") -> None:
+    from rich.console import Console
+
+    from sirchat.tasks.side_by_side.report import draw
+
+    console = Console(highlight=False)
+    for part in draw(found, displayable):
+        console.print(part)
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(
+            f"--html {path} cannot be written: {error.strerror}", hint="give a file's path"
+        ) from error

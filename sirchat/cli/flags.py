@@ -1,0 +1,123 @@
+"""The settings as command-line flags: one flag for each field of the profile."""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import list_profiles
+from sirchat.memory.policies import ALIASES, policy_names
+
+_NOT_FLAGS = ("description", "policy_options")
+_NUMBERS = {int: "INT", float: "FLOAT"}
+
+
+def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command a flag for every setting; it gets those that were given as `flags`."""
+    own = inspect.signature(command).parameters
+    extra = _parameters()
+
+    def run(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in extra}
+        flags = {name: value for name, value in given.items() if value is not None}
+        if options := flags.pop("option", None):
+            flags["policy_options"] = ",".join(options)
+        return command(flags=flags, **values)
+
+    kept = [p for name, p in own.items() if name != "flags"]
+    run.__signature__ = inspect.Signature([*kept, *extra.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*kept, *extra.values()]}
+    run.__doc__ = command.__doc__
+    run.__name__ = command.__name__
+    return run
+
+
+def _parameters() -> dict[str, inspect.Parameter]:
+    shared = {
+        "profile": (
+            str,
+            _flag(
+                "--profile",
+                "-p",
+                help="A profile's name, or a YAML file.",
+                autocompletion=_complete_profile,
+            ),
+        ),
+        "option": (
+            list[str],
+            _flag(
+                "--option",
+                "-o",
+                metavar="KEY=VALUE",
+                help="An option of the policy; can be repeated.",
+            ),
+        ),
+    }
+    for name, field in Profile.model_fields.items():
+        if name not in _NOT_FLAGS:
+            shared[name] = (_plain_type(field.annotation), _setting_flag(name, field))
+    return {
+        name: inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+        for name, (kind, option) in shared.items()
+    }
+
+
+def _setting_flag(name: str, field: Any) -> Any:
+    flag = f"--{name.replace('_', '-')}"
+    if field.annotation is bool:
+        flag += flag.replace("--", "/--no-")
+    complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
+    metavar = _metavar(field.annotation)
+    if metavar and "|" in metavar:
+        complete = _completer(word for word in metavar.split("|") if word.islower())
+    help_text = f"{field.description} [default: {_shown(field.default)}]"
+    return _flag(flag, help=help_text, autocompletion=complete, metavar=metavar)
+
+
+def _flag(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, show_default=False, rich_help_panel="Settings", **options)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """Flags are read as text and parsed by the profile, so that every error is worded alike."""
+    return bool if annotation is bool else str
+
+
+def _metavar(annotation: Any) -> str | None:
+    """What a flag takes, for the help."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    if all(isinstance(kind, str) for kind in kinds):
+        return "|".join(kinds)
+    if typing.get_origin(kinds[0]) is Annotated:  # a number with limits, or a word
+        number, words = typing.get_args(kinds[0])[0], map(typing.get_args, kinds[1:])
+        return "|".join([_NUMBERS[number], *(word for some in words for word in some)])
+    return None if bool in kinds else _NUMBERS.get(kinds[0], "TEXT")
+
+
+def _shown(default: Any) -> str:
+    return "none" if default is None else str(default).lower()
+
+
+def _completer(values: Iterable[str]) -> Callable[[str], list[str]]:
+    values = list(values)
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete
+
+
+def _complete_policy(incomplete: str) -> list[str]:
+    return [n for n in [*policy_names(), *ALIASES] if n.startswith(incomplete)]
+
+
+def _complete_profile(incomplete: str) -> list[str]:
+    return [p.name for p in list_profiles() if p.name.startswith(incomplete)]

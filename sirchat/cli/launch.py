@@ -1,0 +1,67 @@
+"""From flags to a profile, a model, a session; the flags that several commands share."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve
+from sirchat.memory.policies import policy_class
+from sirchat.ui.interrupt import insistent
+
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
+    from sirchat.models.model import LoadedModel
+    from sirchat.models.progress import Progress
+
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def profile_of(flags: dict[str, Any]) -> Profile:
+    """The profile that flags, environment and files give together."""
+    named = flags.get("profile")
+    settings = {key: value for key, value in flags.items() if key != "profile"}
+    return resolve(named, settings, os.environ)
+
+
+def open_session(
+    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
+) -> "Session":
+    """Load the model and open a session; the settings are checked before anything heavy."""
+    with quick_start():
+        with insistent():
+            policy_class(profile.policy)
+            from sirchat.chat.session import Session
+
+        return Session(load(profile, trust, report), profile, rows_in_events=rows_in_events)
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Collect no garbage: importing and loading make none, and looking for it takes a sixth."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
+    """Load the model of a profile."""
+    with insistent():
+        from sirchat.models.model import load_model
+
+    return load_model(
+        profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        trust_remote_code=trust,
+        progress=report,
+    )

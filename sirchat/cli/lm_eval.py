@@ -1,0 +1,51 @@
+"""The command `sirchat eval lm-eval`: tasks of lm-eval, under policies and budgets."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sirchat.cli.study_flags import Budgets, Decays, Policies, Sweep, settings_of, study
+from sirchat.config.profile import Profile
+
+if TYPE_CHECKING:
+    from sirchat.tasks.study import Study
+
+
+def add_lm_eval(app: typer.Typer) -> None:
+    """Give the studies one more."""
+    study(app, "lm-eval", None)(lm_eval)
+
+
+def lm_eval(
+    profile: Profile,
+    tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before a question; default: the task's.", min=0)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Documents of each task; default: all.", min=1)
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask in the model's chat template.")
+    ] = False,
+    piece: Annotated[
+        int | None,
+        typer.Option(help="Read a context in rounds of so many tokens; default: as one.", min=1),
+    ] = None,
+    policies: Policies = "full,sink,entropy",
+    budgets: Budgets = "256",
+    decays: Decays = "1",
+    sweep: Sweep = None,
+) -> "Study":
+    """Any task of EleutherAI's lm-evaluation-harness: its metrics under each setting."""
+    settings = settings_of(profile, policies, budgets, decays, sweep or ())
+    from sirchat.tasks.lm_eval.harness import Harness
+    from sirchat.tasks.lm_eval.study import LmEval
+
+    folder = None if include_path is None else str(include_path)
+    harness = Harness(num_fewshot, limit, folder, apply_chat_template)
+    return LmEval(settings, tuple(tasks.split(",")), harness, piece)

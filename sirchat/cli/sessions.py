@@ -1,0 +1,73 @@
+"""The `sirchat sessions` commands."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sirchat.cli.launch import Debug
+from sirchat.paths import open_private, sessions_dir
+from sirchat.ui.text import displayable, displayable_line
+
+sessions_app = typer.Typer(help="Saved chats: list, show, remove, export.")
+
+Ident = Annotated[
+    str, typer.Argument(help="The session: its id, the start of it, its name, or last.")
+]
+
+
+@sessions_app.command("list")
+def sessions_list() -> None:
+    """The saved chats, newest first."""
+    from rich.console import Console
+
+    from sirchat.saved.session_list import list_sessions
+    from sirchat.ui.sessions_table import draw_sessions
+
+    listing = list_sessions(sessions_dir())
+    if listing.sessions:
+        Console().print(draw_sessions(listing.sessions))
+    for refused in listing.refused:
+        typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
+
+
+@sessions_app.command("show")
+def sessions_show(ident: Ident, debug: Debug = False) -> None:
+    """A saved chat's text."""
+    from sirchat.saved.session_list import find_session
+    from sirchat.saved.store import SessionStore
+
+    with SessionStore.open(find_session(sessions_dir(), ident)) as store:
+        for turn in store.turns():
+            typer.echo(displayable(f"{turn.role.upper()}: {turn.text}"))
+
+
+@sessions_app.command("rm")
+def sessions_rm(ident: Ident, debug: Debug = False) -> None:
+    """Delete a saved chat and all that was kept of it."""
+    from sirchat.saved.session_list import find_session, remove_session
+
+    path = find_session(sessions_dir(), ident)
+    remove_session(path)
+    typer.echo(displayable_line(f"removed {path.stem}"), err=True)
+
+
+@sessions_app.command("export")
+def sessions_export(
+    ident: Ident,
+    file: Annotated[
+        Path | None, typer.Argument(help="Where to write; default: standard output.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a saved chat as JSON Lines, which `sirchat replay` reads."""
+    from sirchat.saved.session_list import export_session, find_session
+
+    lines = BytesIO()
+    export_session(find_session(sessions_dir(), ident), lines)
+    if file is None:
+        typer.echo(lines.getvalue().decode(), nl=False)
+        return
+    with open_private(file, "wb") as stream:
+        stream.write(lines.getvalue())

@@ -1,0 +1,241 @@
+"""The flags that every study has: what is compared, how long, where the results go."""
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from sirchat.cli.flags import with_settings
+from sirchat.cli.launch import Debug, Trust, load, profile_of
+from sirchat.config.profile import Profile, changed, is_option, parse_option, parse_value
+from sirchat.errors import SettingError, shown
+from sirchat.memory.policies import policy_class
+
+if TYPE_CHECKING:
+    from sirchat.tasks.study import Study
+
+Policies = Annotated[str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")]
+Budgets = Annotated[str, typer.Option(help="Budgets to compare, with commas.", metavar="N,M,...")]
+Decays = Annotated[str, typer.Option(help="Decays to compare, with commas.", metavar="X,Y,...")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Values of a setting, or of an option of a policy, to compare; can be repeated.",
+        metavar="KEY=A,B,...",
+    ),
+]
+Repeats = Annotated[
+    int, typer.Option(help="How often a policy that draws lots is run, with other lots.", min=1)
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="A folder for results as they come, and for the report.", metavar="DIR"),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the work over a Ray cluster: its address, auto, or local to start one here.",
+        metavar="ADDRESS",
+    ),
+]
+Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
+
+
+_POLICIES_OWN = ("budget", "decay", "recent", "sinks")
+"""Settings that a policy may make no use of."""
+
+
+class Compared(NamedTuple):
+    """The first four fields of every grid."""
+
+    settings: tuple[Profile, ...]
+    limit: int
+    seed: int
+    repeats: int
+
+
+class Defaults(NamedTuple):
+    """What a grid compares unless told otherwise."""
+
+    policies: str = "entropy,sink"
+    budgets: str = "256"
+    decays: str = "1"
+    limit: int = 200
+    of: str = "Conversations for each setting."
+
+
+def study(
+    app: typer.Typer, name: str, compares: Defaults | None
+) -> Callable[[Callable[..., "Study"]], None]:
+    """Make a command of a function that makes a study.
+
+    The function's own options come after its first parameter: the settings that the flags of a
+    grid mean, where it `compares` any, else the profile.
+    """
+
+    def register(build: Callable[..., "Study"]) -> None:
+        own = list(inspect.signature(build).parameters.values())[1:]
+        grid = _grid_parameters(compares) if compares is not None else {}
+
+        def command(flags: dict[str, Any], **values: Any) -> None:
+            common = {key: values.pop(key) for key in _COMMON}
+            cells = {key: values.pop(key) for key in grid}
+            profile = profile_of(flags)
+            made = build(_compared(profile, **cells) if grid else profile, **values)
+            _run(made, profile, **common)
+
+        parameters = [_keyword("flags", dict[str, Any]), *grid.values(), *own, *_COMMON.values()]
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__doc__ = build.__doc__
+        app.command(name)(with_settings(command))
+
+    return register
+
+
+def settings_of(
+    profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
+) -> tuple[Profile, ...]:
+    """A profile for each row of a comparison, without what its policy makes no use of.
+
+    The profile's options of a policy go to every policy that has them. Raises SettingError for a
+    value that is not allowed, and for a sweep or an option of something unknown.
+    """
+    swept = dict(_swept(one) for one in sweep)
+    axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
+    settings: list[Profile] = []
+    for values in product(*(axes | swept).values()):
+        given = dict(zip(axes | swept, values, strict=True))
+        own = _own(given, profile.policy_options)
+        setting = changed(profile, "eval", **own)
+        if setting not in settings:
+            settings.append(setting)
+    if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
+        raise SettingError(f"sweep: none of {policies} has a setting or option {unused[0]}")
+    given_names = {name for one in settings for name in one.policy_options}
+    if unused := [key for key in profile.policy_options if key not in given_names]:
+        raise SettingError(f"--option: none of {policies} has an option {unused[0]}")
+    return tuple(settings)
+
+
+def _swept(text: str) -> tuple[str, list[str]]:
+    """`recent=16,32`: the name of a setting, or of an option of a policy, and its values."""
+    key, equals, values = text.partition("=")
+    if not equals or not key or not all(values.split(",")):
+        raise SettingError(
+            f"sweep is {shown(text)}, must be a setting and its values, such as recent=16,32"
+        )
+    return key.replace("-", "_"), values.split(",")
+
+
+def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, object]:
+    """What a row sets: what its policy makes use of, of the options of all rows, too."""
+    policy = given["policy"]
+    own: dict[str, object] = {"policy": policy, "decay": 1.0}
+    known = {field.name for field in fields(policy_class(policy))}
+    options = {name: value for name, value in of_all.items() if name in known}
+    for key, text in given.items():
+        if key != "policy" and not _lacks(key, policy):
+            if is_option(key, text, policy):
+                options[key] = parse_option(text)
+            else:
+                own[key] = parse_value(key, text)
+    return own | {"policy_options": options}
+
+
+def _lacks(key: str, policy: str) -> bool:
+    """Whether a policy makes no use of a setting of policies, or has no such option."""
+    kind = policy_class(policy)
+    known = {*kind.uses, *(field.name for field in fields(kind))}
+    return key not in known and (key in _POLICIES_OWN or key not in Profile.model_fields)
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them; raises SettingError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise SettingError(f"{option} is {shown(text)}, must be numbers of 0 or more, with commas")
+    return tuple(map(int, parts))
+
+
+def command_line() -> str:
+    """The command line, as it could be given again."""
+    return shlex.join(["sirchat", *sys.argv[1:]])
+
+
+def _run(
+    made: "Study",
+    profile: Profile,
+    out: Path | None,
+    ray: str | None,
+    workers: int,
+    trust_remote_code: bool,
+    json: bool,
+    debug: bool,
+) -> None:
+    model = load(profile, trust_remote_code)
+    from sirchat.tasks.ray_runner import Cluster, spread
+    from sirchat.tasks.run import run
+
+    elsewhere = None
+    if ray is not None:
+        cluster = Cluster(ray, workers, 1.0 if model.device.type == "cuda" else 0.0)
+        elsewhere = partial(spread, load=partial(load, profile, trust_remote_code), cluster=cluster)
+    run(made, model, command=command_line(), out=out, as_json=json, elsewhere=elsewhere)
+
+
+def _keyword(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+_COMMON = {
+    name: _keyword(name, annotation, default)
+    for name, annotation, default in (
+        ("out", Out, None),
+        ("ray", Ray, None),
+        ("workers", Workers, 2),
+        ("trust_remote_code", Trust, False),
+        ("json", Json, False),
+        ("debug", Debug, False),
+    )
+}
+
+
+def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
+    limit = Annotated[int, typer.Option(help=defaults.of, min=1)]
+    return {
+        name: _keyword(name, annotation, default)
+        for name, annotation, default in (
+            ("policies", Policies, defaults.policies),
+            ("budgets", Budgets, defaults.budgets),
+            ("decays", Decays, defaults.decays),
+            ("sweep", Sweep, None),
+            ("limit", limit, defaults.limit),
+            ("repeats", Repeats, 3),
+        )
+    }
+
+
+def _compared(
+    profile: Profile,
+    policies: str,
+    budgets: str,
+    decays: str,
+    sweep: list[str] | None,
+    limit: int,
+    repeats: int,
+) -> Compared:
+    settings = settings_of(profile, policies, budgets, decays, sweep or ())
+    return Compared(settings, limit, profile.seed, repeats)

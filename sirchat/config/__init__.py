@@ -1,0 +1,1 @@
+"""Every setting, validated: profiles, their YAML files, and which value wins."""

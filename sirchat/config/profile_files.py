@@ -1,0 +1,180 @@
+"""Where settings come from: flags, the environment, profile files.
+
+A value is taken from the first of: flag, environment `SIRCHAT_<KEY>`, the profile, the user's
+`default.yaml`, the built-in default. Profiles are YAML files that hold only the keys they set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sirchat import paths
+from sirchat.config.profile import Layer, Profile, check, merged, parse_value, refuse_unknown
+from sirchat.config.yaml12 import parse_yaml, yaml_line
+from sirchat.errors import SettingError, nearest, shown
+
+
+@dataclass(frozen=True)
+class ProfileInfo:
+    """A profile that can be named: its file, what it says it is for, and whose it is."""
+
+    name: str
+    path: Path
+    description: str
+    shipped: bool
+
+
+def resolve(
+    profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
+) -> Profile:
+    """The settings in force; `profile` is a name or file, else `SIRCHAT_PROFILE` names it.
+
+    In `flags` None means not given, and text is parsed as by `parse_value`. Empty variables count
+    as not set. A layer that names another policy drops the `policy_options` of those below it.
+    Raises SettingError for the first problem.
+    """
+    chosen = profile or environ.get("SIRCHAT_PROFILE")
+    default = paths.user_profiles_dir() / "default.yaml"
+    layers = [_file_layer(default)] if default.is_file() else []
+    if chosen:
+        layers.append(_file_layer(profile_path(chosen)))
+    return merged([*layers, _environment_layer(environ), _flag_layer(flags)])
+
+
+def profile_path(name_or_file: str) -> Path:
+    """The file of a profile. A `.yaml` ending or a slash makes it a file, which may be missing.
+
+    A name is looked for in the user's folder, then among the shipped profiles. Raises SettingError
+    when no profile has it.
+    """
+    if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
+        return Path(os.path.expanduser(name_or_file))
+    profiles = _named_profiles()
+    if name_or_file not in profiles:
+        hint = nearest(name_or_file, profiles) or f"there are {', '.join(sorted(profiles))}"
+        raise SettingError(f"there is no profile {shown(name_or_file)}", hint=hint)
+    return profiles[name_or_file]
+
+
+def load_profile(name_or_file: str) -> dict[str, object]:
+    """The keys that a profile sets, each checked; it is found as by `profile_path`.
+
+    Raises SettingError when there is no such profile, it isn't well-formed, or a key or value is
+    not allowed.
+    """
+    return _read(profile_path(name_or_file))
+
+
+def list_profiles() -> list[ProfileInfo]:
+    """Every profile that has a name, sorted; the user's own hides a shipped one of that name."""
+    shipped = paths.shipped_profiles_dir()
+    return [
+        ProfileInfo(name, path, _described(path), path.parent == shipped)
+        for name, path in sorted(_named_profiles().items())
+    ]
+
+
+def show(profile: Profile) -> str:
+    """Every setting as YAML, its description as a comment; `load_profile` reads it back."""
+    values = profile.model_dump()
+    return "\n".join(
+        f"# {field.description}\n{yaml_line(key, values[key])}"
+        for key, field in Profile.model_fields.items()
+    )
+
+
+def init_profile(name: str) -> Path:
+    """Write a profile with every setting commented out into the user's folder; only they read it.
+
+    Raises SettingError when the name is unfit, taken, or the file can't be written.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+        raise SettingError(f"a profile can't be named {shown(name)}; use letters, digits, - and _")
+    path = paths.user_profiles_dir() / f"{name}.yaml"
+    try:
+        paths.private_dir(path.parent)
+        with paths.open_private(path, "x") as file:
+            file.write(_commented_out())
+    except FileExistsError:
+        raise SettingError(f"{path} exists", hint="edit it or choose another name") from None
+    except OSError as error:
+        raise SettingError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
+def _file_layer(path: Path) -> Layer:
+    return Layer(_read(path), lambda key: str(path))
+
+
+def _environment_layer(environ: Mapping[str, str]) -> Layer:
+    given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
+    layer = Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
+    check(layer)
+    return layer
+
+
+def _variable(key: str) -> str:
+    return f"SIRCHAT_{key.upper()}"
+
+
+def _flag_layer(flags: Mapping[str, object]) -> Layer:
+    given = {key: value for key, value in flags.items() if value is not None}
+    for key in given:
+        refuse_unknown(key, _flag(key))
+    values = {
+        key: parse_value(key, value) if isinstance(value, str) else value
+        for key, value in given.items()
+    }
+    layer = Layer(values, _flag)
+    check(layer)
+    return layer
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _named_profiles() -> dict[str, Path]:
+    folders = (paths.shipped_profiles_dir(), paths.user_profiles_dir())
+    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+
+
+def _described(path: Path) -> str:
+    try:
+        return " ".join(str(_read(path).get("description", "")).split())
+    except SettingError as error:
+        return f"not usable: {error}"
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        values = parse_yaml(data.decode("utf-8"), path)
+    except OSError as error:
+        raise SettingError(f"{path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SettingError(f"{path}, line {line}: not UTF-8") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
+    check(Layer(values, lambda key: str(path)))
+    return values
+
+
+def _commented_out() -> str:
+    start = "# Take the # away from what you want to set; the values shown are the defaults.\n"
+    return "\n".join(
+        [
+            start,
+            *(
+                f"# {field.description}\n#{yaml_line(key, field.get_default())}"
+                for key, field in Profile.model_fields.items()
+            ),
+        ]
+    )

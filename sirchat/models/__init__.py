@@ -1,0 +1,1 @@
+"""Loads a causal language model, finds its rotations, and hooks its attention."""

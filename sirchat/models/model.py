@@ -1,0 +1,258 @@
+"""Load a causal language model with its tokenizer, and run it over a bounded cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from sirchat import paths
+from sirchat.errors import ModelError
+from sirchat.memory.attention import Counting
+from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.sight import USUAL, Sight
+from sirchat.models.attention_hook import listening, make_audible
+from sirchat.models.attention_weights import Gaze, Listener
+from sirchat.models.probe import (
+    context_length,
+    probe_rotations,
+    refuse_stateful_layers,
+    sliding_window,
+)
+from sirchat.models.progress import Progress, reporting
+from sirchat.text.anchors import Anchors, anchors_of
+
+DeviceName = Literal["auto", "cuda", "mps", "cpu"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+BUNDLED = {"tiny", "tiny-anchor"}
+"""Names of the models that come with sirchat."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can live under a budget.
+
+    Attributes:
+        name: as the user gave it.
+        module: the transformers model.
+        tokenizer: its tokenizer.
+        rotations: one entry per layer, found by the probe.
+        context_length: tokens the model was made for.
+        window: width of its sliding-window layers, which here count held rows, or None.
+    """
+
+    name: str
+    module: Any
+    tokenizer: Any
+    rotations: list[LayerRotation]
+    context_length: int
+    window: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits."""
+        return int(self.module.get_output_embeddings().weight.shape[0])
+
+    @cached_property
+    def heads(self) -> int:
+        """Of the queries, in the layer that has most; 1 where the configuration does not say."""
+        config = self.module.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        return int(max(heads) if isinstance(heads, list | tuple) else heads)
+
+    @cached_property
+    def narrow_layers(self) -> frozenset[int]:
+        """Numbers of the layers that see only a window of what is held."""
+        config = self.module.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or []
+        return frozenset(number for number, kind in enumerate(kinds) if "sliding" in kind)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where ids go in."""
+        device: torch.device = self.module.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' type."""
+        dtype: torch.dtype = self.module.dtype
+        return dtype
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """An empty cache with room for `capacity` rows."""
+        return BoundedCache(self.rotations, capacity)
+
+    @cached_property
+    def is_audible(self) -> bool:
+        """Whether its attention can be listened to; from then on it is ready to be."""
+        return make_audible(self.module)
+
+    @cached_property
+    def tells_attention(self) -> bool:
+        """Whether the attention that rows get can be counted; tried once."""
+        gaze = Gaze(Counting(), len(self.rotations))
+        self.forward([0], self.new_cache(1), listener=gaze)
+        return gaze.weights() is not None
+
+    @cached_property
+    def anchors(self) -> Anchors | None:
+        """How it was trained to gather text in anchors; None where it was not."""
+        return anchors_of(self.module.config)
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        sight: Sight = USUAL,
+        listener: Listener | None = None,
+    ) -> Tensor:
+        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
+
+        A `listener` hears what each layer attends to, if the model lets it be heard.
+        """
+        if listener is None or not self.is_audible:
+            return self._logits(ids, cache, sight)
+        with listening(self.module, listener):
+            return self._logits(ids, cache, sight)
+
+    @torch.inference_mode()
+    def _logits(self, ids: Sequence[int], cache: BoundedCache, sight: Sight) -> Tensor:
+        sees, positions = sight.sees, sight.positions
+        at = None if positions is None else torch.tensor([positions], device=self.device)
+        output = self.module(
+            input_ids=torch.tensor([ids], device=self.device),
+            attention_mask=None if sees is None else self.mask(sees),
+            position_ids=at,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def mask(self, sees: Tensor) -> Any:
+        """What is added to attention's scores [1, 1, m, n + m] where ids see `sees` [m, n + m].
+
+        For each kind of layer its own, where there are several.
+        """
+
+        def added(visible: Tensor) -> Tensor:
+            mask = torch.zeros(visible.shape, dtype=self.dtype)
+            mask = mask.masked_fill(~visible, torch.finfo(self.dtype).min)
+            return mask[None, None].to(self.device)
+
+        config = self.module.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if self.window is None:
+            return added(sees)
+        near = sees & torch.ones_like(sees).triu(sees.shape[1] - len(sees) - self.window + 1)
+        if len(kinds) < 2:
+            return added(near)
+        return {kind: added(near if "sliding" in kind else sees) for kind in kinds}
+
+
+def load_model(
+    name: str,
+    *,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load `name`: a bundled model, a local folder, a GGUF file, or a hub id.
+
+    Weights are read from safetensors or GGUF only. Raises ModelError, in one line, when the model
+    can't be had or can't be held.
+    """
+    transformers_logging.set_verbosity_error()
+    target = pick_device(device)
+    source, gguf = locate(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
+    try:
+        if not gguf:  # a GGUF file is no config; its layers show in the probe
+            config = AutoConfig.from_pretrained(source, **options)
+            refuse_stateful_layers(config.get_text_config(decoder=True), name)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        with reporting(progress) as reports:
+            module = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=pick_dtype(dtype, target),
+                use_safetensors=None if gguf else True,
+                **options,
+                **reports,
+            )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise unloadable(name, error) from error
+    return wrap_model(name, module.to(target).eval(), tokenizer)
+
+
+def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
+    """Probe a transformers model and make it ready; raises ModelError when it can't be held."""
+    config = module.config.get_text_config(decoder=True)
+    return LoadedModel(
+        name=name,
+        module=module,
+        tokenizer=tokenizer,
+        rotations=probe_rotations(module, name),
+        context_length=context_length(config),
+        window=sliding_window(config),
+    )
+
+
+def locate(name: str) -> tuple[str, dict[str, str]]:
+    """Where the model is, and the option that names a GGUF file."""
+    if name in BUNDLED:
+        return str(paths.tiny_dir().parent / name), {}
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model file {name!r} does not exist", hint="check the path")
+        return str(path.parent), {"gguf_file": path.name}
+    return (str(path) if path.exists() else name), {}
+
+
+def pick_device(name: DeviceName) -> torch.device:
+    """The device of that name, or the best there is; raises ModelError when it is not here."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    if not available[name]:
+        there = ", ".join(kind for kind, there in available.items() if there)
+        raise ModelError(f"device {name!r} is not available here", hint=f"available: {there}")
+    return torch.device(name)
+
+
+def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """The type of that name; by default float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def unloadable(name: str, error: Exception) -> ModelError:
+    """The error that says, in one line, why a model can't be had."""
+    return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _hint(name: str) -> str:
+    if name.lower().endswith(".gguf"):
+        return "GGUF files need the extra: pip install 'sirchat[gguf]'"
+    return "give tiny, tiny-anchor, a folder with safetensors, a .gguf file, or a hub id"

@@ -1,0 +1,378 @@
+"""A chat on disk as it goes on: brought up to date after every turn, taken up again by `--resume`.
+
+The store is compared with the session and not told what happened, so that whatever changes the
+conversation (a turn, an undo) is saved in the same way. Keys and values are saved when the chat
+ends or is asked to; without them the held tokens are read anew, which is nearly the same memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sirchat import __version__, paths
+from sirchat.chat.conversation import Conversation, Tally, Turn
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.engine.records import Saved
+from sirchat.errors import SessionError
+from sirchat.memory.attention import Looked, Received
+from sirchat.memory.ledger import ROW, Flag
+from sirchat.memory.segments import Rows
+from sirchat.models.model import LoadedModel
+from sirchat.saved.names import tells_of
+from sirchat.saved.store import Head, SavedTurn, SessionStore
+
+KV_BYTES = 256 * 2**20
+"""Keys and values above this are saved only where `save_kv` is on."""
+
+_VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+"""Entries of a configuration that are not the model's own, or set when it is saved."""
+
+_ATTENTION = "attention."
+
+_Parts = tuple[str, str, str]  # role, text and finish of a turn
+_COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
+"""What tells a row from another that was read in its place."""
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """Tells models apart: configuration, vocabulary, rotations, and a sample of the weights."""
+    digest = hashlib.sha256()
+    config = model.module.config.to_diff_dict()
+    for volatile in _VOLATILE:
+        config.pop(volatile, None)
+    digest.update(repr(sorted(config.items(), key=str)).encode())
+    digest.update(str(len(model.tokenizer)).encode())
+    for rotation in (one.key for one in model.rotations):
+        if rotation is not None:
+            digest.update(rotation.inv_freq.numpy().tobytes())
+    for weight in model.module.parameters():
+        digest.update(str(tuple(weight.shape)).encode())
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Saving:
+    """Keeps one session on disk; nothing is written before its first turn is finished.
+
+    Args:
+        session: the one to save.
+        store: where it was taken up from; none for a new one.
+
+    Attributes:
+        name: what the user calls it; it is on disk after the next update.
+    """
+
+    def __init__(self, session: Session, store: SessionStore | None = None) -> None:
+        self._session = session
+        self._store = store
+        self._epoch = session.epoch
+        self._erasures = session.erasures
+        self.name = store.name if store else ""
+        # As they are on disk, and not in the session: that may have gone on since.
+        self._turns = [(one.role, one.text, one.finish) for one in store.turns()] if store else []
+        self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
+        self._head = store.head() if store else None
+
+    @property
+    def id(self) -> str:
+        """The session's id; empty where nothing of it is on disk."""
+        if self._store is None or self._epoch != self._session.epoch:
+            return ""
+        return self._store.id
+
+    def unname(self, said: str, *, whole: bool) -> bool:
+        """Drop the name if it tells of what is to be forgotten; says whether it did.
+
+        `said` is some words, or a turn as a `whole`.
+        """
+        if not tells_of(self.name, said, whole=whole):
+            return False
+        self.name = ""
+        return True
+
+    def update(self) -> None:
+        """Bring the disk up to date; durable on return. Raises SessionError where it can't be."""
+        if self._epoch != self._session.epoch:  # it was reset: what was said before stays saved
+            self.close()
+            self._store, self._epoch = None, self._session.epoch
+            self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
+            self.name = ""
+        saved = self._session.save()
+        turns = [_parts(turn) for turn in self._session.turns]
+        if not turns and self._store is None:
+            return
+        store = self._store = self._store or self._new()
+        if store.name != self.name:
+            store.rename(self.name)
+        if self._erasures != self._session.erasures:
+            _rewrite(store, self._session)
+            self._erasures = self._session.erasures
+            self._turns, self._rows, self._head = turns, saved.rows, None
+            return
+        self._cut(store, turns, saved)
+        head = _head(saved, self._session)
+        new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
+        if new or len(self._rows) < len(saved.rows):
+            store.append(new, saved.rows[len(self._rows) :], head)
+        elif _same(head, self._head):  # then keys and values that were saved still belong to it
+            store.check_place()
+        else:
+            store.save_head(head)
+        self._turns, self._rows, self._head = turns, saved.rows, head
+
+    def save_kv(self) -> bool:
+        """Save keys and values, if the settings and their size allow; tells whether it did."""
+        mode = self._session.profile.save_kv
+        if self._store is None or mode == "off" or not self._session.seen:
+            return False
+        limit = KV_BYTES if mode == "auto" else None
+        rows = self._session.rows(limit)
+        if rows is None:
+            self._store.drop_kv()
+            return False
+        stamp = secrets.token_hex(8)
+        received = self._session.received(rows.positions)
+        self._store.save_kv(_tensors(rows) | _received_tensors(received), stamp)
+        head = _head(self._session.save(), self._session, stamp)
+        self._store.save_head(head)
+        self._head = head
+        return True
+
+    def close(self) -> None:
+        """Save what is not saved yet, keys and values too, and let the session go."""
+        try:
+            if self._epoch == self._session.epoch:
+                self.update()
+                self.save_kv()
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give the file free, as it is; nothing is saved after this."""
+        if self._store is not None:
+            self._store.close()
+
+    def _new(self) -> SessionStore:
+        folder = paths.private_dir(paths.sessions_dir())
+        return SessionStore.create(folder, _meta(self._session.model))
+
+    def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: Saved) -> None:
+        """Take back what the session took back."""
+        seen = _common(self._rows, saved.rows)
+        same = [one == other for one, other in zip(self._turns, now, strict=False)]
+        turns = same.index(False) if False in same else len(same)
+        if (turns, seen) == (len(self._turns), len(self._rows)):
+            return
+        held = saved.held[saved.held < seen]
+        fields = _head(saved, self._session).fields
+        for name in ("pinned", "recalled"):
+            fields[name] = [one for one in fields[name] if one < seen]
+        fields["conversation"] |= {"in_round": False, "owed": []}
+        store.drop_kv()
+        store.truncate(turns, seen, Head(seen, held, None, fields))
+        self._turns, self._rows, self._head = self._turns[:turns], self._rows[:seen], None
+
+
+def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
+    """Let a new session go on where a saved one was; with `rebuild`, read its whole text anew.
+
+    Raises SessionError where the saved one was made with another model or number type.
+    """
+    head = store.head()
+    if head is None:
+        raise SessionError(f"session {store.id} holds no turn yet")
+    if rebuild:
+        _read_again(session, store.turns())
+        _rewrite(store, session, _meta(session.model))
+        return
+    check_model(store, session.model)
+    saved, conversation = _restored(store, head)
+    tensors = store.load_kv(head.fields["kv"])
+    received = _received(tensors) if tensors is not None else None
+    session.load(saved, conversation, _rows(tensors), received)
+
+
+def saved_profile(store: SessionStore) -> Profile:
+    """The settings of a saved session."""
+    head = store.head()
+    try:
+        return Profile.model_validate(head.fields["profile"]) if head else Profile()
+    except ValueError:
+        raise SessionError(
+            f"session {store.id} has settings that this sirchat does not know",
+            hint="sirchat sessions export writes its text, which replay reads",
+        ) from None
+
+
+def _meta(model: LoadedModel) -> dict[str, Any]:
+    """What a session was made with."""
+    return {
+        "model": model.name,
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "sirchat": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def check_model(store: SessionStore, model: LoadedModel) -> None:
+    """Raise SessionError where a saved session was made with another model or number type.
+
+    Number types first: the same weights in another type are another fingerprint.
+    """
+    meta, dtype = store.meta, str(model.dtype).removeprefix("torch.")
+    again = f"sirchat --resume {store.id}"
+    rebuild = "--rebuild reads its text again with the model that is loaded"
+    if meta["dtype"] != dtype:
+        raise SessionError(
+            f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
+            hint=f"{again} --dtype {meta['dtype']} takes it up; {rebuild}",
+        )
+    if meta["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
+            hint=f"{again} --model {meta['model']} takes it up; {rebuild}",
+        )
+
+
+def _read_again(session: Session, turns: list[SavedTurn]) -> None:
+    for turn in turns:
+        if turn.role == "user":
+            list(session.read_user(turn.text))
+        elif turn.role == "assistant":
+            list(session.read_reply(turn.text))
+
+
+def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
+    """Save all of it anew; nothing of what was there stays in any file."""
+    saved = session.save()
+    turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
+    store.replace(turns, saved.rows, _head(saved, session), meta)
+
+
+def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
+    now = session.conversation
+    pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
+    fields = {
+        "profile": session.profile.model_dump(),
+        "log_decay": saved.log_decay,
+        "unknown_surprisal": saved.unknown_surprisal,
+        "round": saved.round,
+        "pinned": pinned.tolist(),
+        "recalled": saved.recalled.tolist(),
+        "kv": stamp,
+        "conversation": {
+            "round": now.round,
+            "in_round": now.in_round,
+            "system": [now.system.start, now.system.stop],
+            "prompt": now.prompt,
+            "reply": asdict(now.reply),
+            "owed": now.owed,
+            "totals": asdict(now.totals),
+            "attempt": now.attempt,
+        },
+    }
+    return Head(len(saved.rows), saved.held, saved.logits, fields)
+
+
+def _same(head: Head, other: Head | None) -> bool:
+    """Whether two heads tell of the same state, wherever its keys and values are."""
+    if other is None or head.seen != other.seen:
+        return False
+    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
+    fields = [json.dumps({**one.fields, "kv": ""}, sort_keys=True) for one in (head, other)]
+    return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
+
+
+def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
+    fields = head.fields
+    rows = store.rows(ROW)
+    pinned = np.asarray(fields["pinned"], np.int64)
+    rows["flags"] &= ~np.uint8(Flag.PINNED)
+    rows["flags"][pinned] |= np.uint8(Flag.PINNED)
+    saved = Saved(
+        rows=rows,
+        held=head.held,
+        log_decay=fields["log_decay"],
+        unknown_surprisal=fields["unknown_surprisal"],
+        logits=head.logits,
+        round=fields["round"],
+        recalled=np.asarray(fields.get("recalled", []), np.int64),
+    )
+    now: dict[str, Any] = fields["conversation"]
+    conversation = Conversation(
+        turns=[Turn(one.role, one.text, one.finish) for one in store.turns()],  # type: ignore[arg-type]
+        round=now["round"],
+        in_round=now["in_round"],
+        system=range(*now["system"]),
+        prompt=now["prompt"],
+        reply=Tally(**now["reply"]),
+        owed=now["owed"],
+        totals=Tally(**now["totals"]),
+        attempt=now["attempt"],
+    )
+    return saved, conversation
+
+
+def _common(one: NDArray[np.void], other: NDArray[np.void]) -> int:
+    """How many first rows are the same in both."""
+    count = min(len(one), len(other))
+    differs = np.zeros(count, bool)
+    for name in _COLUMNS:
+        a, b = one[name][:count], other[name][:count]
+        differs |= (a != b) & ~((a != a) & (b != b))  # NaN is NaN
+    return int(differs.argmax()) if differs.any() else count
+
+
+def _parts(turn: Turn) -> _Parts:
+    return turn.role, turn.text, turn.finish
+
+
+def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
+    named = {str(n): one for n, one in enumerate(rows.tensors)}
+    positions, written_at = (torch.from_numpy(one) for one in (rows.positions, rows.written_at))
+    return {**named, "positions": positions, "written_at": written_at}
+
+
+def _received_tensors(received: Received) -> dict[str, torch.Tensor]:
+    """What attention was counted; nothing where none was."""
+    if not len(received.positions):
+        return {}
+    named: dict[str, NDArray[Any]] = {
+        "positions": received.positions,
+        "total": received.total,
+        "log_decay": received.log_decay,
+    }
+    for number, one in enumerate(received.window):
+        named |= {f"{number}.positions": one.positions, f"{number}.weights": one.weights}
+    return {_ATTENTION + key: torch.from_numpy(one.copy()) for key, one in named.items()}
+
+
+def _received(tensors: dict[str, torch.Tensor]) -> Received | None:
+    """Take the attention out of saved tensors."""
+    mine = [key for key in tensors if key.startswith(_ATTENTION)]
+    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in mine}
+    if not named:
+        return None
+    count = sum(key.endswith(".weights") for key in named)
+    window = [Looked(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
+    return Received(named["positions"], named["total"], named["log_decay"], tuple(window))
+
+
+def _rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
+    if tensors is None:
+        return None
+    positions = tensors.pop("positions").numpy()
+    written_at = tensors.pop("written_at").numpy()
+    return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])

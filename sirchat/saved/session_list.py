@@ -1,0 +1,221 @@
+"""The folder of saved sessions: list, find, remove, export."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from sirchat.errors import SessionError, nearest, shown
+from sirchat.saved.database import (
+    UNDECODABLE,
+    check_format,
+    connect,
+    decoding,
+    explained,
+    is_session,
+    lock,
+    no_session,
+    refuse_missing,
+    result_code,
+)
+from sirchat.saved.names import checked_name, same_name
+from sirchat.saved.store import SUFFIX, SessionStore
+from sirchat.text.transcript import Role, Turn, write_jsonl
+
+_FIRST_LINE = 80  # characters
+_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
+_FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """What a list shows of a session.
+
+    `name` is what the user calls it, if anything; `first` is how their first message begins, on one
+    line; neither is filtered for display. `turns` counts messages. `in_use` says that a process has
+    it open; then `name`, `model`, `turns` and `first` may be empty, where they can't be read.
+    """
+
+    id: str
+    name: str
+    path: Path
+    created: datetime
+    updated: datetime
+    model: str
+    turns: int
+    first: str
+    in_use: bool
+
+
+class Listing(NamedTuple):
+    """The sessions of a folder, and why some of its files are not among them."""
+
+    sessions: list[SavedSession]
+    refused: list[SessionError]
+
+
+def list_sessions(folder: Path) -> Listing:
+    """Every session in a folder, the one written to last first; nothing is written or locked."""
+    listing = Listing([], [])
+    for path in _files(folder):
+        try:
+            listing.sessions.append(_look_at(path))
+        except SessionError as error:
+            listing.refused.append(error)
+    listing.sessions.sort(key=lambda session: (session.updated, session.id), reverse=True)
+    return listing
+
+
+def find_session(folder: Path, ident: str) -> Path:
+    """The file of a session by its id, its name, the beginning of its id, or `last`.
+
+    Raises SessionError where none or several fit.
+    """
+    if ident == "last":
+        return _last(folder)
+    found = {path.stem: path for path in _files(folder)}
+    if ident in found:
+        return found[ident]
+    named = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
+    called = [name for name in named if same_name(named[name], ident)]
+    fits = called or [name for name in found if ident and name.startswith(ident)]
+    if len(fits) > 1:
+        how = "are called" if called else "begin with"
+        raise SessionError(f"several sessions {how} {shown(ident)}: {_several(fits)}")
+    if not fits:
+        raise SessionError(
+            f"there is no saved session {shown(ident)}",
+            hint=nearest(ident, [*found, *named.values()]) or _choice(found),
+        )
+    return found[fits[0]]
+
+
+def free_name(folder: Path, text: str, own: str) -> str:
+    """`text` as a name for session `own`, empty for one that has no file yet.
+
+    Raises SessionError for a text that is no name, and for what another session is called.
+    """
+    name = checked_name(text)
+    for one in list_sessions(folder).sessions:
+        if one.id != own and (one.id == name or same_name(one.name, name)):
+            raise SessionError(
+                f"session {one.id} is called {shown(name)} already; allowed: a name that no other "
+                "session has",
+                hint=f"choose another, or remove that one: sirchat sessions rm {one.id}",
+            )
+    return name
+
+
+def remove_session(path: Path) -> None:
+    """Delete every file of a session, damaged or not.
+
+    Raises SessionError for a file that is missing, in use, or no session.
+    """
+    refuse_missing(path)
+    with explained(path), closing(connect(path)) as connection:
+        _lock_to_remove(connection, path)
+        # The session itself last: as long as it is there, its other files can be found.
+        for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def export_session(path: Path, stream: BinaryIO) -> None:
+    """Write what was said as JSON Lines; raises SessionError as `SessionStore.open` does."""
+    with SessionStore.open(path) as store:
+        turns = store.turns()
+    write_jsonl(
+        (Turn(cast(Role, turn.role), turn.text, line) for line, turn in enumerate(turns, 1)), stream
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+
+
+def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
+    """As `lock`; damage is no hindrance, and an empty file is a session that never began."""
+    try:
+        lock(connection)
+        if path.stat().st_size and not is_session(connection):
+            raise no_session(path)
+    except sqlite3.DatabaseError as error:
+        if result_code(error) != sqlite3.SQLITE_CORRUPT:
+            raise
+
+
+def _last(folder: Path) -> Path:
+    listed = list_sessions(folder).sessions
+    sessions = [one for one in listed if not one.in_use] or listed
+    if not sessions:
+        raise SessionError(f"there is no saved session in {folder}")
+    return sessions[0].path
+
+
+def _several(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+
+
+def _choice(found: dict[str, Path]) -> str:
+    return f"the newest is {max(found)}" if found else "none is saved"
+
+
+def _look_at(path: Path) -> SavedSession:
+    """Read a session, locked or not.
+
+    Another process's lock, and a commit that a crash broke off, stop an ordinary reader. Past
+    them the file is read as it lies there: whole, unless a commit is under way at this moment.
+    """
+    with decoding(path):
+        try:
+            return _described(path, "mode=ro", in_use=False)
+        except sqlite3.OperationalError as error:
+            if result_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY):
+                raise
+            in_use = result_code(error) == sqlite3.SQLITE_BUSY
+        try:
+            return _described(path, "immutable=1", in_use=in_use)
+        except (sqlite3.Error, SessionError, *UNDECODABLE):
+            return _outside(path, in_use)
+
+
+def _described(path: Path, options: str, *, in_use: bool) -> SavedSession:
+    with closing(connect(path, options, timeout=0)) as connection:
+        check_format(connection, path)
+        about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
+        (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
+        first = connection.execute(_FIRST).fetchone()
+    return SavedSession(
+        id=path.stem,
+        name=str(about.get("name", "")),
+        path=path,
+        created=_moment(about["created"]),
+        updated=_moment(path.stat().st_mtime),
+        model=str(dict(about["meta"]).get("model", "")),
+        turns=turns,
+        first=_first_line(first[0]) if first else "",
+        in_use=in_use,
+    )
+
+
+def _outside(path: Path, in_use: bool) -> SavedSession:
+    """What is known of a session without reading it."""
+    updated = _moment(path.stat().st_mtime)
+    try:
+        created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
+    except ValueError:
+        created = updated
+    return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use)
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds).astimezone()
+
+
+def _first_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _FIRST_LINE else f"{line[: _FIRST_LINE - 1]}…"

@@ -1,0 +1,168 @@
+"""Conversations in which something is told and, in the end, asked for.
+
+The stories and lines are those of Retrieval-Augmented StreamingLLM (section 3), the facts those of
+the bundled model's world. With a file, each of its lines is a conversation: a JSON object whose
+`turns` are told one by one, but for the last, which asks; `reference` is the answer, or the turn is
+that tells of what the question names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from sirchat.errors import SettingError
+from sirchat.training.probe import PROBED, QUIET
+from sirchat.world.dialogue import Dialogue, Style, draw_fact
+from sirchat.world.facts import STORY
+
+TASKS = {
+    "stories-3": 3,
+    "stories-10": 10,
+    "facts-12": 12,
+    "facts-40": 40,
+    "items-10": 10,
+    "lines-10": 10,
+}
+"""So many stories, of which one is asked for; rounds of small talk after a fact; facts in a row;
+numbered lines, each with a number."""
+
+_FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
+_NUMBERED = "In story"
+
+
+@dataclass(frozen=True)
+class Told:
+    """A conversation and its question.
+
+    Attributes:
+        rounds: user and reply, in order.
+        question: what is asked in the end.
+        answer: what the reply must be, or must have in it where `within`.
+    """
+
+    rounds: tuple[tuple[str, str], ...]
+    question: str
+    answer: str
+    within: bool = False
+
+    def answers(self, said: str) -> bool:
+        """Whether a reply is right."""
+        if self.within:
+            return _plain(self.answer) in _plain(said)
+        return counted(said) == counted(self.answer)
+
+    def may_answer(self, begun: str) -> bool:
+        """Whether a reply that begins so may still be right."""
+        return self.within or counted(self.answer).startswith(counted(begun))
+
+
+def told(task: str, seed: int, number: int) -> Told:
+    """Conversation `number` of a task; the same seed gives the same one."""
+    rng = Random(f"retrieval/{seed}/{task}/{number}")
+    talk, count = Dialogue(rng, QUIET), TASKS[task]
+    if task.startswith("stories"):
+        return _stories(talk, count)
+    if task.startswith("lines"):
+        return _lines(rng, count)
+    if task.startswith("items"):
+        return _items(talk, count)
+    style, kind = Style.draw(rng), _FACTS[number % len(_FACTS)]
+    fact = draw_fact(rng, PROBED[kind], style)
+    rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
+    question, answer = talk.ask((kind, fact.subject))
+    return Told(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+
+
+def released(path: Path) -> list[Told]:
+    """The conversations of a file; those that ask for what was not told are left out.
+
+    Raises SettingError when the file can't be read, or has none.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        made = [_released(row["turns"], row.get("reference")) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(
+            f"data {str(path)!r} can't be read: {error}", hint="one JSON object a line, with turns"
+        ) from None
+    found = [one for one in made if one is not None]
+    if not found:
+        raise SettingError(f"data {str(path)!r} has no conversation that asks for what was told")
+    return found
+
+
+def counted(text: str) -> str:
+    """What must be right of an answer, as far as it was said: of a story, from its hero on.
+
+    Which number a story had is not counted: it stands before the hero, and the bundled model does
+    not find what stands before a word.
+    """
+    text = text.strip()
+    if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
+        return text
+    numbered = re.match(_NUMBERED + r" \d+, an? ", text)
+    return text[numbered.end() :] if numbered else ""
+
+
+def _stories(talk: Dialogue, count: int) -> Told:
+    """Numbered stories, each with a hero; of three the second is asked for, as in the paper."""
+    stories: dict[str, tuple[str, str]] = {}
+    while len(stories) < count:
+        fact = draw_fact(talk.rng, STORY, Style())
+        if fact.subject not in stories:
+            user, reply = talk.tell_one(replace(fact, number=len(stories) + 1), Style())
+            stories[fact.subject] = user.text, reply.text
+    asked = list(stories)[1 if count == 3 else talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((STORY.key, asked))
+    return Told(tuple(stories.values()), question.text, answer.text)
+
+
+def _items(talk: Dialogue, count: int) -> Told:
+    """Facts of different kinds in a row; one of them, but the last two, is asked for."""
+    style = Style.draw(talk.rng)
+    facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
+    rounds = [talk.tell_one(fact, style) for fact in facts]
+    asked = facts[talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((asked.kind.key, asked.subject))
+    return Told(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+
+
+def _lines(rng: Random, count: int) -> Told:
+    """Lines such as `Line 3: 270328`; one of them, but the last two, is asked for."""
+    numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
+    asked = rng.randrange(count - 2)
+    return Told(
+        tuple((f"Line {line}: {number}", "OK.") for line, number in enumerate(numbers)),
+        f"What is the number in Line {asked}?",
+        numbers[asked],
+        within=True,
+    )
+
+
+def _released(turns: list[str], reference: list[str] | None) -> Told | None:
+    """None where the question is not for one of the lines told before it."""
+    *lines, question = turns
+    answer = str(reference[0]) if reference else _asked_for(question, lines)
+    if not answer or not any(answer in line for line in lines):
+        return None
+    return Told(tuple((line, "OK.") for line in lines), question, answer, within=True)
+
+
+def _asked_for(question: str, lines: list[str]) -> str:
+    """The newest of several lines about whom, or which number, the first sentence asks."""
+    sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
+    names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
+    if not names or len(lines) < 2:
+        return ""
+    about = [line for line in lines if re.search(rf"\b{names[-1]}\b", line, re.IGNORECASE)]
+    return about[-1].rpartition(": ")[2] if about else ""
+
+
+def _plain(text: str) -> str:
+    """For comparing: small letters, single blanks, no full stop at the end."""
+    return " ".join(text.lower().split()).rstrip(".")

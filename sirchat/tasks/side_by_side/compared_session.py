@@ -1,0 +1,191 @@
+"""The conversation of a comparison under one setting: answers, what they cost, what was held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor
+
+from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import ContextFullError, UndoError
+from sirchat.memory.cache import BoundedCache
+from sirchat.models.model import LoadedModel
+from sirchat.tasks.side_by_side.agreement import Agreement, Foretold, watched
+from sirchat.tasks.side_by_side.compared import After, Answer, Token, Told, first_difference
+from sirchat.tasks.side_by_side.held_spans import HeldSpans
+
+Listen = Callable[[int, Tensor], None]
+"""Told the logits [m, V] of tokens that are read, and the stream position of the first."""
+
+
+@dataclass
+class Measure:
+    """What `full` said and foretold in the round under way; nothing where it has ended."""
+
+    answer: Answer | None = None
+    foretold: Foretold | None = None
+
+
+class Lane:
+    """One setting's way through a transcript, round by round.
+
+    Args:
+        model: the same one in every lane.
+        setting: how it remembers.
+        name: the setting in a few words.
+        leads: whether this is `full`, which the others are compared with.
+
+    Attributes:
+        is_open: whether it goes on; not once the context is full, or a turn can't be taken back.
+        notes: what the reader should know of it, in words.
+    """
+
+    def __init__(self, model: LoadedModel, setting: Profile, name: str, *, leads: bool) -> None:
+        self._listen: Listen | None = None
+        self._cache: BoundedCache | None = None
+        self._session = Session(watched(model, self._watch), setting)
+        self._setting, self._name, self._leads = setting, name, leads
+        self._spans = HeldSpans()
+        self._nats: dict[int, float] = {}
+        self._rounds: list[After] = []
+        self.is_open = True
+        self.notes: list[str] = []
+        self._note(self._session.start())
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sorts the one that leads first, then by budget, the largest first."""
+        return not self._leads, -self._session.budget
+
+    def go_on(self, user: str, full: Measure) -> None:
+        """Answer a user turn, and go on with that."""
+        with self._ending(full):
+            answer, events = self._ask(user)
+            self._note(events)
+            self._finish(answer, answer.text, range(0), full)
+
+    def follow(self, user: str, reply: str | None, full: Measure) -> str | None:
+        """Answer a user turn, take that back, and go on with `reply`; with the answer if None.
+
+        Gives what was gone on with, or `reply` where this lane ends.
+        """
+        with self._ending(full):
+            answer, _ = self._ask(user)
+            self._take_back()
+            said = answer.text if reply is None else reply
+            self._finish(answer, said, self._read(user, said, full), full)
+            return said
+        return reply
+
+    def told(self) -> Told:
+        """All that happened, up to the last round that came to its end."""
+        seen = self._rounds[-1].seen if self._rounds else 0
+        rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
+        tokens = tuple(
+            Token(row.id, row.text, row.turn, row.role, row.surprisal, self._nats.get(at), held)
+            for at, (row, held) in enumerate(zip(rows, spans, strict=True))
+        )
+        return Told(self._name, self._setting, tuple(self._rounds), tokens)
+
+    def _ask(self, user: str) -> tuple[Answer, list[Event]]:
+        """Answer a user turn; the answer, and what else was reported."""
+        events = list(self._session.ask(user))
+        *read, reply = [event for event in events if isinstance(event, TurnDone)]
+        start = self._session.seen - reply.tokens_in - reply.tokens_out
+        rows = self._session.tokens(range(start, start + reply.tokens_out))
+        answer = Answer(
+            text=reply.text,
+            ids=tuple(row.id for row in rows),
+            tokens=tuple(row.text for row in rows),
+            finish=reply.finish,
+            tokens_in=sum(one.tokens_in for one in read),
+            seconds_in=sum(one.seconds_prefill for one in read),
+            seconds_out=reply.seconds_decode,
+        )
+        return answer, events
+
+    def _take_back(self) -> None:
+        try:
+            for _ in self._session.undo():
+                pass
+        except UndoError as error:
+            hint = "raise --archive-limit, or use --continue, which takes nothing back"
+            raise UndoError(str(error), hint=hint) from None
+
+    def _read(self, user: str, reply: str, full: Measure) -> range:
+        """Read a round; `full` foretells, and the others are compared with it.
+
+        Gives the positions of what was read, or none of them where there is nothing to compare.
+        """
+        start, agreement = self._session.seen, None
+        if self._leads:
+            full.foretold = Foretold(start)
+            self._listen = full.foretold.listen
+        elif full.foretold is not None:
+            agreement = Agreement(full.foretold)
+            self._listen = agreement.listen
+        try:
+            self._note(chain(self._session.read_user(user), self._session.read_reply(reply)))
+        finally:
+            self._listen = None
+        read = range(start, self._session.seen)
+        if self._leads:
+            self._nats |= dict.fromkeys(read, 0.0)
+        elif agreement is not None:
+            self._nats |= agreement.nats
+        return read if full.foretold is not None else range(0)
+
+    def _finish(self, answer: Answer, reply: str, measured: range, full: Measure) -> None:
+        """A round is over; the KL divergence was `measured` at these positions."""
+        if self._leads:
+            full.answer = answer
+        differs_at = first_difference(full.answer.ids, answer.ids) if full.answer else None
+        turns = len(self._session.turns)
+        self._rounds.append(
+            After(
+                answer=answer,
+                reply=reply,
+                differs_at=differs_at,
+                same=differs_at is None if full.answer else None,
+                nats=_mean([self._nats[at] for at in measured]),
+                held=self._session.resident,
+                seen=self._session.seen,
+                shares=self._session.snapshot(strongest=0).turns,
+                turns=(turns - 2, turns - 1),
+                cache_bytes=self._cache.nbytes if self._cache is not None else 0,
+            )
+        )
+
+    @contextmanager
+    def _ending(self, full: Measure) -> Iterator[None]:
+        """End this lane, not the comparison, where it can't go on."""
+        try:
+            yield
+        except (ContextFullError, UndoError) as error:
+            self.is_open = False
+            where = f"{self._name} ends before user turn {len(self._rounds) + 1}"
+            why = error.args[0] if isinstance(error, ContextFullError) else str(error)
+            self.notes.append(f"{where}: {why}")
+            if self._leads:
+                full.answer = full.foretold = None
+                self.notes[-1] += "; from there on nothing is compared with it"
+
+    def _note(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._spans.note(event)
+            if isinstance(event, Notice):
+                self.notes.append(f"{self._name}: {event.text}")
+
+    def _watch(self, logits: Tensor, cache: BoundedCache) -> None:
+        self._cache = cache
+        if self._listen is not None:
+            self._listen(self._session.seen, logits)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,86 @@
+"""Reads the files that SirLLM released: multiple-choice questions, in conversations.
+
+One JSON object a line, `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
+Of DailyDialog the id is `CONVERSATION_TURN`; of Grocery Shopping `key_N` tells what to buy, then
+come questions `N`, then `answer_N` asks for it. Of rock-paper-scissors the player's move is
+`user_choice`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+from sirchat.errors import SettingError
+from sirchat.tasks.choice import Question
+from sirchat.tasks.results_log import Record
+
+COMMONSENSE, GROCERY, DIALOGUE = "commonsense", "grocery", "dialogue"
+
+_GROUPS = {"key": "told", "answer": GROCERY}
+
+
+def dailydialog(path: Path) -> list[list[Question]]:
+    """Conversations of questions."""
+    return _conversations(path, lambda name: name.partition("_")[0], lambda name: DIALOGUE)
+
+
+def grocery(path: Path) -> list[list[Question]]:
+    """Conversations: what to buy, questions, which it was."""
+    return _conversations(
+        path,
+        lambda name: name.rpartition("_")[2],
+        lambda name: _GROUPS.get(name.partition("_")[0], COMMONSENSE),
+    )
+
+
+def moves(path: Path) -> list[str]:
+    """A player's moves, in order."""
+    made = []
+    for line in _lines(path, "user_choice"):
+        texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
+        made.append(texts[line["user_choice"]])
+    return made
+
+
+def _conversations(
+    path: Path, conversation: Callable[[str], str], group: Callable[[str], str]
+) -> list[list[Question]]:
+    lines = _lines(path, "answerKey")
+    return [
+        [_question(line, group(line["id"])) for line in lines]
+        for _, lines in groupby(lines, lambda line: conversation(line["id"]))
+    ]
+
+
+def _question(line: Record, group: str) -> Question:
+    """A question with its options listed, and their letters as replies."""
+    choices = line["question"]["choices"]
+    labels = [one["label"] for one in choices]
+    text = line["question"]["stem"].strip()
+    if len(choices) == 1:
+        return Question(text, (choices[0]["text"].strip(),), 0, group)
+    listed = "\n".join(f"({one['label']}) {one['text'].strip()}" for one in choices)
+    return Question(f"{text}\n{listed}", tuple(labels), labels.index(line["answerKey"]), group)
+
+
+def _lines(path: Path, needed: str) -> Iterator[Record]:
+    """The objects of a file; raises SettingError, naming the line, for anything else."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = json.loads(line)
+            whole = isinstance(found, dict) and {"question", needed} <= found.keys()
+        except json.JSONDecodeError:
+            whole = False
+        if not whole:
+            raise SettingError(
+                f"{path}, line {number}, is no question with {needed}",
+                hint="give a folder with SirLLM's released files",
+            )
+        yield found

@@ -1,0 +1,288 @@
+"""The chat template, one turn at a time: text in, ids out; text never becomes a control token.
+
+Only the new turn is rendered. A stub question with a stub answer stands for the history: the list
+[stub question, stub answer, new turn] is rendered as one, and what follows the stub answer is what
+the model must read. For templates that only append, the ids of all turns, one after another, equal
+the ids of the whole conversation rendered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.text.anchor_placement import with_anchors
+from sirchat.text.anchors import Anchors
+
+_PLAIN = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}\n"
+    "{% elif message.role == 'user' %}USER: {{ message.content }}\n"
+    "{% else %}ASSISTANT: {{ message.content }}{{ eos_token }}\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""For models without a template: the format that the SirLLM paper uses with Vicuna."""
+
+_BARE = "{{ messages[0].content }}"
+
+# Letters alone: tokenizers do not merge them with the control token, space or newline after them.
+_QUESTION = "qzv"
+_ANSWER = "zqxv"
+_OTHERS = ("a", "7 b")
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class TurnIds:
+    """What the model reads for one turn: ids [n] and each one's role; `content` is their span."""
+
+    ids: list[int]
+    roles: list[Role]
+    content: tuple[int, int]
+
+
+class Template:
+    """Renders turns for one tokenizer.
+
+    The tokenizer's own chat template is used, or a plain USER / ASSISTANT one when it has none.
+    Where `anchors` says that the model gathers text in a token of its own, that token stands where
+    it says.
+
+    Raises ModelError when the template can't be rendered turn by turn.
+    """
+
+    def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
+        self._template: str | None = None if tokenizer.chat_template else self._plain()
+        # Every added token is a control token here, but for runs of blanks, which are plain text.
+        tokenizer.chat_control_tokens = [
+            token.content
+            for token in tokenizer.added_tokens_decoder.values()
+            if not token.content.isspace()
+        ]
+
+    def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
+        """The first turn: the system prompt's ids, if there are any, and the user turn's.
+
+        Templates that write a default system prompt, or fold it into the user turn, give its ids
+        as the system's; a template that knows no system prompt gets it before the user's text.
+        """
+        whole = self._first(system, content)
+        turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
+        if not system:
+            return None, self._anchored(turn, content)
+        start, end = turn.content
+        cut = self._system_length(system, whole) or start
+        others = [self._first(other, _QUESTION) for other in _OTHERS]
+        head = self._spans(self._first(system, _QUESTION), Role.SYSTEM, others)
+        rest = TurnIds(whole[cut:], turn.roles[cut:], (start - cut, end - cut))
+        block = TurnIds(whole[:cut], head.roles[:cut], (0, cut))
+        return self._closed(block), self._anchored(rest, content)
+
+    def user(self, content: str) -> TurnIds:
+        """A later user turn, up to and with the header of the reply."""
+        ids = self._render([*self._history, _message("user", content)], prompt=True)
+        after = self._after_answer(ids)[len(self._closing) :]
+        return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
+
+    def system(self, content: str) -> TurnIds:
+        """A system prompt in the middle; as bare text where the template has no place for one."""
+        try:
+            whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
+        except ModelError:
+            whole, others = [], [[]]
+        turn = self._spans(whole, Role.SYSTEM, others)
+        if turn.content[0] < turn.content[1]:
+            return self._closed(turn)
+        ids = self._as_text(content)
+        return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
+
+    def assistant(self, content: str) -> TurnIds:
+        """A reply that is read, not generated: its text alone, between header and closing ids."""
+        question = [_message("user", _QUESTION)]
+        header = self._render(question, prompt=True)
+        following = [_message("user", _QUESTION)]
+        whole = self._render([*question, _message("assistant", content), *following], prompt=True)
+        tail = self._after_answer(self._render([*self._history, *following], prompt=True))
+        end = len(whole) - len(tail)
+        if whole[: len(header)] == header and whole[end:] == tail and end >= len(header):
+            ids = whole[len(header) : end]
+        else:  # the header of a reply to come is not that of a past one: read the text as it is
+            ids = self._as_text(content)
+        return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
+
+    @property
+    def closing(self) -> list[int]:
+        """The ids that end a reply."""
+        return [*self._closing, *self._round_end]
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """What the chat template puts behind a reply."""
+        alone = self._after_answer(self._render(self._history, prompt=False))
+        followed = [*self._history, _message("user", _QUESTION)]
+        return _common(alone, self._after_answer(self._render(followed, prompt=True)))
+
+    def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
+        """Ids that end generation: the declared ones, the tokenizer's, and the closing's first."""
+        ids = set(declared if isinstance(declared, list) else [declared])
+        ids |= {self._tokenizer.eos_token_id}
+        added = set(self._tokenizer.added_tokens_decoder)
+        ids |= set(self._closing[:1]) & added
+        return frozenset(int(i) for i in ids if i is not None)
+
+    @property
+    def _round_end(self) -> list[int]:
+        """The anchor that stands behind a reply or a system prompt, if one does."""
+        anchors = self._anchors
+        if anchors is None or anchors.token_id is None or anchors.per != "round":
+            return []
+        return [anchors.token_id]
+
+    def _closed(self, turn: TurnIds) -> TurnIds:
+        """A system prompt, with the anchor that gathers it."""
+        more = self._round_end
+        return TurnIds(
+            [*turn.ids, *more], [*turn.roles, *[Role.TEMPLATE] * len(more)], turn.content
+        )
+
+    def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
+        """A turn with the anchors that belong inside its content, or behind it."""
+        anchors, (start, end) = self._anchors, turn.content
+        if anchors is None or anchors.per == "round" or start == end:
+            return turn
+        ids = with_anchors(content, anchors, self._as_text)
+        roles = [Role.TEMPLATE if one == anchors.token_id else turn.roles[start] for one in ids]
+        return TurnIds(
+            [*turn.ids[:start], *ids, *turn.ids[end:]],
+            [*turn.roles[:start], *roles, *turn.roles[end:]],
+            (start, start + len(ids)),
+        )
+
+    @property
+    def _history(self) -> list[Message]:
+        return [_message("user", _QUESTION), _message("assistant", _ANSWER)]
+
+    def _plain(self) -> str:
+        """The plain template, without the special tokens that the tokenizer does not have."""
+        template = _PLAIN
+        for name in ("bos_token", "eos_token"):
+            if getattr(self._tokenizer, name) is None:
+                template = template.replace("{{ " + name + " }}", "")
+        return template
+
+    def _render(
+        self, messages: Sequence[Message], *, prompt: bool, template: str | None = None
+    ) -> list[int]:
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=template or self._template,
+                add_generation_prompt=prompt,
+                sanitize_control_tokens=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template refuses this turn: {error}") from error
+        except ValueError as error:
+            raise ModelError(f"this text cannot be read as plain text: {error}") from error
+        return [int(i) for i in ids]
+
+    def _as_text(self, text: str) -> list[int]:
+        return self._render([_message("assistant", text)], prompt=False, template=_BARE)
+
+    def _after_answer(self, ids: list[int]) -> list[int]:
+        """What follows the stub answer."""
+        marker = self._answer_ids
+        for start in range(len(ids) - len(marker) + 1):  # the stub comes before any text
+            if ids[start : start + len(marker)] == marker:
+                return ids[start + len(marker) :]
+        raise ModelError("the chat template cannot be cut after a reply")
+
+    @cached_property
+    def _answer_ids(self) -> list[int]:
+        """The last ids of the stub answer, as they come out inside the template."""
+        question = [_message("user", _QUESTION)]
+        ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
+        other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
+        start = len(_common(self._render(question, prompt=False), ids))
+        end = len(_common(ids, other))
+        found = ids[start:end]
+        text = self._tokenizer.decode(found)
+        while found[1:] and _ANSWER in self._tokenizer.decode(found[1:]):
+            found = found[1:]
+        if _ANSWER not in text:
+            raise ModelError("the chat template does not show the reply's text")
+        return found
+
+    def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
+        """Tell text from template: what stays the same under other texts is the template's."""
+        start = min(len(_common(ids, other)) for other in others)
+        tail = min(len(_common(ids[::-1], other[::-1])) for other in others)
+        end = max(start, len(ids) - tail)
+        roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
+        return TurnIds(ids, roles, (start, end))
+
+    def _first(self, system: str | None, content: str) -> list[int]:
+        """The ids of the first user turn, after the system prompt if there is one."""
+        if system and not self._knows_system:
+            return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
+        before = [_message("system", system)] if system else []
+        return self._render([*before, _message("user", content)], prompt=True)
+
+    @cached_property
+    def _knows_system(self) -> bool:
+        """Whether the template takes a system message at all."""
+        try:
+            stub = [_message("system", _QUESTION), _message("user", _QUESTION)]
+            self._render(stub, prompt=True)
+        except ModelError:
+            return False
+        return True
+
+    @cached_property
+    def _later_turns(self) -> list[list[int]]:
+        """Later user turns with other texts."""
+        stub = self._history
+        rendered = [self._render([*stub, _message("user", o)], prompt=True) for o in _OTHERS]
+        return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
+
+    def _later_system(self, content: str) -> list[int]:
+        """What a system message after a reply adds; nothing where it is put elsewhere."""
+        ids = self._render([*self._history, _message("system", content)], prompt=False)
+        after, closing = self._after_answer(ids), self._closing
+        return after[len(closing) :] if after[: len(closing)] == closing else []
+
+    def _system_length(self, system: str, whole: list[int]) -> int:
+        """Ids of the system prompt's own block; 0 when it is folded into the user's turn."""
+        try:
+            block = self._render([_message("system", system)], prompt=False)
+            other = self._render([_message("system", _QUESTION)], prompt=False)
+        except ModelError:
+            return 0
+        return len(block) if block != other and whole[: len(block)] == block else 0
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """The longest common prefix."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return list(left[:count])

@@ -1,0 +1,196 @@
+"""The present chat's place on disk: `/save` puts it there, `/load` takes another one from there."""
+
+from __future__ import annotations
+
+from sirchat.chat.session import Session
+from sirchat.chat.settings import FIXED
+from sirchat.errors import SessionError, shown
+from sirchat.paths import sessions_dir
+from sirchat.saved.autosave import Saving, check_model, saved_profile, take_up
+from sirchat.saved.session_list import find_session, free_name, list_sessions, remove_session
+from sirchat.saved.store import SUFFIX, SessionStore
+from sirchat.ui.screen import Screen
+from sirchat.ui.sessions_table import draw_sessions
+
+_OF_THE_SESSION = ("description", "seed")
+"""Of what holds for a whole conversation, all but these belongs to the running program."""
+
+
+class Shelving:
+    """Saves the chat, if its settings say so, until a disk that is full prevents it.
+
+    Args:
+        session: the present one.
+        screen: where to say what is saved.
+        store: what the session was taken up from, if from anything.
+        debug: raise what prevents the saving.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        screen: Screen,
+        store: SessionStore | None = None,
+        *,
+        debug: bool = False,
+    ) -> None:
+        self._session = session
+        self._screen = screen
+        self._debug = debug
+        self._saving = Saving(session, store)
+        self._is_on = session.profile.save
+
+    def update(self) -> None:
+        """Bring the disk up to date; a disk that is full costs the saving, not the chat."""
+        if not self._is_on:
+            return
+        try:
+            self._saving.update()
+        except Exception as error:  # whatever it is, the chat goes on
+            self._failed(error, "; /save tries again")
+
+    def close(self) -> None:
+        """Save what is not saved yet, and let the session go."""
+        try:
+            if self._is_on:
+                self._saving.close()
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._saving.let_go()
+
+    def save(self, name: str | None) -> None:
+        """Save the chat now and from now on, keys and values too; with a name, call it so.
+
+        Raises SessionError for a name that is no good, changing nothing, and where nothing can be
+        written.
+        """
+        if name is not None:
+            free_name(sessions_dir(), name, self._saving.id)
+        self._begin()
+        if name is not None:  # asked again: where the old file took no more, that one has its name
+            self._saving.name = free_name(sessions_dir(), name, self._saving.id)
+            self._saving.update()
+        self._tell_saved()
+
+    def load(self, ident: str) -> Session | None:
+        """Leave the chat for a saved one, and return that; None for the present one itself.
+
+        Raises SessionError or SettingError, and then the present chat is as it was.
+        """
+        path = find_session(sessions_dir(), ident)
+        if path.stem == self._saving.id:
+            self._screen.note(f"this chat is session {path.stem}")
+            return None
+        store = SessionStore.open(path)
+        try:
+            session = self._taken_up(store)
+            saving = Saving(session, store)
+            self._leave()
+        except BaseException:
+            store.close()
+            raise
+        self._saving.let_go()
+        self._session, self._saving, self._is_on = session, saving, session.profile.save
+        self._screen.note(f"this is session {saving.id}{_called(saving)}")
+        if not self._is_on:
+            self._screen.note("what follows is not saved, as before; /save begins to")
+        return session
+
+    def show(self) -> None:
+        """Show the chats that can be loaded."""
+        listing = list_sessions(sessions_dir())
+        if listing.sessions:
+            self._screen.page(draw_sessions(listing.sessions, self._saving.id))
+        else:
+            self._screen.note("no chat is saved")
+        for refused in listing.refused:
+            self._screen.error(str(refused))
+
+    def unname(self, said: str, *, whole: bool) -> bool:
+        """Drop the chat's name if it tells of what is to be forgotten; says whether it did."""
+        dropped = self._saving.unname(said, whole=whole)
+        if dropped:
+            self._screen.note("the chat's name told of it and is dropped; /save NAME gives another")
+        return dropped
+
+    def _failed(self, error: Exception, hint: str = "") -> None:
+        self._is_on = False
+        if self._debug:
+            raise error
+        self._screen.error(f"the chat is not saved any more: {error}{hint}")
+
+    def _begin(self) -> None:
+        """Write all that was said, in a new file where the old one takes no more."""
+        session, before = self._session, self._session.profile
+        session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
+        try:
+            self._write()
+        except Exception as error:
+            session.profile, self._is_on = before, False
+            raise SessionError(f"the chat can't be saved: {error}") from error
+        self._is_on = True
+
+    def _write(self) -> None:
+        try:
+            self._saving.update()
+        except Exception:
+            if not self._saving.id:
+                raise
+            self._write_anew()
+
+    def _write_anew(self) -> None:
+        old, new = self._saving, Saving(self._session)
+        try:
+            new.update()
+        except BaseException:
+            new.let_go()
+            if new.id:
+                remove_session(sessions_dir() / f"{new.id}{SUFFIX}")
+            raise
+        old.let_go()
+        self._saving = new
+        self._screen.note(f"session {old.id} takes no more, and stays as it is")
+
+    def _tell_saved(self) -> None:
+        saving, kept = self._saving, False
+        if not saving.id:
+            self._screen.note("nothing is said yet; the chat is saved from its first turn on")
+            return
+        try:
+            kept = saving.save_kv()
+        except SessionError as error:
+            self._screen.error(str(error))
+        handle = shown(saving.name) if saving.name else saving.id
+        self._screen.note(
+            f"saved as {saving.id}{_called(saving)}, {'with' if kept else 'without'} keys and "
+            f"values; /load {handle} goes on with it, and so does sirchat --resume {handle}"
+        )
+
+    def _taken_up(self, store: SessionStore) -> Session:
+        """The saved session under its own settings, with the model that is loaded."""
+        if store.head() is None:
+            raise SessionError(f"session {store.id} holds no turn yet")
+        model, present = self._session.model, self._session.profile
+        check_model(store, model)  # first: another model may not allow its settings
+        kept = {name: getattr(present, name) for name in FIXED if name not in _OF_THE_SESSION}
+        session = Session(model, saved_profile(store).model_copy(update=kept))
+        take_up(session, store)
+        return session
+
+    def _leave(self) -> None:
+        """Save the present chat as at its end, but keep hold of it; where it is to be saved."""
+        if not self._session.profile.save:
+            return
+        try:
+            self._write()
+            self._saving.save_kv()
+        except Exception as error:
+            raise SessionError(
+                f"nothing is loaded, for the present chat can't be saved: {error}",
+                hint="/reset lets it go",
+            ) from error
+
+
+def _called(saving: Saving) -> str:
+    return f", called {shown(saving.name)}" if saving.name else ""

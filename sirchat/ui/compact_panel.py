@@ -1,0 +1,232 @@
+"""The small live panel: at most eight rows, none of which wraps, and few bytes a frame.
+
+Pure: a snapshot in, something to print out. It is drawn several times a second beside a running
+model, over a connection that may be slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import nlargest
+from typing import Final, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.style import Style
+from rich.text import Text
+
+from sirchat.chat.events import TokenRow
+from sirchat.chat.snapshot import Snapshot, TurnShare
+from sirchat.config.profile import short
+from sirchat.ui.cells import Piece, cut, lay_out, line_of, quoted, shown, shown_line, significant
+from sirchat.ui.theme import Theme
+
+_ROWS = 3
+"""Rows of held text."""
+
+_BYTES_A_COLUMN = 12
+"""Bytes of held text, colours included, that a frame may spend for each column of the screen."""
+
+_SHARES: Final = "▁▂▃▄▅▆▇"
+_NOTHING: Final = "·"
+_ALL: Final = "█"
+
+
+def draw_glance(
+    snapshot: Snapshot, theme: Theme, width: int, *, flash: Sequence[TokenRow] = ()
+) -> RenderableType:
+    """Title, gauge, turns, who goes next, and the strongest held text; `flash` has just left."""
+    width -= 1  # a full row would make some terminals wrap
+    lines = [
+        _title(snapshot, theme, width),
+        gauge(snapshot, theme, width),
+        strip(snapshot.turns, theme, width),
+        _leaving(snapshot, theme, width),
+        *_held(snapshot, theme, width, flash),
+    ]
+    return Group(*lines)
+
+
+def headline(snapshot: Snapshot) -> str:
+    """Policy, decay and model."""
+    name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
+    return shown_line(name)
+
+
+def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """A short rule: one across the whole screen would be a tenth of a frame's bytes."""
+    speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
+    name = cut(headline(snapshot), width - len(speed) - 10)
+    rule = Piece("──", theme.border)
+    pieces = [rule, Piece(f" {name} ", theme.quiet), rule]
+    if speed:
+        pieces += [Piece(f" {speed} ", theme.quiet), rule]
+    return line_of(pieces)
+
+
+def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """How full the memory is, and the counts, as many as there is room for."""
+    counts = [
+        f"{snapshot.resident:,}/{snapshot.budget:,} held",
+        f"{snapshot.seen:,} seen",
+        f"{snapshot.forgotten:,} forgotten",
+    ]
+    if snapshot.recalled > 0:
+        counts.append(f"{snapshot.recalled:,} recalled")
+    while len(counts) > 1 and len("  ".join(counts)) > width - 10:
+        counts.pop(1)
+    told = cut("  ".join(counts), width - 2)
+    bar_width = min(max(width // 3, 8), width - len(told) - 2)
+    pieces = bar(bar_width, snapshot.resident / max(1, snapshot.budget), theme)
+    return line_of([*pieces, Piece(f"  {told}", theme.quiet)])
+
+
+def bar(width: int, share: float, theme: Theme) -> list[Piece]:
+    """A bar of `width` cells; full and empty part differ in weight, not only in colour."""
+    full = round(width * min(1.0, max(0.0, share)))
+    return [Piece("━" * full, theme.gauge), Piece("─" * (width - full), theme.rest)]
+
+
+def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
+    """One cell a turn, the later ones: how much of the turn is still held."""
+    alive = sum(1 for turn in turns if turn.held)
+    told = f"  {alive} of {len(turns)} still hold something" if width >= 72 else ""
+    room = width - len("turns ") - len(told)
+    left_out = ""
+    if len(turns) > room:
+        room = max(1, room - len(f"⋯{len(turns)} "))
+        left_out = f"⋯{len(turns) - room} "
+        turns = turns[-room:]
+    cells = [Piece(share_glyph(turn), theme.role(turn.role)) for turn in turns]
+    return line_of(
+        [Piece(f"turns {left_out}", theme.quiet), *cells, Piece(told if cells else "", theme.quiet)]
+    )
+
+
+def share_glyph(turn: TurnShare) -> str:
+    """Nothing and all have glyphs of their own; the rest by share."""
+    if not turn.held:
+        return _NOTHING
+    if turn.held >= turn.tokens:
+        return _ALL
+    return _SHARES[turn.held * len(_SHARES) // turn.tokens]
+
+
+def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """What a token needs to stay, and who goes next, as far as their text is at hand."""
+    told = []
+    if snapshot.threshold is not None:
+        told.append(f"a token needs {snapshot.threshold:.2f} nats to stay")
+    elif snapshot.needed is not None:
+        told.append(f"a token needs a score of {significant(snapshot.needed)} to stay")
+    elif not snapshot.forgotten:
+        told.append("nothing forgotten yet")
+    if not snapshot.next_to_go and snapshot.resident < snapshot.budget:
+        told.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
+    weakest = set(snapshot.next_to_go)
+    texts = [
+        quoted(row.text) for row in snapshot.rows if row.position in weakest and shown(row.text)
+    ]
+    if texts:
+        told.append(f"next to go: {' '.join(texts[: width // 3])}")
+    return line_of([Piece(cut("; ".join(told), width), theme.quiet)])
+
+
+class _Token(NamedTuple):
+    """A token to draw; `slot` among the held ones, null for one that has just left."""
+
+    position: int
+    slot: int | None
+    piece: Piece
+    score: float
+
+
+def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow]) -> list[Text]:
+    """The strongest held text that fits in the rows, with the strongest that just left."""
+    left = _flashes(flash, theme, width)
+    tokens = [
+        _Token(row.position, slot, Piece(shown(row.text), theme.token(row)), row.strength)
+        for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
+    ]
+    ranked = sorted(tokens, key=lambda token: -token.score)
+
+    def pieces(count: int) -> list[Piece]:
+        chosen = sorted([*ranked[:count], *left], key=lambda token: token.position)
+        return list(_with_gaps(chosen, snapshot, theme))
+
+    return _most(pieces, len(ranked), width)
+
+
+def _most(pieces: Callable[[int], list[Piece]], count: int, width: int) -> list[Text]:
+    """Lines of nearly as many of `count` tokens as fit; each try guesses from the one before."""
+    best: list[Text] = []
+    few, too_many = 0, count + 1
+    while True:
+        drawn = pieces(count)
+        over = _over(drawn, width)
+        lines = lay_out(drawn, width) if over <= 1 else []
+        if over <= 1 and len(lines) <= _ROWS:
+            best, few = lines, count
+        else:
+            too_many, over = count, max(over, 1.02)
+        if too_many - few <= 1 + few // 32:
+            return best or lay_out(pieces(1), width)[:_ROWS]
+        count = min(max(int(count / max(over, 0.1)), few + 1), too_many - 1)
+
+
+def _over(pieces: Iterable[Piece], width: int) -> float:
+    """How much of the rows' cells, or of a frame's bytes if that is more, the pieces take."""
+    cells, size, style = 0, 0, Style.null()
+    for piece in pieces:
+        if piece.style is not style:
+            style = piece.style
+            size += _switch(style)
+        cells += cell_len(piece.text)
+        size += len(piece.text.encode())
+    return max(cells / (_ROWS * width), size / (_BYTES_A_COLUMN * width))
+
+
+def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token]:
+    """Tokens that just left, the strongest ones, a row's worth at most."""
+    tokens: list[_Token] = []
+    for row in nlargest(width, flash, key=lambda row: row.strength):
+        text = shown(row.text)
+        width -= cell_len(text) + 1
+        if width < 0:
+            break
+        tokens.append(_Token(row.position, None, Piece(text, theme.flash), row.strength))
+    return tokens
+
+
+def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> Iterator[Piece]:
+    """The tokens' pieces, and a mark where others stood between them."""
+    position = slot = -1
+    waiting: list[Piece] = []
+    end = _Token(snapshot.seen, snapshot.in_common, Piece("", Style.null()), 0.0)
+    for token in (*tokens, end):
+        if token.slot is None:
+            waiting.append(token.piece)
+            continue
+        unseen = token.slot - slot - 1
+        forgotten = token.position - position - 1 - unseen - len(waiting)
+        waiting.append(token.piece)
+        yield from gap(forgotten, unseen, waiting[0].text, theme)
+        yield from waiting
+        waiting.clear()
+        position, slot = token.position, token.slot
+
+
+def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[Piece]:
+    """`⋯n` for n forgotten tokens, else `…` for held ones that are not shown, else nothing."""
+    mark = f"⋯{forgotten}" if forgotten > 0 else "…" if left_out > 0 else ""
+    if mark and following[:1].isdigit():  # or the count would run on into the text
+        mark += "·"
+    return [Piece(mark, theme.gap, whole=True)] if mark else []
+
+
+def _switch(style: Style) -> int:
+    """Bytes that switching a style on and off takes, in 256 colours."""
+    # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
+    weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
+    codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)
+    return codes + 6 if codes else 0

@@ -1,0 +1,514 @@
+"""Endless seeded dialogues of the tiny world, one message after another.
+
+A dialogue is a stream of rounds (what the user says, what the assistant replies). Facts are told,
+asked back at any later time, corrected, or never told at all; small talk lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Literal
+
+from sirchat.world import smalltalk as talk
+from sirchat.world import words as w
+from sirchat.world.bank import TOPICS
+from sirchat.world.facts import KINDS, STORY, FactKind, item_list, made_up
+
+Role = Literal["system", "user", "assistant"]
+Key = tuple[str, str]  # a fact's kind and subject
+
+UNTOLD = "You have not told me."
+LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
+LETTERS = "ABCDE"
+BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beats key
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; `recall` names the kind of fact that an answer must bring back.
+
+    `fact` is the key of the one fact that a user tells here, in the words `value`, or that a reply
+    brings back.
+    """
+
+    role: Role
+    text: str
+    recall: str | None = None
+    fact: Key | None = None
+    value: str = ""
+
+
+Round = tuple[Message, Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk.
+
+    `game` is the share of rounds that begin a match of rock-paper-scissors. `quiz` rounds are
+    multiple choice from the bank, `untold` ask for what was never told; `story` is the share of
+    story sentences among told facts, `long_list` that of five or six items among shopping lists.
+    `apart` is the share of conversations with facts at their start and questions at their end,
+    `subjects` that of facts which others can be confused with (pets, friends) beyond their weight,
+    `series` that of conversations which tell several stories and ask for some of them,
+    `long_values` that of facts with values of many tokens (codes, made-up words, lists) beyond
+    their weight.
+    """
+
+    tell: float
+    ask: float
+    repeat: float
+    game: float = 0.01
+    story: float = 0.05
+    quiz: float = 0.0
+    untold: float = 0.0
+    long_list: float = 0.0
+    apart: float = 0.0
+    subjects: float = 0.0
+    series: float = 0.0
+    long_values: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A told fact: its kind, what it is about, and its value as the user wrote it."""
+
+    kind: FactKind
+    subject: str
+    value: str
+    number: int = 0
+
+    def fill(self, template: str) -> str:
+        """The template with this fact's words in place."""
+        return fill(template, self.subject, self.value, self.number)
+
+    @property
+    def answer(self) -> str:
+        """The one right answer to every question for this fact."""
+        return self.fill(self.kind.answer)
+
+
+def capital(text: str) -> str:
+    """`text` with its first letter in upper case, the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def fill(template: str, subject: str, value: str, number: int = 0) -> str:
+    """Put subject, value (`{v:c}`: capitalised) and number into a template; mind `a` and `an`."""
+    for mark, word in (("{s}", subject), ("{v}", value)):
+        if word[:1].lower() in ("a", "e", "i", "o", "u"):
+            template = template.replace(f" a {mark}", f" an {mark}")
+    template = template.replace("{n}", str(number)).replace("{s}", subject)
+    return template.replace("{v:c}", capital(value)).replace("{v}", value)
+
+
+def lower_start(template: str) -> str:
+    """A template as the second half of a sentence: `My name` becomes `my name`, `I` stays."""
+    if template.startswith(("I ", "I'", "{")):
+        return template
+    return template[:1].lower() + template[1:]
+
+
+def spell(rng: Random, text: str) -> str:
+    """American spelling half of the time."""
+    if rng.random() < 0.5:
+        return text
+    return text.replace("favourite", "favorite").replace("colour", "color")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How carefully a user types one message."""
+
+    lower: bool = False
+    bare: bool = False  # no mark at the end, no apostrophes
+
+    @staticmethod
+    def draw(rng: Random) -> Style:
+        """Mostly careful, sometimes hasty."""
+        return rng.choices(
+            (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
+        )[0]
+
+    def apply(self, text: str) -> str:
+        """`text` in this style."""
+        if self.bare:
+            text = text.rstrip(".?!")
+        if self.lower:
+            text = text.lower()
+        return text.replace("'", "") if self.lower and self.bare else text
+
+
+def reply(user: str, assistant: str, recall: str | None = None) -> Round:
+    """One round."""
+    return Message("user", user), Message("assistant", assistant, recall)
+
+
+def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
+    """A new fact of `kind`, its words in the case that `style` gives them."""
+    subject = kind.subject(rng) if kind.subject else ""
+    value = kind.value(rng)
+    if style.lower:
+        subject, value = subject.lower(), value.lower()
+    return Fact(kind, subject, value, rng.randint(1, 9))
+
+
+def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
+    """Another value for a told fact."""
+    while True:
+        other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
+        if other.value.lower() != fact.value.lower():
+            return other
+
+
+def draw_kind(rng: Random, mix: Mix) -> FactKind:
+    """A kind by weight; story sentences, being long, have a share of their own."""
+    if rng.random() < mix.story:
+        return STORY
+    kinds = KINDS
+    if mix.subjects and rng.random() < mix.subjects:
+        kinds = tuple(kind for kind in KINDS if kind.subject)
+    if mix.long_values and rng.random() < mix.long_values:
+        kinds = tuple(kind for kind in KINDS if kind.key in LONG_VALUES)
+    return rng.choices(kinds, [kind.weight for kind in kinds])[0]
+
+
+def bank_question(rng: Random) -> tuple[str, str, list[str]]:
+    """A question from the bank, its answer, and its wrong options."""
+    topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
+    thing, right = rng.choice(topic.known)
+    question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
+    return question, right, topic.wrong(thing, right)
+
+
+def quiz(rng: Random, count: int | None = None) -> Round:
+    """A multiple-choice question from the bank: `The answer is library (B).`
+
+    With `count` options if the topic has so many, else with three to five. A letter stands behind
+    its option, and behind the answer: a small model finds what follows a word, not what leads to
+    it.
+    """
+    question, right, wrong = bank_question(rng)
+    options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
+    options.append(right)
+    rng.shuffle(options)
+    listed = ", ".join(f"{word} ({letter})" for word, letter in zip(options, LETTERS, strict=False))
+    word = rng.choice(("Choices:", "Choices:", "Options:", "Choose one:"))
+    letter = LETTERS[options.index(right)]
+    return reply(f"{question} {word} {listed}", f"The answer is {right} ({letter}).", "quiz")
+
+
+def open_quiz(rng: Random) -> Round:
+    """A question from the bank without options."""
+    question, right, _ = bank_question(rng)
+    return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
+
+
+def knowledge(rng: Random) -> Round:
+    """A question on common knowledge, answered in words."""
+    topic = rng.randrange(4)
+    if topic == 0:
+        animal, sound = rng.choice(talk.SOUNDS)
+        return reply(
+            Style.draw(rng).apply(f"What does a {animal} say?"), f"A {animal} says {sound}."
+        )
+    if topic == 1:
+        one, two = rng.randint(0, 9), rng.randint(0, 9)
+        user, answer = f"What is {one} plus {two}?", f"{one} plus {two} is {one + two}."
+        return reply(Style.draw(rng).apply(user), answer)
+    return open_quiz(rng)
+
+
+REPEATABLE: tuple[str, ...] = (
+    w.NAMES + w.CITIES + w.GROCERIES + w.COMMON + w.COLOURS + w.JOBS + w.PET_NAMES
+)
+
+
+def repeat_after_me(rng: Random) -> Round:
+    """A request to say some words again: the shortest lesson in copying."""
+    words = [
+        made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
+        for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
+    ]
+    text = rng.choice((" ".join(words), item_list(words)))
+    ask = rng.choice(("Repeat after me: {x}.", "Please repeat: {x}.", "Say this: {x}."))
+    return reply(ask.replace("{x}", text), f"{text}.")
+
+
+def game_opening() -> str:
+    """What starts a match."""
+    return f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
+
+
+def game_round(theirs: str, told: str) -> str:
+    """What the user says between two rounds of a match."""
+    return f"I chose [{theirs}]. {told} Analyze my preferences and proceed to the next round."
+
+
+def outcome(ours: str, theirs: str) -> str:
+    """What the user says about a round that we played."""
+    if ours == theirs:
+        return "It is a tie."
+    return "You win." if BEATS[theirs] == ours else "You lose."
+
+
+def game(rng: Random) -> Iterator[Round]:
+    """A match of rock-paper-scissors, outcomes told, now and then with a look at the habits.
+
+    The reply beats what the user chose most often; among equals, what was chosen last.
+    """
+    options = list(BEATS)
+    rng.shuffle(options)
+    weights = rng.choice(((5, 3, 2), (5, 2, 3), (6, 2, 2), (8, 1, 1), (4, 3, 3)))
+    user = game_opening()
+    move, seen = rng.choice(options), dict.fromkeys(BEATS, 0)
+    for _ in range(int(draw_length(rng, 3, 32))):
+        yield reply(user, f"I choose {move}.")
+        theirs = rng.choices(options, weights)[0]
+        seen[theirs] += 1
+        most = max(BEATS, key=lambda x: (seen[x], x == theirs))
+        user = game_round(theirs, outcome(move, theirs))
+        if rng.random() < 0.06:
+            habit = user.replace("Analyze", "What do I choose most often? Analyze")
+            yield reply(habit, f"You choose {most} most often.")
+            user = "Proceed to the next round."
+        move = BEATS[most]
+
+
+@dataclass
+class Dialogue:
+    """The state of one conversation: which facts were told, how often each was asked."""
+
+    rng: Random
+    mix: Mix
+    facts: dict[Key, Fact] = field(default_factory=dict)
+    asked: dict[Key, int] = field(default_factory=dict)
+    jokes: list[str] = field(default_factory=list)
+
+    def messages(self, rounds: int) -> Iterator[Message]:
+        """`rounds` rounds, then a question for each fact (six at most) that was never asked."""
+        if self.rng.random() < 0.12:
+            yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
+        if self.mix.apart and self.rng.random() < self.mix.apart:
+            yield from self.far_apart(rounds)
+            return
+        if self.mix.series and self.rng.random() < self.mix.series:
+            yield from self.several_stories(rounds)
+            return
+        done = 0
+        while done < rounds:
+            for pair in self.some_rounds():
+                done += 1
+                yield from pair
+        for key in [key for key in self.facts if not self.asked.get(key)][:6]:
+            yield from self.ask(key)
+
+    def far_apart(self, rounds: int) -> Iterator[Message]:
+        """Facts, then other matters, then a question for each and for something never told.
+
+        In a third of these conversations a fact is corrected on the way.
+        """
+        for _ in range(self.rng.choice((1, 1, 2, 3))):
+            yield from self.tell()
+        between = max(1, round(0.85 * rounds) - 4)  # rows are cut; the questions must still fit
+        turn = self.rng.randrange(3 * between)
+        for number in range(between):
+            yield from self.correct() if number == turn else self.other_matter()
+        last = [*map(self.ask, self.facts), self.ask_untold()]
+        self.rng.shuffle(last)
+        for pair in last:
+            yield from pair
+
+    def several_stories(self, rounds: int) -> Iterator[Message]:
+        """Numbered stories one after the other; then some are asked for, and one never told."""
+        count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
+        first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
+        while len(self.facts) < count:
+            fact = draw_fact(self.rng, STORY, Style())
+            if (STORY.key, fact.subject) not in self.facts:
+                yield from self.tell_one(replace(fact, number=first + len(self.facts)), Style())
+            if self.rng.random() < 0.1:
+                yield from self.small_talk()
+        last = [self.ask(key) for key in self.rng.sample(list(self.facts), min(count, 4))]
+        if self.rng.random() < 0.3:
+            last.append(self.ask_untold())
+        self.rng.shuffle(last)
+        for pair in last:
+            yield from pair
+
+    def other_matter(self) -> Round:
+        """A round that tells nothing and asks for nothing told."""
+        return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
+
+    def some_rounds(self) -> Iterator[Round]:
+        """One round by the mix, or one game."""
+        roll = self.rng.random()
+        for share, make in (
+            (self.mix.tell, self.tell),
+            (self.mix.ask, self.ask_any),
+            (self.mix.repeat, lambda: repeat_after_me(self.rng)),
+            (self.mix.quiz, self.ask_bank),
+            (self.mix.untold, self.ask_untold),
+        ):
+            if roll < share:
+                yield make()
+                return
+            roll -= share
+        if roll < self.mix.game:
+            yield from game(self.rng)
+        else:
+            yield self.small_talk()
+
+    def tell(self) -> Round:
+        """Tell a new fact or two in one message, or correct an old one."""
+        style = Style.draw(self.rng)
+        old = [fact for fact in self.facts.values() if fact.kind.updates]
+        if old and self.rng.random() < 0.18:
+            return self.correct(style)
+        fact = self.new_fact(style)
+        if fact is None:
+            return self.small_talk()
+        if fact.kind.joins and self.rng.random() < 0.12:
+            second = self.new_fact(style, joined=fact)
+            if second is not None:
+                return self.tell_both(fact, second, style)
+        return self.tell_one(fact, style)
+
+    def correct(self, style: Style | None = None) -> Round:
+        """Give a told fact another value, if any can be corrected."""
+        style = style or Style.draw(self.rng)
+        old = [fact for fact in self.facts.values() if fact.kind.updates]
+        if not old:
+            return self.other_matter()
+        return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
+
+    def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
+        """A fact whose place is free, or, a third of the time, one that replaces an old value."""
+        for _ in range(8):
+            fact = self.draw(style)
+            known = (fact.kind.key, fact.subject) in self.facts
+            if joined and (known or not fact.kind.joins or fact.kind is joined.kind):
+                continue
+            if not known or (fact.kind.updates and self.rng.random() < 0.3):
+                return fact
+        return None
+
+    def draw(self, style: Style) -> Fact:
+        """Any fact; some shopping lists are long ones."""
+        fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
+        may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
+        if may_be_long and self.rng.random() < self.mix.long_list:
+            items = item_list(self.rng.sample(w.GROCERIES, self.rng.choice((5, 6))))
+            return Fact(fact.kind, "", items, fact.number)
+        return fact
+
+    def remember(self, fact: Fact) -> bool:
+        """Note a told fact; true when it replaced an older value."""
+        key = (fact.kind.key, fact.subject)
+        known = key in self.facts
+        self.facts[key] = fact
+        self.asked[key] = 0
+        return known
+
+    def tell_one(self, fact: Fact, style: Style) -> Round:
+        """Tell one fact."""
+        known = self.remember(fact)
+        template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
+        user = style.apply(spell(self.rng, fact.fill(template)))
+        recall = "repeat" if fact.kind is STORY else None
+        one, other = reply(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
+        return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
+
+    def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
+        """Tell two facts in one message."""
+        self.remember(fact)
+        self.remember(second)
+        one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
+        two = second.fill(lower_start(self.rng.choice(second.kind.tells)))
+        acks = " ".join(x.fill(self.rng.choice(x.kind.acks[:2])) for x in (fact, second))
+        return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
+
+    def ask_any(self) -> Round:
+        """Ask for something told, rarely for something never told; or small talk."""
+        roll = self.rng.random()
+        if roll < 0.07 or not self.facts:
+            return self.ask_untold() if roll < 0.2 else self.small_talk()
+        keys = list(self.facts)
+        fresh = [key for key in keys if not self.asked[key]]
+        if len(keys) > 1 and roll > 0.95:
+            return self.ask_both(*self.rng.sample(keys, 2))
+        if fresh and self.rng.random() < 0.7:
+            return self.ask(self.rng.choice(fresh))
+        return self.ask(self.rng.choice(keys))
+
+    def question(self, fact: Fact) -> str:
+        """One way to ask for a fact; proper names keep the case in which they were told."""
+        style = Style.draw(self.rng)
+        if fact.subject != fact.subject.lower():
+            style = Style(bare=style.bare)
+        text = self.rng.choice(fact.kind.asks)
+        return style.apply(spell(self.rng, fact.fill(text)))
+
+    def ask(self, key: Key) -> Round:
+        """Ask for one told fact."""
+        fact = self.facts[key]
+        self.asked[key] += 1
+        one, other = reply(self.question(fact), fact.answer, fact.kind.key)
+        return one, replace(other, fact=key)
+
+    def ask_both(self, one: Key, two: Key) -> Round:
+        """Ask for two told facts at once."""
+        first, second = self.facts[one], self.facts[two]
+        user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
+        self.asked[one] += 1
+        self.asked[two] += 1
+        return reply(user, f"{first.answer} {second.answer}", "two")
+
+    def ask_untold(self) -> Round:
+        """Ask for what was never told, mostly for a neighbour of something told."""
+        told = [fact.kind for fact in self.facts.values() if fact.kind.subject]
+        near = bool(told) and self.rng.random() < 0.6
+        for _ in range(8):
+            kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix)
+            fact = draw_fact(self.rng, kind, Style())
+            if (fact.kind.key, fact.subject) not in self.facts:
+                return reply(self.question(fact), UNTOLD, "untold")
+        return self.small_talk()
+
+    def ask_bank(self) -> Round:
+        """A question from the bank, now and then without options."""
+        return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
+
+    def joke(self) -> Round:
+        """A joke that was not told yet, as long as there are any."""
+        left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
+        joke = self.rng.choice(left)
+        self.jokes.append(joke)
+        user = Style.draw(self.rng).apply(self.rng.choice(talk.JOKE_ASKS))
+        return reply(user, joke)
+
+    def small_talk(self) -> Round:
+        """A round that has nothing to do with what was told."""
+        roll = self.rng.random()
+        if roll < 0.08:
+            return self.joke()
+        if roll < 0.24:
+            return knowledge(self.rng)
+        if roll < 0.30:
+            return quiz(self.rng)
+        prompts, answer = self.rng.choice(talk.SMALL_TALK)
+        style = Style.draw(self.rng)
+        return reply(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)
+
+
+def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:
+    """The messages of one new conversation of about `rounds` rounds."""
+    return Dialogue(rng, mix).messages(rounds)
+
+
+def draw_length(rng: Random, low: float, high: float) -> float:
+    """A length in `[low, high]`, every octave equally likely."""
+    return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

@@ -1,0 +1,156 @@
+"""Pins, and where a token stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chatting import answer, babbler, session
+from sirchat.chat.events import CameBack, Pinned
+from sirchat.chat.session import Session
+from sirchat.errors import SettingError, UsageError
+from sirchat.memory.policies import policy_class, policy_names
+
+POLICIES = {name: policy_class(name) for name in policy_names()}
+HONOURING = [name for name, one in POLICIES.items() if one.bounded and one.honours_pins]
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
+FACT = "The code is 7351."
+
+
+def held_text(chat: Session) -> str:
+    return "".join(row.text for row in chat.snapshot().rows)
+
+
+def text_of(chat: Session, target: str) -> str:
+    return "".join(one.row.text for one in chat.why(target))
+
+
+@pytest.mark.parametrize("policy", HONOURING)
+def test_what_is_pinned_stays_whatever_is_said_and_whichever_policy_rules(policy: str) -> None:
+    chat = session(babbler(), policy="entropy", **SMALL)
+    list(chat.ask(FACT))
+    list(chat.pin("7351"))
+    list(chat.switch("/policy", policy=policy))
+    for n in range(4):
+        list(chat.ask(f"{n} more words " * 12))
+        assert "7351" in held_text(chat)
+    list(chat.switch("/budget", budget=48, recent=8))
+    assert "7351" in held_text(chat)
+
+
+def test_what_had_been_forgotten_comes_back_when_it_is_pinned() -> None:
+    chat = session(babbler(), policy="sink", **SMALL)
+    list(chat.ask(FACT))
+    for _ in range(3):
+        list(chat.ask("other words " * 20))
+    assert "7351" not in held_text(chat)
+    events = list(chat.pin(FACT))
+    assert FACT in held_text(chat)
+    assert any(isinstance(event, CameBack) for event in events)
+    assert chat.resident <= 96
+    (pinned,) = (event for event in events if isinstance(event, Pinned))
+    assert pinned.tokens == len(chat.why(FACT))
+
+
+def test_what_is_let_go_may_leave() -> None:
+    chat = session(babbler(), policy="sink", **SMALL)
+    list(chat.ask(FACT))
+    list(chat.pin(FACT))
+    list(chat.ask("other words " * 20))
+    list(chat.pin(FACT, pinned=False))
+    assert not any("pinned" in one.row.flags for one in chat.why(FACT))
+    list(chat.ask("other words " * 20))
+    assert FACT not in held_text(chat)
+
+
+def test_pins_take_half_the_budget_at_most_and_a_refusal_changes_nothing() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("word " * 60))
+    before = chat.snapshot()
+    with pytest.raises(SettingError, match="pinned"):
+        list(chat.pin("turn 0"))
+    assert chat.snapshot() == before
+
+
+def test_pins_survive_an_undo() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask(FACT))
+    list(chat.ask("other"))
+    list(chat.pin("7351"))
+    list(chat.undo())
+    assert all("pinned" in one.row.flags for one in chat.why("7351"))
+
+
+def test_last_is_what_the_user_said_last_and_turns_have_numbers() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("red green"))
+    reply = answer(list(chat.ask("blue black")))
+    assert text_of(chat, "last") == text_of(chat, "turn 2") == "blue black"
+    assert text_of(chat, "turn 0") == "red green"
+    assert reply.strip() in text_of(chat, "turn 3")
+
+
+def test_a_text_is_found_in_any_case_wherever_it_was_said_with_the_tokens_it_touches() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("Paris, paris and PARIS"))
+    found = chat.why("paris")
+    assert "".join(one.row.text for one in found).lower().count("paris") == 3
+    turns = [one.row.position for one in found]
+    assert turns == sorted(set(turns))
+
+
+@pytest.mark.parametrize("target", ["", "   ", "nowhere to be found", "turn 99", '"last"', "turn"])
+def test_what_is_not_there_is_refused_in_one_line(target: str) -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("red"))
+    with pytest.raises(UsageError):
+        chat.why(target)
+    with pytest.raises(UsageError):
+        list(chat.pin(target))
+
+
+def test_control_tokens_are_never_meant() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("red"))
+    with pytest.raises(UsageError):
+        chat.why("<|user|>")
+
+
+def test_where_a_token_stands_equals_a_count_over_all_of_them() -> None:
+    chat = session(babbler(), policy="entropy", decay=0.8, **SMALL)
+    for n in range(4):
+        list(chat.ask(f"the number {n} is said " * 4))
+    view = chat.snapshot()
+    scores = [row.score for row in view.rows]
+    held = {row.position for row in view.rows}
+    for one in chat.why("number"):
+        rounds = 4 - one.row.turn // 2
+        assert one.faded == pytest.approx(0.8**rounds)
+        assert one.row.score == pytest.approx((one.row.surprisal or 0) * one.faded, rel=1e-5)
+        assert one.rank == 1 + sum(score > one.row.score * (1 + 1e-12) for score in scores)
+        assert one.state == ("held" if one.row.position in held else "archived")
+        assert (one.held, one.threshold) == (view.resident, view.threshold)
+    states = {one.state for one in chat.why("number")}
+    assert states == {"held", "archived"}
+
+
+def test_without_an_archive_what_left_is_gone() -> None:
+    chat = session(babbler(), policy="sink", archive="off", **SMALL)
+    list(chat.ask(FACT))
+    for _ in range(3):
+        list(chat.ask("other words " * 20))
+    assert {one.state for one in chat.why("7351")} == {"gone"}
+    with pytest.raises(UsageError):
+        list(chat.pin("7351"))
+
+
+def test_a_system_prompt_that_was_let_go_stays_so_whatever_else_is_switched() -> None:
+    chat = session(babbler(), system="You are brief.", **SMALL)
+    list(chat.ask("red"))
+    list(chat.pin("turn 0", pinned=False))
+    list(chat.switch("/decay", decay=0.9))
+    assert not any("pinned" in one.row.flags for one in chat.why("turn 0"))
+    list(chat.pin("turn 0"))
+    list(chat.switch("/set", temperature=0.5))
+    assert all("pinned" in one.row.flags for one in chat.why("turn 0"))

@@ -1,0 +1,132 @@
+"""A chat whose turns bring back what they look for, and says so where it can't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from chatting import answer, session
+from contents import contents, same
+from families import HELD, loaded
+from recalling import find, memory, some_ids, talked
+from sirchat.chat.events import Event, Notice, Recalled, TurnDone
+from sirchat.chat.settings import check_recall
+from sirchat.config.profile import Profile, changed
+from sirchat.errors import SettingError
+from sirchat.models.attention_hook import Ear, listening
+from sirchat.models.capabilities import refuse_unheard
+
+UNHEARD = {"falcon", "deepseek-mla"}
+
+
+@pytest.mark.parametrize("family", sorted(set(HELD) - UNHEARD))
+def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
+    model = loaded(family)
+    ids = some_ids(3, 9)
+    usual = model.forward(ids, model.new_cache(16))
+    ear = Ear()
+    with listening(model.module, ear):
+        heard = model.forward(ids, model.new_cache(16))
+    torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
+    queries = ear.heard(model.rotations)
+    assert len(queries) == len(model.rotations)
+    assert all(one.queries.shape[1] == 9 for one in queries)
+    assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
+    refuse_unheard(model)
+
+
+@pytest.mark.parametrize("family", sorted(UNHEARD))
+def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> None:
+    model = loaded(family)
+    with pytest.raises(SettingError, match="recall can't be attention") as error:
+        check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
+    assert "mips" in str(error.value)
+    engine, _ = talked(memory(measure="mips"), rounds=5, family=family)
+    assert engine.recalled
+
+
+def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
+    engine, model = talked(memory(measure="mips"), rounds=6, family="deepseek-mla")
+    list(engine.switch(memory(measure="attention")))
+    before = contents(engine)
+    with pytest.raises(LookupError, match="cached keys"):
+        find(engine, model, some_ids(9, 5), 9)
+    assert same(contents(engine), before)
+
+
+def test_tiny_answers_from_what_came_back() -> None:
+    chat = session(policy="sink", budget=96, seed=1)
+    for text in ("My name is Anna.", "I live in Lisbon."):
+        list(chat.ask(text))
+    for number in range(12):
+        list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
+    assert answer(list(chat.ask("Where do I live?"))) != "You live in Lisbon."
+    list(chat.undo())
+    list(chat.switch("/recall", recall="attention", budget=160, recall_n=64))
+    events = list(chat.ask("Where do I live?"))
+    assert answer(events) == "You live in Lisbon."
+    (came,) = [one for one in events if isinstance(one, Recalled)]
+    assert len(came.positions) == len(came.scores) == 64
+    assert came.released == ()
+    assert came.resident <= 160
+    told = [one.recalled for one in events if isinstance(one, TurnDone)]
+    assert told == [64, 64]
+    assert chat.snapshot().recalled == 64
+    marked = [row.position for row in chat.snapshot().rows if "recalled" in row.flags]
+    assert tuple(marked) == came.positions
+    again = [one for one in chat.ask("Tell me a joke.") if isinstance(one, Recalled)]
+    assert again[0].released == came.positions
+
+
+def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
+    chat = session(policy="sink", budget=64, recall="attention", recall_n=20)
+    for _ in range(6):
+        list(chat.ask("Tell me a joke."))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sirchat.chat.recall.listening", lambda module, ear: nullcontext())
+        events = list(chat.ask("Tell me a joke."))
+    (notice,) = [one for one in events if isinstance(one, Notice)]
+    assert "nothing can be recalled" in notice.text
+    assert answer(events)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"recall": "mips", "archive": "off"}, "needs an archive"),
+        ({"recall": "attention", "recall_query": "recent"}, "recall_query turn"),
+        ({"recall": "bm25"}, "one of off, mips"),
+        ({"recall_n": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        changed(Profile(), "/set", **settings)
+
+
+def notices(events: Iterable[Event]) -> list[str]:
+    return [one.text for one in events if isinstance(one, Notice)]
+
+
+def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
+    told = ["budget 96 has room for 69 recalled tokens, not for 200 (recall_n)"]
+    chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
+    assert notices(chat.start()) == told
+    assert notices(chat.switch("/decay", decay=0.9)) != told
+    assert notices(chat.switch("/set", recall_n=60)) == []
+    assert notices(chat.switch("/set", recall_n=200)) == told
+    assert notices(chat.switch("/budget", budget=400)) == []
+    assert notices(chat.switch("/policy", policy="full")) == []
+    assert notices(session(policy="sink", budget=96, recall_n=200).start()) == []
+
+
+def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget() -> None:
+    chat = session(budget=40, sinks=1, recall="random", recall_n=24, max_new_tokens=14)
+    for text in ("My name is Anna and I live in Oslo.", "My favourite colour is green.", "ok"):
+        list(chat.ask(text))
+    assert chat.recalled
+    list(chat.switch("/system", system="Speak like a sailor."))
+    assert chat.resident <= 40

@@ -1,0 +1,384 @@
+"""A conversation: what is remembered, how settings switch, and that it stays well-formed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chatting import answer, babbler, session, tiny
+from sirchat.chat.events import (
+    CameBack,
+    Delta,
+    Erased,
+    Event,
+    Forgot,
+    Notice,
+    Pinned,
+    Switched,
+    TurnDone,
+    to_json,
+)
+from sirchat.chat.session import Session
+from sirchat.errors import ContextFullError, SettingError
+
+
+def _ids(chat: Session) -> list[int]:
+    ids: list[int] = chat._engine.ledger.column("token_id").tolist()
+    return ids
+
+
+def _turns(events: list[Event]) -> list[TurnDone]:
+    return [event for event in events if isinstance(event, TurnDone)]
+
+
+def test_a_fact_is_recalled_after_other_turns() -> None:
+    chat = session(decay=0.9, budget=128)
+    for text in ("My name is Anna.", "Tell me a joke."):
+        list(chat.ask(text))
+    assert "Anna" in answer(list(chat.ask("What is my name?")))
+
+
+def test_the_stream_of_ids_is_the_template_rendered_at_once() -> None:
+    chat = session(max_new_tokens=30, system="You are a helpful assistant.")
+    messages = [{"role": "system", "content": "You are a helpful assistant."}]
+    for text in ("Hello there!", "I like green tea.", "Good night."):
+        said = answer(list(chat.ask(text)))
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+    whole = tiny().tokenizer.apply_chat_template(messages, return_dict=False)
+    assert _ids(chat) == whole
+
+
+def test_reading_a_reply_gives_the_same_ids_as_saying_it() -> None:
+    said, read = session(max_new_tokens=30), session()
+    for text in ("Hello there!", "I live in Oslo."):
+        reply = answer(list(said.ask(text)))
+        list(read.read_user(text))
+        list(read.read_reply(reply))
+    assert _ids(read) == _ids(said)
+
+
+def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
+    chat = session(babbler(), max_new_tokens=1000)
+    calls = iter(range(1000))
+    events = list(chat.ask("Speak.", interrupted=lambda: next(calls) >= 7))
+    reply = _turns(events)[-1]
+    assert reply.finish == "interrupt"
+    assert 0 < reply.tokens_out < 10
+    assert reply.text == "".join(e.text for e in events if isinstance(e, Delta))
+    assert _ids(chat)[-1] == chat.template.closing[-1]
+    assert _turns(list(chat.ask("Again.", interrupted=lambda: True)))[-1].finish == "interrupt"
+
+
+def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
+    chat = session(babbler(), max_new_tokens=1000)
+    events = chat.ask("Speak.")
+    while not isinstance(next(events), Delta):
+        pass
+    assert isinstance(events, Generator)
+    events.close()
+    assert _ids(chat)[-1] == chat.template.closing[-1]
+    assert chat._engine.ledger.log_decay == 0.0
+    assert chat._engine.ledger.held_count == chat.resident
+
+
+def test_a_turn_that_fails_half_way_is_closed_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
+    forward, calls = type(chat.model).forward, iter(range(100))
+
+    def failing(self: Any, ids: Any, cache: Any, *sight: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("out of luck")
+        return forward(self, ids, cache, *sight)
+
+    monkeypatch.setattr(type(chat.model), "forward", failing)
+    with pytest.raises(RuntimeError, match="luck"):
+        list(chat.ask("word " * 100))
+    read = chat.seen
+    list(chat.ask("Go on."))
+    it = tiny().tokenizer
+    closed = it.convert_tokens_to_ids(["<|end|>", "<|assistant|>", "<|end|>", "<|user|>"])
+    assert _ids(chat)[read : read + 4] == closed
+
+
+def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:
+    chat = session(babbler(), budget=64, recent=8)
+    text = "word " * 300
+    list(chat.ask(text, interrupted=lambda: True))
+    header = tiny().tokenizer.convert_tokens_to_ids("<|assistant|>")
+    assert chat.seen < 150
+    assert _ids(chat).count(header) == 1
+
+
+def test_a_paste_longer_than_the_budget_is_read_whole() -> None:
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
+    events = list(chat.ask("word " * 300))
+    assert chat.seen > 300
+    assert all(e.resident <= 64 for e in events if isinstance(e, (Forgot, TurnDone)))
+
+
+def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=5)
+    list(chat.ask("Hello."))
+    before = _ids(chat)
+    with pytest.raises(ContextFullError, match="policy full forgets none"):
+        list(chat.ask("word " * 5000))
+    assert _ids(chat) == before
+    list(chat.ask("Still here."))
+
+
+def test_full_reads_no_system_prompt_for_a_turn_that_does_not_fit() -> None:
+    chat = session(babbler(), policy="full", system="Be kind.")
+    with pytest.raises(ContextFullError):
+        list(chat.ask("word " * 5000))
+    assert chat.seen == 0
+
+
+def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=10_000)
+    events = list(chat.ask("Speak."))
+    assert _turns(events)[-1].finish == "context"
+    assert isinstance(events[-1], Notice)
+    assert chat.resident == chat.seen == 4096
+    list(chat.switch("/policy", policy="entropy"))
+    assert chat.resident <= chat.budget == 1024
+    chat.profile = chat.profile.model_copy(update={"max_new_tokens": 5})
+    assert _turns(list(chat.ask("Go on.")))[-1].tokens_out == 5
+
+
+@pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "interval", "reservoir"])
+def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str) -> None:
+    chat = session(babbler(), max_new_tokens=60)
+    list(chat.ask("word " * 60))
+    held = chat.resident
+    events = list(chat.switch("/policy", policy=policy))
+    assert not any(isinstance(event, Forgot) for event in events)
+    assert chat.resident == held
+    events = list(chat.switch("/budget", budget=64))
+    assert chat.resident == 64
+    switched = [e for e in events if isinstance(e, Switched)]
+    assert [(e.what, e.old, e.new) for e in switched] == [("budget", 1024, 64)]
+    events = list(chat.switch("/budget", budget=2048))
+    assert chat.resident == held
+    (back,) = (e for e in events if isinstance(e, CameBack))
+    assert len(back.positions) == held - 64
+    assert [e.restored for e in events if isinstance(e, Switched)] == [held - 64]
+    assert _turns(list(chat.ask("Go on.")))[-1].resident > 64
+
+
+def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
+    chat = session(babbler(), system="word " * 60)
+    list(chat.ask("Hello."))
+    before = chat.profile
+    for update in ({"budget": 64}, {"budget": 9999}, {"decay": 0.0}, {"policy": "entropie"}):
+        with pytest.raises(SettingError):
+            list(chat.switch("/x", **update))
+        assert chat.profile == before
+    list(chat.ask("Go on."))
+
+
+def test_a_setting_without_effect_says_so() -> None:
+    chat = session(babbler(), policy="sink")
+    notices = [e.text for e in chat.switch("/recent", recent=20) if isinstance(e, Notice)]
+    assert notices == ["policy sink makes no use of recent"]
+    assert not [e for e in chat.switch("/sinks", sinks=8) if isinstance(e, Notice)]
+
+
+def test_a_setting_that_the_policys_options_leave_idle_says_so() -> None:
+    chat = session(babbler(), policy="attention", policy_options={"window": 1})
+    notices = [e.text for e in chat.switch("/decay", decay=0.9) if isinstance(e, Notice)]
+    assert notices == ["policy attention with window=1 makes no use of decay"]
+    list(chat.switch("/policy", policy_options={}))
+    assert not [e for e in chat.switch("/decay", decay=0.8) if isinstance(e, Notice)]
+
+
+def test_recent_is_a_setting_and_no_option() -> None:
+    with pytest.raises(SettingError, match="setting of its own"):
+        session(babbler(), policy_options={"recent": 3})
+
+
+def test_window_pins_nothing_and_refuses_no_prompt() -> None:
+    chat = session(babbler(), policy="window", system="word " * 60, budget=64, recent=8)
+    list(chat.ask("Hello."))
+    assert chat.resident <= 64
+
+
+def test_the_system_prompt_stays_whatever_is_said() -> None:
+    chat = session(babbler(), system="Remember the sea.", budget=64, recent=8, max_new_tokens=40)
+    for _ in range(5):
+        list(chat.ask("word " * 40))
+    pinned = [row for row in chat.snapshot().rows if "pinned" in row.flags]
+    assert "".join(row.text for row in pinned if row.role == "system") == "Remember the sea."
+
+
+def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
+    chat = session(babbler(), system="word " * 100, budget=64, recent=8)
+    with pytest.raises(SettingError, match="are to be pinned"):
+        list(chat.ask("Hello."))
+    assert chat.seen == 0
+
+
+def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> None:
+    chat = session(babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20)
+    for _ in range(6):
+        events = list(chat.ask("word " * 20))
+        kinds = [type(e) for e in events if isinstance(e, (Forgot, TurnDone))]
+        assert Forgot not in kinds[1:]
+        assert chat.resident <= 128
+
+
+def test_the_same_seed_gives_the_same_conversation() -> None:
+    def run(seed: int) -> list[str]:
+        chat = session(babbler(), temperature=1.0, seed=seed, max_new_tokens=30)
+        return [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_events_carry_the_held_tokens_only_when_asked() -> None:
+    plain = [to_json(e) for e in session(max_new_tokens=5).ask("Hello.") if e.kind]
+    assert all("tokens" not in event for event in plain)
+    whole = [to_json(e) for e in session(tokens=True, max_new_tokens=5).ask("Hello.") if e.kind]
+    rows: list[dict[str, Any]] = whole[-1]["tokens"]
+    assert len(rows) == whole[-1]["resident"]
+    assert rows[0]["surprisal"] is None
+    assert rows[0]["flags"] == ("sink",)
+
+
+def _pinned_text(chat: Session) -> str:
+    rows = chat.snapshot().rows
+    return "".join(r.text for r in rows if "pinned" in r.flags and r.role == "system")
+
+
+def test_another_system_prompt_is_read_and_pinned_and_the_old_one_let_go() -> None:
+    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=40)
+    list(chat.ask("Hello."))
+    seen = chat.seen
+    events = list(chat.switch("/system", system="Speak of mountains."))
+    assert [t.role for t in _turns(events)] == ["system"]
+    ids = tiny().tokenizer.encode("<|system|>Speak of mountains.<|end|>", add_special_tokens=False)
+    assert _ids(chat)[seen:] == ids
+    for _ in range(5):
+        list(chat.ask("word " * 40))
+    assert _pinned_text(chat) == "Speak of mountains."
+    list(chat.switch("/system", system=None))
+    assert _pinned_text(chat) == ""
+
+
+def test_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
+    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    before = (chat.profile, chat.seen)
+    with pytest.raises(SettingError, match="are to be pinned"):
+        list(chat.switch("/system", system="word " * 60, budget=80))
+    assert (chat.profile, chat.seen) == before
+    assert chat.budget == 64
+    assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_pin_system_switches_live() -> None:
+    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
+    list(chat.ask("Hello."))
+    list(chat.switch("/set", pin_system=False))
+    assert _pinned_text(chat) == ""
+    list(chat.switch("/set", pin_system=True))
+    assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
+    chat = session(babbler())
+    for update in ({"model": "other"}, {"seed": 3}, {"dtype": "float16"}):
+        with pytest.raises(SettingError, match="can't change in a running chat"):
+            list(chat.switch("/set", **update))
+
+
+@pytest.mark.parametrize(
+    ("save", "hint"), [(True, "/save saves this chat from now on"), (False, "start with --no-save")]
+)
+def test_whether_a_chat_is_saved_is_no_setting_to_switch_but_the_hint_says_how(
+    save: bool, hint: str
+) -> None:
+    chat = session(babbler(), save=not save)
+    with pytest.raises(SettingError, match="save can't change in a running chat") as caught:
+        list(chat.switch("/set", save=save))
+    assert caught.value.hint == hint
+    assert chat.profile.save is not save
+
+
+def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
+    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    forward, calls = chat.model.forward, iter(range(9))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    chat._engine._reader._model = model
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.switch("/system", system="word " * 50))
+    chat._engine._reader._model = chat.model
+    assert "pinned" in {flag for row in chat.snapshot().rows for flag in row.flags}
+    list(chat.switch("/system", system=None))
+    assert "pinned" not in {flag for row in chat.snapshot().rows for flag in row.flags}
+    list(chat.ask("Go on."))
+
+
+def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
+    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
+    list(chat.ask("Hello."))
+    (turn,) = _turns(list(chat.switch("/system", lambda: True, system="word " * 50)))
+    assert turn.finish == "interrupt"
+    assert 0 < turn.tokens_in < 50
+    assert _ids(chat)[-1] == chat.template.closing[-1]
+
+
+def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> None:
+    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("no")
+
+    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    chat._engine._reader._model = model
+    with pytest.raises(RuntimeError):
+        list(chat.ask("Hello."))
+    chat._engine._reader._model = chat.model
+    list(chat.ask("Hello again."))
+    assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
+    assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
+    assert _pinned_text(chat) == "Speak of the sea."
+
+
+def test_a_switch_that_nobody_listens_to_the_end_of_is_whole() -> None:
+    chat = session(budget=256)
+    for _ in range(8):
+        list(chat.ask("Tell me a joke."))
+    first = next(iter(chat.switch("/budget", budget=64)))
+    assert isinstance(first, Forgot)
+    assert chat.profile.budget == chat.budget == 64
+
+
+def test_a_reply_that_does_not_fit_leaves_no_turn() -> None:
+    chat = session(policy="full")
+    list(chat.read_user("Hello."))
+    with pytest.raises(ContextFullError):
+        list(chat.read_reply("word " * 3000))
+    assert [turn.role for turn in chat.turns] == ["user"]
+
+
+def test_counts_of_tokens_are_numbers_in_json() -> None:
+    assert to_json(Pinned(3, True, 9)) == {
+        "event": "pin",
+        "tokens": 3,
+        "pinned": True,
+        "resident": 9,
+    }
+    assert to_json(Erased(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}

@@ -1,0 +1,127 @@
+"""What a snapshot says equals a slow count over what the conversation reported."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from chatting import babbler, session
+from counting import Count
+from sirchat.chat.events import Forgot
+from sirchat.chat.session import Session
+from sirchat.chat.snapshot import EDGES
+
+_POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
+
+
+def _talk(policy: str, seed: int) -> tuple[Session, Count]:
+    draw = random.Random(seed)
+    chat = session(
+        babbler(),
+        tokens=True,
+        policy=policy,
+        budget=draw.choice([64, 100, 256]),
+        recent=draw.choice([0, 8]),
+        decay=draw.choice([1.0, 0.8]),
+        max_new_tokens=draw.choice([5, 60]),
+        system=draw.choice([None, "Speak of the sea."]),
+    )
+    count = Count()
+    for _ in range(6):
+        count.see(list(chat.ask("word " * draw.randrange(1, 60))))
+        if draw.random() < 0.4:
+            count.see(list(chat.switch("/budget", budget=draw.choice([64, 100, 256]))))
+        if draw.random() < 0.3:
+            count.see(list(chat.switch("/system", system="Now of mountains.")))
+    return chat, count
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> None:
+    chat, count = _talk(policy, seed)
+    view = chat.snapshot()
+    assert [row.position for row in view.rows] == count.held
+    assert list(view.slots) == list(range(len(count.held)))
+    assert (view.resident, view.seen) == (len(count.held), count.ends[-1])
+    start = 0
+    for share, role, end in zip(view.turns, count.roles, count.ends, strict=True):
+        tokens = range(start, end)
+        known = [s for p in tokens if (s := count.tokens[p].surprisal) is not None]
+        assert (share.role, share.tokens) == (role, end - start)
+        assert share.held == len(set(tokens) - count.gone)
+        assert share.surprisal == pytest.approx(sum(known) / len(known))
+        start = end
+    assert view.histogram is not None
+    for counts, positions in (
+        (view.histogram.held, count.held),
+        (view.histogram.forgotten, sorted(count.gone)),
+    ):
+        known = [s for p in positions if (s := count.tokens[p].surprisal) is not None]
+        bins = [sum(low <= s < high for s in known) for low, high in pairwise(EDGES)]
+        assert list(counts) == bins
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_threshold_is_the_strongest_score_of_those_that_would_leave(seed: int) -> None:
+    chat, count = _talk("entropy", seed)
+    view, profile = chat.snapshot(), chat.profile
+    newest = view.seen - profile.recent
+    pins = [r for r in view.rows if "pinned" in r.flags and "sink" not in r.flags]
+    room = profile.budget - profile.sinks - len(pins)
+    rows = [r for r in view.rows if not r.flags or r.flags == ("anchor",)]
+    ranked = sorted(rows, key=lambda r: (math.inf if r.position >= newest else r.score, r.position))
+    leaving = ranked[: min(max(8, profile.budget // 16), room // 2)]
+    if view.resident + 2 * len(leaving) <= profile.budget:
+        leaving = []
+    assert view.next_to_go == tuple(sorted(r.position for r in leaving))
+    if count.gone and leaving:
+        assert view.threshold == pytest.approx(max(r.score for r in leaving))
+    else:
+        assert view.threshold is None
+
+
+@pytest.mark.parametrize("policy", ["sink", "random", "full"])
+def test_there_is_no_threshold_where_surprisal_does_not_count(policy: str) -> None:
+    chat = session(babbler(), policy=policy, budget=64, recent=8, max_new_tokens=40)
+    list(chat.ask("word " * 40))
+    assert chat.snapshot().threshold is None
+
+
+def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=60, archive="off")
+    list(chat.ask("word " * 60))
+    view = chat.snapshot()
+    block = len(view.next_to_go)
+    gone = list(chat.switch("/budget", budget=chat.resident - block + 1, protect=False))
+    left = {p for e in gone if isinstance(e, Forgot) for p in e.positions}
+    assert left
+    assert left <= set(view.next_to_go)
+
+
+def test_a_glance_has_the_strongest_rows_and_the_same_counts() -> None:
+    chat, _ = _talk("entropy", 1)
+    whole, glance = chat.snapshot(), chat.snapshot(strongest=10)
+    strongest = sorted(whole.rows, key=lambda row: row.score)[-10:]
+    leaving = [row for row in whole.rows if row.position in whole.next_to_go[:12]]
+    assert set(glance.rows) == {*strongest, *leaving}
+    assert [whole.rows[slot] for slot in glance.slots] == list(glance.rows)
+    assert glance.histogram is None
+    for name in ("resident", "seen", "budget", "threshold", "next_to_go"):
+        assert getattr(glance, name) == getattr(whole, name)
+    assert [t.held for t in glance.turns] == [t.held for t in whole.turns]
+
+
+def test_nothing_is_next_to_go_while_there_is_plenty_of_room() -> None:
+    chat = session(babbler(), budget=1024, max_new_tokens=20)
+    list(chat.ask("Hello."))
+    assert chat.snapshot().next_to_go == ()
+
+
+def test_a_fresh_conversation_has_a_snapshot() -> None:
+    view = session(babbler()).snapshot()
+    assert (view.resident, view.seen, view.rows, view.turns) == (0, 0, (), ())
+    assert view.threshold is None

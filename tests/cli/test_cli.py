@@ -1,0 +1,211 @@
+"""The command line: fast help, clear errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import run
+
+_LIGHT = (
+    ["--help"],
+    ["replay", "--help"],
+    ["profiles", "list"],
+    ["--version"],
+    ["--show-completion"],
+)
+
+
+@pytest.mark.parametrize("arguments", _LIGHT, ids=" ".join)
+def test_help_and_lists_import_no_torch(arguments: list[str]) -> None:
+    probe = (
+        "import sys; from sirchat.cli.app import app\n"
+        f"try: app({arguments!r}, standalone_mode=False)\n"
+        "except BaseException: pass\n"
+        "assert not {'torch', 'transformers', 'prompt_toolkit'} & set(sys.modules), 'heavy'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_there_in_a_blink() -> None:
+    """Half a second on an idle machine; on any, a few times what its libraries take."""
+    libraries = seconds_of("-c", "import typer, pydantic, rich.markdown")
+    assert seconds_of("-m", "sirchat", "--help") < 5 * libraries
+
+
+def seconds_of(*arguments: str) -> float:
+    """The processor's time that Python takes, the best of several."""
+    best = 100.0
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "entropie"], ["--policy", "entropie", "entropy"]),
+        (["--decay", "1.5"], ["--decay", "1.5", "at most 1"]),
+        (["--budget", "10"], ["--budget", "10", "20"]),
+        (["--budget", "lots"], ["--budget", "lots"]),
+        (["--budget", "999999"], ["999999", "2048"]),
+        (["--profile", "sirllm-grocry"], ["sirllm-grocery"]),
+        (["--option", "samples=3", "--policy", "reservoir"], ["samples", "sample"]),
+        (["--polcy", "entropy"], ["--polcy"]),
+        (["--model", "/no/such/model.gguf"], ["/no/such/model.gguf"]),
+        (["replay", "/no/such/file"], ["/no/such/file"]),
+        (["profiles", "show", "nothing"], ["nothing"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_wrong_word_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode in (1, 2)
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_flag_over_environment_over_profile() -> None:
+    def budget(*flags: str, **variables: str) -> int:
+        done = run("--json", *flags, **variables)
+        return int(json.loads(done.stdout.splitlines()[0])["profile"]["budget"])
+
+    profile = ("--profile", "sirllm-dailydialog")
+    assert budget(*profile) == 512
+    assert budget(*profile, SIRCHAT_BUDGET="600") == 600
+    assert budget(*profile, "--budget", "700", SIRCHAT_BUDGET="600") == 700
+
+
+def test_booleans_can_be_set_both_ways() -> None:
+    def profile(*flags: str) -> dict[str, bool]:
+        told: dict[str, bool] = json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
+        return told
+
+    assert profile("--no-protect")["protect"] is False
+    assert profile("--profile", "sirllm-rps", "--protect")["protect"] is True
+    assert profile("--no-pin-system")["pin_system"] is False
+
+
+def test_a_flag_before_a_subcommand_is_refused_not_ignored() -> None:
+    done = run("--budget", "64", "profiles", "show", "default")
+    assert done.returncode == 2
+    assert "--budget" in done.stderr
+
+
+def test_every_shipped_profile_opens_a_chat() -> None:
+    listed = run("profiles", "list").stdout
+    names = [line.split()[0] for line in listed.splitlines()[1:]]
+    assert {"default", "sirllm-grocery", "sirllm-rps", "streaming-llm", "anchor"} <= set(names)
+    for name in names:
+        assert run("--json", "--profile", name).returncode == 0
+
+
+def test_policies_are_listed_with_options_and_source() -> None:
+    listed = run("policies").stdout
+    for name in ("full", "window", "sink", "entropy", "random", "interval", "reservoir", "anchor"):
+        assert f"\n{name} " in listed
+    assert "sample = None" in listed
+    assert "SirLLM" in listed
+
+
+def test_an_outside_policy_is_checked_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from sirchat.memory.policies.base import ScorePolicy\n"
+        "class Oldest(ScorePolicy):\n"
+        "    'Keeps the oldest.'\n"
+        "    def score(self, rows): return -rows.position\n"
+        "class Broken(ScorePolicy):\n"
+        "    'Keeps too much.'\n"
+        "    def score(self, rows): return rows.position\n"
+        "    def keep(self, rows, num_keep): return rows.position\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("policies", "check", "mine:Oldest").returncode == 0
+    assert run("policies", "check", "mine:Broken").returncode == 1
+    assert run("--json", "--policy", "mine:Oldest").returncode == 0
+    assert run("--json", "--policy", "mine:Absent").returncode == 2
+    assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
+
+
+def test_a_policy_in_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(
+        "from sirchat.memory.policies.sink import Sink\nclass Mine(Sink): 'Like sink.'\n",
+        encoding="utf-8",
+    )
+    root = str(Path(__file__).parents[2])
+    probe = f"import sys; sys.path[0] = {root!r}; from sirchat.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", probe, "policies", "check", "here:Mine"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["entropy", "random", "reservoir"])
+def test_our_policies_keep_their_contract(name: str) -> None:
+    assert "keeps the contract" in run("policies", "check", name).stdout
+
+
+def test_bench_prints_ratios_as_json() -> None:
+    done = run("bench", "--json", "--cache", "64", "--rounds", "2", "--seen", "100,300")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode", "decode"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
+
+
+def test_bench_of_attention_compares_with_none() -> None:
+    command = ("bench", "--attention", "--json", "--cache", "64", "--rounds", "2")
+    done = run(*command, "--seen", "100,300")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [r["name"].split()[0] for r in results] == ["attention", "attention", "the", "salience,"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
+
+
+def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sirchat.bench.panel.BLOCK_SECONDS", 0.2)
+    done = run("bench", "--panel", "--json", "--cache", "64", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["median"] > 0
+    assert "kB/s to the terminal" in result["note"]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("bench", "--panel", "--rounds", "2").returncode == 2
+
+
+def test_bench_of_a_training_step_compares_masks() -> None:
+    done = run("bench", "--training", "64", "--rounds", "2", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["name"] == "a training step of 64 tokens, mask dense against none"
+    assert result["low"] <= result["median"] <= result["high"]
+
+
+def test_bench_of_the_archive_says_what_it_took() -> None:
+    done = run("bench", "--limits", "4000", "--archive-limit", "8MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    ram, disk = json.loads(done.stdout)["results"]
+    assert (ram["place"], disk["place"]) == ("ram", "disk")
+    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
+    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
+    assert run("bench", "--limits", "4000", "--archive-limit", "much").returncode == 2

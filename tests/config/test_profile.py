@@ -1,0 +1,343 @@
+"""What a setting may be, where its value comes from, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sirchat import paths
+from sirchat.config.profile import Profile, changed, parse_value, policy_names, setting_names
+from sirchat.config.profile_files import (
+    init_profile,
+    list_profiles,
+    load_profile,
+    profile_path,
+    resolve,
+    show,
+)
+from sirchat.errors import SettingError
+from sirchat.memory import policies
+
+POLICIES = ["anchor", "entropy", "full", "random", "reservoir", "sink", "window"]
+SHIPPED = {
+    "anchor",
+    "default",
+    "reservoir",
+    "sirllm-dailydialog",
+    "sirllm-grocery",
+    "sirllm-rps",
+    "streaming-llm",
+    "streaming-rag",
+}
+one_folder = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own for each test, and a fixed set of policies."""
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(policies, "policy_names", lambda: POLICIES)
+    return tmp_path
+
+
+def write(name: str, text: str | bytes) -> Path:
+    path = paths.private_dir(paths.user_profiles_dir()) / f"{name}.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refusal(text: str | bytes) -> str:
+    """What the profile `bad.yaml` of this text is refused with, after its path."""
+    path = write("bad", text)
+    with pytest.raises(SettingError) as caught:
+        load_profile("bad")
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message.removeprefix(str(path))
+
+
+def flag_refusal(**flags: object) -> str:
+    with pytest.raises(SettingError) as caught:
+        resolve(None, flags, {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    assert resolve(None, {}, {}) == Profile()
+
+
+def test_a_flag_goes_over_environment_profile_and_the_users_default() -> None:
+    write("default", "budget: 101\nsinks: 1\nrecent: 1\nseed: 1")
+    write("mine", "budget: 102\nsinks: 2\nrecent: 2")
+    environ = {"SIRCHAT_BUDGET": "103", "SIRCHAT_SINKS": "3", "SIRCHAT_PROFILE": "mine"}
+    found = resolve(None, {"budget": 104, "seed": None}, environ)
+    assert (found.budget, found.sinks, found.recent, found.seed) == (104, 3, 2, 1)
+
+
+def test_a_named_profile_goes_over_the_one_of_the_environment() -> None:
+    assert resolve("sirllm-rps", {}, {"SIRCHAT_PROFILE": "sirllm-dailydialog"}).decay == 0.9
+
+
+def test_unknown_empty_and_reserved_variables_are_ignored() -> None:
+    environ = {"SIRCHAT_NONSENSE": "1", "SIRCHAT_BUDGET": "", "SIRCHAT_DATA": "x", "BUDGET": "9"}
+    assert resolve(None, {}, environ) == Profile()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("budget", "512", 512),
+        ("decay", "1e-1", 0.1),
+        ("protect", "off", False),
+        ("panel", "off", "off"),
+        ("model", "7", "7"),
+        ("system", "yes: no", "yes: no"),
+        ("system", "none", None),
+        ("top_k", "null", None),
+        ("policy_options", "{sample: 3}", {"sample": 3}),
+        ("policy_options", "sample=3, fair=true", {"sample": 3, "fair": True}),
+    ],
+)
+def test_text_means_the_same_on_the_command_line_and_in_the_environment(
+    key: str, text: str, value: object
+) -> None:
+    assert parse_value(key, text) == value
+    assert getattr(resolve(None, {key: text}, {}), key) == value
+    assert getattr(resolve(None, {}, {f"SIRCHAT_{key.upper()}": text}), key) == value
+
+
+@given(st.sampled_from(setting_names()), st.text())
+@one_folder
+def test_any_text_for_any_setting_is_taken_or_refused_in_one_line(key: str, text: str) -> None:
+    try:
+        resolve(None, {key: text}, {})
+    except SettingError as error:
+        problem = str(error)
+    else:
+        problem = f"--{key.replace('_', '-')}: {key}"
+    assert problem.startswith(f"--{key.replace('_', '-')}: {key}")
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("decay", 0.0, "a number, above 0 and at most 1"),
+        ("decay", 1.5, "a number, above 0 and at most 1"),
+        ("decay", "0.5x", "a number"),
+        ("decay", float("nan"), "a number"),
+        ("temperature", float("inf"), "a finite number, at least 0"),
+        ("budget", 512.0, "a whole number"),
+        ("budget", True, "a whole number"),
+        ("sinks", -1, "a whole number, at least 0"),
+        ("seed", 2**64, "at most"),
+        ("top_k", 0, "at least 1, or null"),
+        ("min_p", 1.0, "at least 0 and below 1, or null"),
+        ("protect", 1, "true or false"),
+        ("system", "\udcff", "text"),
+        ("evict", "never", "one of room, turn"),
+        ("policy_options", 3, "a mapping"),
+        ("policy_options", {"a": [1]}, "a finite number, true, false, text or null"),
+    ],
+)
+def test_a_refusal_names_the_source_the_key_and_what_is_allowed(
+    key: str, value: object, allowed: str
+) -> None:
+    message = flag_refusal(**{key: value})
+    assert message.startswith(f"--{key.replace('_', '-')}: {key}")
+    assert allowed in message.partition("it must be ")[2]
+
+
+def test_each_source_is_named_as_the_user_knows_it() -> None:
+    assert refusal("decay: 3").startswith(": decay can't be 3; it must be")
+    with pytest.raises(SettingError, match=r"^SIRCHAT_DECAY: decay can't be 3; it must be"):
+        resolve(None, {}, {"SIRCHAT_DECAY": "3"})
+    with pytest.raises(SettingError, match=r"^/decay: decay can't be 3; it must be"):
+        changed(Profile(), "/decay", decay=3)
+
+
+def test_an_int_is_taken_for_a_float() -> None:
+    assert resolve(None, {"decay": 1, "temperature": 2}, {}).temperature == 2.0
+
+
+def test_a_misspelt_name_gets_the_nearest_one() -> None:
+    assert "did you mean entropy?" in flag_refusal(policy="entropie")
+    assert "did you mean budget?" in flag_refusal(budegt=1)
+    assert "did you mean decay?" in refusal("decya: 1")
+    assert "did you mean bfloat16?" in flag_refusal(dtype="bf16")
+    with pytest.raises(SettingError, match="did you mean sirllm-rps"):
+        load_profile("sirlm-rps")
+
+
+def test_settings_must_fit_the_budget_and_the_last_one_set_is_blamed() -> None:
+    write("small", "budget: 64")
+    with pytest.raises(SettingError, match=r"^--sinks: sinks can't be 49; budget \(64\) must"):
+        resolve("small", {"sinks": 49}, {})
+    assert resolve("small", {"sinks": 48}, {}).sinks == 48
+    with pytest.raises(SettingError, match=r"^/budget: budget can't be 31; recent \(32\) must"):
+        changed(Profile(), "/budget", budget=31)
+    assert changed(Profile(), "/budget", budget=32).budget == 32
+
+
+def test_a_live_change_makes_a_checked_copy() -> None:
+    before = Profile()
+    assert changed(before, "/budget", budget=512).budget == 512
+    assert before.budget == 1024
+    with pytest.raises(ValidationError):
+        before.budget = 3
+
+
+def test_another_policy_drops_the_options_of_the_old_one() -> None:
+    reservoir = resolve("reservoir", {}, {})
+    assert reservoir.policy_options == {"sample": 192}
+    assert changed(reservoir, "/policy", policy="reservoir").policy_options == {"sample": 192}
+    assert changed(reservoir, "/policy", policy="entropy").policy_options == {}
+    assert resolve("reservoir", {"policy": "sink"}, {}).policy_options == {}
+
+
+def test_policies_are_named_by_file_alias_or_path() -> None:
+    assert policy_names() == sorted([*POLICIES, "stream"])
+    assert Profile(policy="stream").policy == "sink"
+    assert Profile(policy="package.module:Class").policy == "package.module:Class"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("budget: 1\nbudget: 2", ', line 2: not valid YAML: "budget" is set twice'),
+        ("budget: 512\ndecay: [", ", line 2: not valid YAML"),
+        ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
+        ("model: a\x00", ", line 1: not valid YAML"),
+        ("decay: !!python/name:os.system", ", line 1: not valid YAML"),
+        ("a: " + "[" * 5000, ", line 1: not valid YAML"),
+        ("budget: " + "1" * 5000, ", line 1: not valid YAML"),
+        (b"seed: 1\nmodel: \xff", ", line 2: not UTF-8"),
+        ("- budget", ": a profile must be a mapping"),
+        ("budget", ": a profile must be a mapping"),
+        ("1: 2", ": there is no setting 1"),
+        ("budget: 010", ': budget can\'t be "010"'),
+        ("protect: yes", ': protect can\'t be "yes"; it must be true or false'),
+        ("model:", ": model can't be null; it must be text"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text: str | bytes, problem: str) -> None:
+    assert refusal(text).startswith(problem)
+
+
+@given(st.binary())
+@one_folder
+def test_any_file_is_a_profile_or_refused(data: bytes) -> None:
+    path = write("any", data)
+    try:
+        load_profile("any")
+    except SettingError as error:
+        problem = str(error)
+    else:
+        problem = str(path)
+    assert problem.startswith(str(path))
+
+
+def test_a_profile_holds_only_the_keys_it_sets() -> None:
+    write("mine", "\ufeffbudget: 512\r\npanel: off\r\ndecay: 1e-1\r\n")
+    assert load_profile("mine") == {"budget": 512, "panel": "off", "decay": 0.1}
+    write("empty", "# nothing\n")
+    assert load_profile("empty") == {}
+
+
+def test_a_profile_is_found_by_file_too(tmp_path: Path) -> None:
+    (tmp_path / "here.yaml").write_text("seed: 5")
+    assert load_profile(str(tmp_path / "here.yaml")) == {"seed": 5}
+    with pytest.raises(SettingError, match=r"gone\.yaml can't be read: No such file"):
+        load_profile("gone.yaml")
+
+
+def test_the_users_profile_hides_the_shipped_one() -> None:
+    path = write("reservoir", "seed: 5")
+    assert profile_path("reservoir") == path
+    assert load_profile("reservoir") == {"seed": 5}
+    assert {info.name: info.shipped for info in list_profiles()}["reservoir"] is False
+
+
+def test_a_broken_profile_does_not_break_the_list() -> None:
+    write("broken", "budget: x")
+    described = {info.name: info.description for info in list_profiles()}
+    assert described["broken"].startswith("not usable: ")
+
+
+def test_shipped_profiles_are_complete_and_described() -> None:
+    found = list_profiles()
+    assert {info.name for info in found if info.shipped} == SHIPPED
+    assert all(info.description for info in found)
+    for name in SHIPPED:
+        resolve(name, {}, {})
+
+
+def test_the_shipped_default_is_the_built_in_one() -> None:
+    values = load_profile("default")
+    assert set(values) == set(setting_names())
+    assert Profile.model_validate(values | {"description": ""}) == Profile()
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "decay"),
+    [("sirllm-dailydialog", 512, 0.7), ("sirllm-grocery", 1024, 1.0), ("sirllm-rps", 1024, 0.9)],
+)
+def test_sirllm_profiles_have_the_papers_values(name: str, budget: int, decay: float) -> None:
+    found = resolve(name, {}, {})
+    assert (found.policy, found.budget, found.decay) == ("entropy", budget, decay)
+    assert (found.sinks, found.recent, found.evict) == (4, 0, "turn")
+    assert not found.protect
+    assert not found.pin_system
+
+
+@given(st.text(), st.none() | st.text() | st.sampled_from(["off", "1e3", "null", "010", "~", "="]))
+@one_folder
+def test_what_is_shown_reads_back_as_the_same_profile(model: str, system: str | None) -> None:
+    profile = Profile(model=model, system=system, temperature=1e-7, policy_options={"1e3": "no"})
+    write("shown", show(profile))
+    assert resolve("shown", {}, {}) == profile
+
+
+def test_every_setting_is_described_where_it_is_shown() -> None:
+    shown = show(Profile()).splitlines()
+    for key in setting_names():
+        comment = shown[[line.split(":")[0] for line in shown].index(key) - 1]
+        assert comment.startswith("# ")
+        assert comment.endswith(".")
+
+
+def test_a_new_profile_is_private_sets_nothing_and_is_never_overwritten() -> None:
+    path = init_profile("mine")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert load_profile("mine") == {}
+    uncommented = path.read_text().replace("\n#", "\n").split("\n", 1)[1]
+    settings_only = [line for line in uncommented.splitlines() if not line.startswith(" ")]
+    assert Profile.model_validate(yaml.safe_load("\n".join(settings_only))) == Profile()
+    with pytest.raises(SettingError, match="exists"):
+        init_profile("mine")
+
+
+@pytest.mark.parametrize("name", ["", "../mine", "a/b", "a.yaml", "-a", "x" * 300])
+def test_a_new_profile_needs_a_fit_name(name: str, home: Path) -> None:
+    with pytest.raises(SettingError):
+        init_profile(name)
+    assert not list(home.rglob("*.yaml"))
+
+
+def test_settings_need_neither_torch_nor_transformers() -> None:
+    code = "import sys, sirchat.config.profile_files as p; p.resolve('default', {}, {})"
+    check = "; p.list_profiles(); assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,344 @@
+"""Anchor-based language models: equation (4) in one pass, and Algorithm 1 piece by piece."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chatting import session, tiny
+from families import loaded
+from sirchat.chat.events import Event, Notice
+from sirchat.chat.settings import build_policy
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Evicted, Generated, Memory, Place
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import ContextFullError, ModelError, SettingError
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.anchor import Anchor
+from sirchat.memory.policies.sink import Sink
+from sirchat.memory.sight import Sight
+from sirchat.models.model import LoadedModel, load_model
+from sirchat.text.anchors import Anchors, anchors_of
+from sirchat.text.sentences import sentences
+from sirchat.text.template import Template
+from sirchat.training.anchor import AnchorOptions, prepare
+from sirchat.training.ansan import blocks, place_in, visible
+
+FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs
+    "llama": 90,
+    "llama3-rope": 90,
+    "qwen2": 90,
+    "gpt-neox": 90,
+    "mistral-sliding": 22,
+    "gemma2": 22,
+}
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=24))
+def test_the_mask_is_equation_4_entry_by_entry(is_anchor: list[bool]) -> None:
+    found = visible(torch.tensor([is_anchor]))[0, 0]
+    sequence = [sum(is_anchor[:i]) for i in range(len(is_anchor))]
+    for i in range(len(is_anchor)):
+        for j in range(len(is_anchor)):
+            earlier = sequence[j] < sequence[i]  # w_j in S_(<= k - 1)
+            if (not is_anchor[i] and not is_anchor[j] and earlier) or (is_anchor[i] and earlier):
+                expected = False
+            else:
+                expected = i >= j
+            assert found[i, j] == expected, (i, j)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
+    lots = torch.Generator().manual_seed(0)
+    is_anchor = torch.rand(2, 300, generator=lots) < 0.1
+    document = (torch.rand(2, 300, generator=lots) < 0.02).long().cumsum(1)
+    dense = visible(is_anchor, document, sinks=sinks)
+    made = blocks(is_anchor, document, sinks=sinks)
+    assert made.shape == (2, 1, 300, 300)
+    at = torch.arange(300)
+    found = made.mask_mod(torch.tensor([0, 1])[:, None, None], None, at[:, None], at)
+    assert torch.equal(found, dense[:, 0])
+
+
+@given(st.data())
+def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 20))
+    bits = st.lists(st.booleans(), min_size=length, max_size=length)
+    is_anchor, is_kept, begins = (data.draw(bits) for _ in range(3))
+    sinks = data.draw(st.integers(0, 3))
+    document = np.cumsum(begins).tolist()
+    found = visible(
+        torch.tensor([is_anchor]), torch.tensor([document]), torch.tensor([is_kept]), sinks=sinks
+    )[0, 0]
+    places = place_in(torch.tensor([document]))[0].tolist()
+    for i in range(length):
+        for j in range(length):
+            same = document[i] == document[j]
+            own = sum(is_anchor[j:i]) == 0
+            free = not is_anchor[i] and (is_anchor[j] or is_kept[j])
+            expected = j <= i and same and (own or free or places[j] < sinks)
+            assert found[i, j] == expected, (i, j)
+    for at, place in enumerate(places):
+        assert place == at - document.index(document[at])
+
+
+@dataclass(frozen=True)
+class Heard(LoadedModel):
+    """A model that notes every row of logits it computes."""
+
+    rows: list[Tensor] = field(default_factory=list)
+
+    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
+        logits = super().forward(ids, cache, *more)
+        self.rows.append(logits)
+        return logits
+
+
+def heard(family: str) -> Heard:
+    model = loaded(family)
+    return Heard(**{name: getattr(model, name) for name in LoadedModel.__dataclass_fields__})
+
+
+def is_anchor(token_id: int) -> bool:
+    return token_id % 9 == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int) -> None:
+    model, rng = heard(family), random.Random(f"{family} {sinks}")
+    ids = [rng.randrange(3, 128) for _ in range(FAMILIES[family])]
+    memory = Memory(Anchor(), budget=512, sinks=sinks, in_stream=True)
+    engine = Engine(model, memory, ends_sequence=is_anchor)
+    start = 0
+    while start < len(ids):
+        end = start + rng.choice((1, 1, 3, 8, 20))
+        piece = ids[start:end]
+        for _ in engine.feed(piece, [Role.USER] * len(piece), Place(0, 0)):
+            pass
+        start = end
+    anchors = torch.tensor([[is_anchor(one) for one in ids]])
+    mask = visible(anchors, sinks=sinks)[0, 0]
+    with torch.inference_mode():
+        logits = model.module(
+            input_ids=torch.tensor([ids]),
+            attention_mask=model.mask(mask),
+            position_ids=torch.arange(len(ids))[None],
+            use_cache=False,
+        ).logits[0]
+    torch.testing.assert_close(torch.cat(model.rows), logits.float(), rtol=0, atol=1e-5)
+    last = max(at for at, one in enumerate(ids) if is_anchor(one))
+    held = [at for at, one in enumerate(ids) if is_anchor(one) or at > last or at < sinks]
+    assert engine.ledger.held_positions.tolist() == held
+
+
+def test_generated_anchors_reduce_what_is_held() -> None:
+    engine = Engine(loaded("llama"), Memory(Anchor(), budget=512), ends_sequence=is_anchor)
+    ids = [1, 5, 6, 7, 8, 9, 10, 11]
+    list(engine.feed(ids, [Role.USER] * 8, Place(0, 0)))
+    sampler = Sampler(Sampling(temperature=1.0, seed=2))
+    since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
+    reply = engine.generate(sampler, Place(1, 0), stop_ids=frozenset(), max_new_tokens=60)
+    for record in reply:
+        if isinstance(record, Generated):
+            assert gone == []
+            held.append(record.position)
+            if is_anchor(record.id):
+                gone = [one for one in held[:-1] if one >= since]
+                held, since = [one for one in held if one not in gone], record.position + 1
+        elif isinstance(record, Evicted):
+            assert record.positions.tolist() == gone
+            gone = []
+    assert since > 20
+    assert engine.ledger.held_positions.tolist() == held
+
+
+def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
+    ids = [1, *range(10, 17), 18, *range(20, 25), 27, 28]
+    for policy, held in (
+        (Anchor(), [0, 2, 3, 8, 14, 15]),
+        (Anchor(lazy=True), list(range(16))),
+    ):
+        engine = Engine(
+            loaded("llama"), Memory(policy, budget=64, sinks=1), ends_sequence=is_anchor
+        )
+        list(engine.feed(ids[:2], [Role.USER] * 2, Place(0, 0)))
+        list(engine.feed(ids[2:4], [Role.USER] * 2, Place(0, 0), pinned=True))
+        list(engine.feed(ids[4:], [Role.USER] * 12, Place(0, 0)))
+        assert engine.ledger.held_positions.tolist() == held
+
+
+def test_more_anchors_than_room_leave_the_oldest_first() -> None:
+    engine = Engine(loaded("llama"), Memory(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor)
+    ids = [1, *[9, 10] * 60]
+    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    held = engine.ledger.held_positions
+    assert len(held) <= 32
+    assert held[0] == 0
+    assert (np.diff(held[1:-1]) == 2).all()  # anchors alone
+    assert held[-1] == len(ids) - 1
+
+
+def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
+    model = loaded("llama")
+    engine = Engine(model, Memory(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
+    ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
+    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    before = engine.cache.layer_keys(0).clone()
+    list(engine.switch(Memory(Anchor(), budget=64, archive=2**20)))
+    last = max(at for at, one in enumerate(ids) if is_anchor(one))
+    expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
+    assert engine.ledger.held_positions.tolist() == expected
+    list(engine.switch(Memory(Sink(), budget=64, archive=2**20)))
+    assert torch.equal(engine.cache.layer_keys(0), before)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt-neox"])
+def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
+    """Rows that left leave gaps; switched to the cache and back, keys are as they were."""
+    model = heard(family)
+    engine = Engine(model, Memory(Sink(), budget=24, in_stream=True))
+    ids = random.Random(1).choices(range(3, 128), k=60)
+    list(engine.feed(ids, [Role.USER] * 60, Place(0, 0)))
+    held = engine.ledger.held_positions.copy()
+    keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
+    fresh = model.new_cache(64)
+    model.forward([ids[at] for at in held], fresh, Sight(positions=held.tolist()))
+    fresh.commit(len(held))
+    torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
+    list(engine.switch(Memory(Sink(), budget=24)))
+    assert not torch.equal(engine.cache.layer_keys(0), keys[0])
+    list(engine.switch(Memory(Sink(), budget=24, in_stream=True)))
+    for layer, key in enumerate(keys):
+        torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
+
+
+def test_positions_of_the_stream_end_with_the_models_context() -> None:
+    model = loaded("llama")
+    engine = Engine(model, Memory(Sink(), budget=24, in_stream=True))
+    with pytest.raises(ContextFullError, match="positions"):
+        list(engine.feed([5] * 1025, [Role.USER] * 1025, Place(0, 0)))
+    assert engine.ledger.seen == 0
+    list(engine.feed([5] * 1024, [Role.USER] * 1024, Place(0, 0)))
+    with pytest.raises(ContextFullError):
+        list(
+            engine.generate(
+                Sampler(Sampling()), Place(1, 0), stop_ids=frozenset(), max_new_tokens=2
+            )
+        )
+
+
+def test_positions_and_lazy_are_settings() -> None:
+    assert build_policy(Profile(policy="anchor", policy_options={"lazy": True})) == Anchor(True)
+    for wrong in (1, "yes"):
+        with pytest.raises(SettingError, match="true or false"):
+            build_policy(Profile(policy="anchor", policy_options={"lazy": wrong}))
+    with pytest.raises(SettingError, match="whole number"):
+        build_policy(Profile(policy="reservoir", policy_options={"sample": True}))
+    with pytest.raises(SettingError, match="positions"):
+        session(positions="stream", recall="mips", recall_scope="layer")
+
+
+@given(st.text(alphabet="aB .!?\n\"'」。1", max_size=60))
+def test_sentences_joined_are_the_text(text: str) -> None:
+    pieces = sentences(text)
+    assert "".join(pieces) == text
+    assert all(piece.strip() for piece in pieces[1:])
+
+
+def test_sentences_are_split_by_their_meaning() -> None:
+    text = "Mr. Smith went to Washington, D.C. on Jan. 5th. He paid 3.5 dollars. Why? 我是。你好！"
+    assert sentences(text) == [
+        "Mr. Smith went to Washington, D.C. on Jan. 5th.",
+        " He paid 3.5 dollars.",
+        " Why?",
+        " 我是。",
+        "你好！",
+    ]
+
+
+def test_anchors_stand_behind_sentences_or_rounds() -> None:
+    tokenizer, end = tiny().tokenizer, 4
+    plain = Template(tokenizer)
+    each = Template(tokenizer, Anchors("ac", "round", 2048))
+    assert each.closing == [end, 2048]
+    assert each.stop_ids(None) == plain.stop_ids(None)
+    assert each.user("Hi. How are you?") == plain.user("Hi. How are you?")
+    system, _ = each.opening("Hi.", "Be kind.")
+    assert system is not None
+    assert system.ids[-1] == 2048
+    every = Template(tokenizer, Anchors("ac", "sentence", 2048))
+    turn = every.user("Hi. How are you?")
+    assert [at for at, one in enumerate(turn.ids) if one == 2048] == [
+        at for at, role in enumerate(turn.roles) if role == Role.TEMPLATE and turn.ids[at] == 2048
+    ]
+    assert [one for one in turn.ids if one != 2048] == plain.user("Hi. How are you?").ids
+    assert turn.ids.count(2048) == 2
+    assert every.assistant("Fine. Thanks.").ids.count(2048) == 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"variant": "ac"},
+        {"variant": "xx", "per": "round", "token_id": 1, "sinks": 1},
+        {"variant": "ac", "per": "round", "token_id": None, "sinks": 1},
+        7,
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(entry: object) -> None:
+    config = type("Config", (), {"sirchat_anchors": entry})()
+    with pytest.raises(ModelError):
+        anchors_of(config)
+
+
+def test_a_config_says_what_the_anchors_are() -> None:
+    config = type("Config", (), {})()
+    assert anchors_of(config) is None
+    Anchors("ac", "round", 7, 2).write(config)
+    assert anchors_of(config) == Anchors("ac", "round", 7, 2)
+
+
+def test_a_model_without_training_is_warned_of() -> None:
+    def notices(events: Iterable[Event]) -> list[str]:
+        return [one.text for one in events if isinstance(one, Notice)]
+
+    chat = session(policy="anchor")
+    assert any("not trained" in text for text in notices(chat.start()))
+    assert not any("not trained" in text for text in notices(session().start()))
+    other = session()
+    assert any("not trained" in text for text in notices(other.switch("/policy", policy="anchor")))
+    lazy = session(policy="anchor", policy_options={"lazy": True})
+    assert not any("not trained" in text for text in notices(lazy.start()))
+
+
+def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Path) -> None:
+    ready = prepare(
+        AnchorOptions("tiny", tmp_path / "out", per="round", tokens=8, steps=1, batch=1)
+    )
+    ready.model.save_pretrained(tmp_path / "out")
+    ready.tokenizer.save_pretrained(tmp_path / "out")
+    model = load_model(str(tmp_path / "out"), device="cpu")
+    chat = session(model, policy="anchor", sinks=1, max_new_tokens=8)
+    list(chat.start())
+    for turn, text in enumerate(("Hello!", "My name is Anna.", "What is my name?"), 1):
+        list(chat.ask(text))
+        rows = chat.tokens(chat._engine.ledger.held_positions.tolist())
+        assert [row.text for row in rows] == ["<|bos|>", *["<AC>"] * turn]
+    seen, held = chat.seen, chat._engine.ledger.held_positions.tolist()
+    list(chat.ask("Hello again!"))
+    list(chat.undo())
+    assert (chat.seen, chat._engine.ledger.held_positions.tolist()) == (seen, held)

@@ -1,0 +1,430 @@
+"""Attention received: what is counted, compared with what an eager model tells of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chatting import session
+from families import HELD, loaded
+from sirchat.chat.settings import check_attention
+from sirchat.config.profile import Profile, changed
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Found, Memory, Place
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import SettingError
+from sirchat.memory.attention import Attention, Counting, Pass
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.attention import Attention as AttentionPolicy
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.salience import Salience
+from sirchat.memory.policies.sink import Sink
+from sirchat.memory.recall import Recall
+from sirchat.memory.sight import USUAL, Sight
+from sirchat.models.attention_hook import Ear, listening
+from sirchat.models.model import LoadedModel
+
+UNTOLD = {"falcon"}
+"""Families whose attention can't be chosen."""
+
+
+@dataclass(frozen=True)
+class Eager(LoadedModel):
+    """Before each pass, runs the same ids over a copy of the cache, and keeps the weights it tells.
+
+    Each entry: tokens read so far, rows in the cache, weights [H, m, n] of each layer.
+    """
+
+    def forward(
+        self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL, *more: Any, **how: Any
+    ) -> Tensor:
+        usual = self.module.config._attn_implementation
+        self.module.set_attn_implementation("eager")
+        at = sight.positions
+        with torch.inference_mode():
+            told = self.module(
+                input_ids=torch.tensor([ids]),
+                position_ids=None if at is None else torch.tensor([list(at)]),
+                past_key_values=deepcopy(cache),
+                use_cache=True,
+                output_attentions=True,
+            )
+        self.module.set_attn_implementation(usual)
+        self.told.append([layer[0] for layer in told.attentions])
+        return super().forward(ids, cache, sight, *more, **how)
+
+    @property
+    def told(self) -> list[list[Tensor]]:
+        told: list[list[Tensor]] = self.__dict__.setdefault("_told", [])
+        return told
+
+
+class Sums:
+    """What every row received, said once more in plain Python."""
+
+    def __init__(self, layers: Sequence[int], window: int) -> None:
+        self.total: dict[int, float] = {}
+        self.passes: list[tuple[list[int], Tensor]] = []
+        self.layers, self.window = layers, window
+
+    def add(self, positions: list[int], told: list[Tensor]) -> None:
+        mean = torch.stack([told[layer].double().mean(0) for layer in self.layers]).mean(0)
+        for row, position in enumerate(positions):
+            got = float(mean[:, row].sum())
+            self.total[position] = self.total.get(position, 0.0) + got
+        self.passes += [(positions, query) for query in mean]
+
+    def decay(self, factor: float) -> None:
+        self.total = {position: factor * total for position, total in self.total.items()}
+
+    def lately(self, position: int) -> float:
+        newest = self.passes[-self.window :] if self.window else []
+        return sum(float(row[at.index(position)]) for at, row in newest if position in at)
+
+
+def talk(
+    family: str, policy: Policy, decay: float = 0.8, of_layers: int = 0, **more: Any
+) -> tuple[Engine, Sums]:
+    """Five rounds read and answered under a budget, and the sums that are to be.
+
+    In each round but the first, each layer has `of_layers` archived rows of its own.
+    """
+    own = loaded(family)
+    model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
+    settings = Memory(policy=policy, budget=48, decay=decay, archive=2**20, **more)
+    engine = Engine(model, settings, seed=3)
+    assert policy.counting is not None
+    sums = Sums(policy.counting.of(len(model.rotations)), policy.counting.window)
+    generator = torch.Generator().manual_seed(5)
+    sampler = Sampler(Sampling(temperature=1.0))
+
+    for number in range(5):
+        ids = torch.randint(3, 128, (17,), generator=generator).tolist()
+        records = chain(
+            engine.feed(ids, [Role.USER] * len(ids), Place(2 * number, number)),
+            engine.generate(
+                sampler, Place(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
+            ),
+        )
+        for _ in records:
+            sinks, foreign = engine.memory.sinks, engine.cache.foreign
+            for told in model.told:  # of the pass that this record is about
+                held = engine.ledger.held_positions.tolist()
+                every = range(len(held) + foreign)
+                mine = [row for row in every if not 0 <= row - sinks < foreign]
+                sums.add(held, [one[:, :, mine] for one in told])
+            model.told.clear()
+        engine.close_round()
+        gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
+        if of_layers and len(gone):
+            scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
+            engine.bring(Found(gone, scores.mean(0), scores))
+            assert engine.cache.foreign == of_layers
+        sums.decay(decay)
+    return engine, sums
+
+
+@pytest.mark.parametrize("family", sorted(set(HELD) - UNTOLD))
+def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
+    engine, sums = talk(family, AttentionPolicy(recent=8, layers=0, window=20))
+    ledger = engine.ledger
+    assert ledger.held_count < ledger.seen == len(sums.total)
+    everything = np.arange(ledger.seen)
+    counted = ledger.attention.of(everything, ledger.log_decay)
+    wanted = np.array([sums.total[position] for position in everything.tolist()])
+    assert counted == pytest.approx(wanted, abs=1e-4)
+    held = ledger.held_positions
+    lately = [sums.lately(position) for position in held.tolist()]
+    assert ledger.attention.lately(held) == pytest.approx(np.array(lately), abs=1e-4)
+    assert wanted.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"in_stream": True},
+        {"recall": Recall("mips", n=6, scope="layer"), "of_layers": 6},
+        {"evict": "turn"},
+    ],
+)
+def test_what_is_counted_is_so_however_rows_are_held(more: dict[str, Any]) -> None:
+    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=0), **more)
+    ledger = engine.ledger
+    assert ledger.held_count < ledger.seen
+    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    wanted = [sums.total[position] for position in range(ledger.seen)]
+    assert counted == pytest.approx(np.array(wanted), abs=1e-4)
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
+def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
+    assert Counting(layers).of(4) == (wanted if isinstance(wanted, list) else list(range(wanted)))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7])
+def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = loaded("llama")
+    whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
+    for engine, fits in ((whole, 96), (parts, at_a_time)):
+        list(feed(engine, 30, 0))  # before anybody counts
+        list(engine.switch(memory(AttentionPolicy(recent=8, window=6), budget=96)))
+        monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
+        list(feed(engine, 40, 1))
+    for one, other in zip(received(parts), received(whole), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_the_counted_layers_alone_count() -> None:
+    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=2))
+    assert sums.layers == [1, 3]
+    ledger = engine.ledger
+    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    wanted = [sums.total[position] for position in range(ledger.seen)]
+    assert counted == pytest.approx(np.array(wanted), abs=1e-4)
+
+
+def test_a_policy_that_does_not_look_has_nothing_counted() -> None:
+    model = loaded("qwen3")
+    engine = Engine(model, memory(Sink()))
+    usual = model.module.config._attn_implementation
+    list(feed(engine, 40, 0))
+    assert not engine.ledger.attention.is_counted
+    assert model.module.config._attn_implementation == usual
+
+
+def test_counting_does_not_change_what_a_model_says() -> None:
+    plain, counting = (
+        Engine(loaded("gemma3"), memory(Sink())),
+        Engine(loaded("gemma3"), replace(memory(Sink()), counts=True)),
+    )
+    for engine in (plain, counting):
+        for number in range(4):
+            list(feed(engine, 23, number))
+    assert plain.logits is not None
+    assert counting.logits is not None
+    assert torch.equal(plain.logits, counting.logits)
+    assert counting.ledger.attention.is_counted
+
+
+def test_what_was_undone_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    for number in range(4):
+        list(feed(engine, 23, number))
+    before, mark = received(engine), engine.mark()
+    for number in range(4, 8):
+        list(feed(engine, 23, number))
+    # rows that were archived by then come back, are looked at, and leave again
+    archived = np.setdiff1d(np.arange(92), mark.mark.held)[:5]
+    list(engine.pin(archived, True))
+    list(feed(engine, 23, 8))
+    list(engine.pin(archived, False))
+    list(feed(engine, 23, 9))
+    assert not same(received(engine), before)
+    engine.undo(mark)
+    assert same(received(engine), before)
+
+
+def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(Sink()))
+    list(feed(engine, 30, 0))
+    mark = engine.mark()
+    list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
+    list(feed(engine, 23, 1))
+    engine.undo(mark)
+    assert not any(one.any() for one in received(engine))
+    list(feed(engine, 23, 1))
+    assert received(engine)[0].any()
+
+
+def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> None:
+    engine = Engine(loaded("llama"), memory(Sink(), budget=200))
+    list(feed(engine, 60, 0))
+    list(engine.switch(memory(AttentionPolicy(recent=8), budget=200)))
+    for number in (1, 2):
+        list(feed(engine, 20, number))
+    counted, _ = received(engine)
+    assert counted[:60].min() >= 0.5 * np.median(counted[60:80])
+
+
+def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
+    column, rows = Attention(), np.arange(4)
+    column.add(rows, [Pass.of(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
+    for _ in range(2000):
+        column.came_back(rows)
+    assert len(column._returned) <= 256
+    assert not any(one.window for one in column._returned)
+
+
+def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
+    assert Counting(2).of(6, narrow={0, 1, 3, 4}) == [2, 5]
+    assert Counting(2).of(4, narrow={0, 1, 2, 3}) == [1, 3]
+    assert Counting(0).of(3, narrow={1}) == [0, 1, 2]
+
+
+def test_what_is_erased_was_never_looked_at() -> None:
+    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    list(feed(engine, 23, 0))
+    at = np.array([5, 6])
+    engine.forget(at)
+    assert not engine.ledger.attention.of(at, 0).any()
+    assert not engine.ledger.attention.lately(at).any()
+    assert engine.ledger.attention.of(np.array([4]), 0).all()
+
+
+def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
+    column = Attention()
+    column.add(np.array([0, 1]), [looks(0.5, 0.5)], 0.0)
+    column.add(np.array([1]), [looks(1.0)], math.log(0.5))
+    column.add(np.array([0, 1]), [looks(0.25, 0.75)], math.log(0.25))
+    assert column.of(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
+        [0.25 * 0.5 + 0.25, 0.25 * 0.5 + 0.5 * 1 + 0.75, 0]
+    )
+
+
+def looks(*weights: float) -> Pass:
+    """What one query looked at."""
+    return Pass.of(np.array([weights], np.float32))
+
+
+def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
+    column = Attention()
+    column.add(np.arange(4), [Pass.of(np.eye(4, dtype=np.float32))], 0.0)
+    before = column.received(np.array([0, 1]))
+    for _ in range(300):
+        column.came_back(np.array([2, 3]))
+        column.add(np.arange(4), [looks(0.4, 0.3, 0.2, 0.1)], 0.0)
+    column.go_back(before, 4)
+    assert column.of(np.arange(4), 0.0).tolist() == [1, 1, 1, 1]
+
+
+def test_two_listeners_hear_the_same_pass() -> None:
+    model, inner, outer = loaded("llama"), Ear(), Ear()
+    with listening(model.module, outer):
+        model.forward([5, 6, 7], model.new_cache(8), listener=inner)
+    model.forward([5, 6, 7], model.new_cache(8))
+    for ear in (inner, outer):
+        assert [one.queries.shape[1] for one in ear.heard(model.rotations)] == [3] * 4
+
+
+def memory(policy: Policy, budget: int = 48) -> Memory:
+    return Memory(policy=policy, budget=budget, decay=0.8, archive=2**20)
+
+
+def feed(engine: Engine, count: int, number: int) -> Iterator[object]:
+    ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(number)).tolist()
+    yield from engine.feed(ids, [Role.USER] * count, Place(number, number))
+    engine.close_round()
+
+
+def received(engine: Engine) -> list[np.ndarray]:
+    """Everything that was counted, of all tokens."""
+    ledger, everything = engine.ledger, np.arange(engine.ledger.seen)
+    attention = ledger.attention
+    return [attention.of(everything, ledger.log_decay), attention.lately(everything)]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(map(np.array_equal, one, other))
+
+
+def test_a_model_that_can_not_be_heard_is_refused_only_where_nothing_else_counts() -> None:
+    model = loaded("falcon")
+    for changes, instead in (({"policy": "attention"}, "entropy"), ({"attention": "on"}, "auto")):
+        with pytest.raises(SettingError, match="can't be counted") as error:
+            check_attention(changed(Profile(), "flag", **changes), model, "--policy")
+        assert instead in str(error.value)
+    check_attention(Profile(policy="salience"), model, "--policy")
+    engine = Engine(model, memory(Salience(recent=8)))
+    for number in range(4):
+        list(feed(engine, 23, number))
+    assert engine.ledger.held_count <= 48
+    assert not engine.ledger.attention.is_counted
+
+
+def test_why_tells_what_a_score_is_the_product_of() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    everything = [chat.why(f"turn {number}") for number in range(8)]
+    rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
+    assert {tuple(one.factors) for one in rows} == {("attention", "novelty", "company")}
+    for one in rows:
+        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.faded
+        assert one.score == pytest.approx(factors)
+        assert one.row.attention is not None
+    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank)
+    assert [one.score for one in held] == sorted((one.score for one in held), reverse=True)
+    strongest = max(chat.snapshot().rows, key=lambda row: row.strength)
+    assert strongest.worth is not None
+    assert chat.snapshot().threshold is None
+
+
+def test_why_ranks_what_is_held_as_the_policy_does() -> None:
+    """Whatever is asked for beside it: tokens of a turn that are gone keep nobody company."""
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
+    assert {one.state for one in everything} == {"held", "archived"}
+    held = {one.row.position: one.score for one in everything if one.state == "held"}
+    assert held == pytest.approx({position: worth[position] for position in held})
+
+
+def test_what_came_back_is_worth_the_same_whatever_is_asked_for() -> None:
+    chat = session(policy="salience", budget=64, recent=8, recall="mips", recall_n=12)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    assert chat.recalled
+    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    for number in range(8):
+        for one in chat.why(f"turn {number}"):
+            if one.state == "held":
+                assert one.score == pytest.approx(worth[one.row.position])
+
+
+def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    assert chat.snapshot().needed is None
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    now = chat.snapshot()
+    leaving = [row.worth for row in now.rows if row.position in now.next_to_go]
+    assert now.needed == max(one for one in leaving if one is not None)
+    assert {one.needed for one in chat.why("last")} == {now.needed}
+
+
+def test_without_any_switch_only_the_decays_are_left() -> None:
+    chat = session(
+        policy="salience",
+        budget=64,
+        recent=8,
+        decay=0.5,
+        policy_options=dict.fromkeys(("surprisal", "attention", "novelty", "spans"), False),
+    )
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    for one in chat.why("turn 4"):
+        assert one.factors == {}
+        assert one.score == pytest.approx(one.faded)
+
+
+def test_attention_is_counted_for_whoever_asks() -> None:
+    chat = session(policy="sink", budget=64)
+    list(chat.ask("My name is Anna."))
+    assert {row.attention for row in chat.snapshot().rows} == {None}
+    list(chat.switch("/set", attention="on"))
+    list(chat.ask("Tell me a joke."))
+    assert all(row.attention is not None for row in chat.snapshot().rows)

@@ -1,0 +1,396 @@
+"""The engine: the budget is a hard bound, and what a policy keeps is what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from driving import (
+    SAMPLER,
+    Record,
+    check_whole,
+    evicted,
+    failing,
+    feed,
+    generate,
+    some_ids,
+    state_of,
+)
+from families import HELD, BigramModel, build, loaded
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Checkpoint, Evicted, Generated, Memory, Place, Read, Stopped
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import ContextFullError, SettingError
+from sirchat.memory.ledger import Flag, Held, Role
+from sirchat.memory.policies import policy_class, policy_names
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.full import Full
+from sirchat.memory.policies.sink import Sink
+from sirchat.models.model import wrap_model
+
+BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
+
+
+lengths = st.integers(1, 90)
+settings_ = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(BOUNDED).map(lambda name: policy_class(name)()),
+        "budget": st.integers(16, 70),
+        "sinks": st.integers(0, 8),
+        "decay": st.floats(0.01, 1),
+        "protect": st.booleans(),
+        "evict": st.sampled_from(["room", "turn"]),
+        "archive": st.sampled_from([0, 1, 10**6]),
+    }
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("feed"), lengths),
+        st.tuples(st.just("pin"), st.integers(1, 20)),
+        st.tuples(st.just("open"), lengths),
+        st.tuples(st.just("generate"), lengths),
+        st.tuples(st.just("close"), st.none()),
+        st.tuples(st.just("switch"), settings_),
+        st.tuples(st.just("full"), st.none()),
+        st.tuples(st.just("fail"), lengths),
+        st.tuples(st.just("mark"), st.none()),
+        st.tuples(st.just("undo"), st.none()),
+    ),
+    max_size=18,
+)
+
+
+@given(settings_, steps)
+@settings(max_examples=150)
+def test_no_conversation_ever_exceeds_its_budget(
+    first: dict[str, Any], plan: list[tuple[str, Any]]
+) -> None:
+    model = BigramModel()
+    engine = Engine(model, Memory(**first))
+    round_number = 0
+    marks: list[tuple[Checkpoint, tuple[Any, ...]]] = []
+    for step, what in plan:
+        if step == "mark":
+            marks.append((engine.mark(), whole_of(engine)))
+            continue
+        if step == "undo" and marks:
+            undo(engine, *marks.pop())
+            continue
+        if step == "close":
+            engine.close_round()
+            round_number += 1
+            continue
+        for record in records_of(engine, model, step, what, Place(0, round_number)):
+            check_whole(engine)
+            if isinstance(record, Evicted):
+                check_protected(engine, record, round_number)
+        check_whole(engine)
+
+
+def records_of(
+    engine: Engine, model: BigramModel, step: str, what: Any, place: Place
+) -> Iterator[Record]:
+    """One step of a conversation; what can't be done changes nothing."""
+    before = state_of(engine)
+    ids = some_ids(what, engine.ledger.seen, model.vocab_size) if isinstance(what, int) else []
+    roles = [Role.USER] * len(ids)
+    try:
+        if step == "feed":
+            yield from engine.feed(ids, roles, place)
+        elif step == "pin":
+            engine.check_pins(len(ids))
+            yield from engine.feed(ids, roles, place, pinned=True)
+        elif step == "open":
+            yield from engine.open_turn(len(ids), 20, place)
+        elif step == "generate" and engine.logits is not None:
+            yield from engine.generate(
+                SAMPLER, place, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
+            )
+        elif step == "switch":
+            yield from engine.switch(Memory(**what))
+        elif step == "full":
+            yield from engine.switch(replace(engine.memory, policy=Full()))
+        elif step == "fail":
+            with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
+                list(engine.feed(ids[:1], roles[:1], place))
+    except (SettingError, ContextFullError):
+        assert step == "generate" or state_of(engine) == before
+
+
+def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
+    """Go back to a mark, or find that something is gone and change nothing."""
+    before = whole_of(engine)
+    try:
+        engine.undo(to)
+    except LookupError:
+        assert whole_of(engine) == before
+        return
+    check_whole(engine)
+    if len(to.mark.held) <= engine.budget:
+        assert whole_of(engine) == then
+
+
+def check_protected(engine: Engine, record: Evicted, round_number: int) -> None:
+    """Neither sinks, nor pins, nor the newest E/2 rows of this round have left."""
+    ledger, memory, policy = engine.ledger, engine.memory, engine.memory.policy
+    assert (record.resident, record.seen) == (engine.resident, ledger.seen)
+    sinks = memory.sinks if policy.honours_sinks else 0
+    held = ledger.held_positions.tolist()
+    is_pinned = (ledger.column("flags") & Flag.PINNED).astype(bool)
+    pins = sum(is_pinned[p] and p >= sinks for p in held) if policy.honours_pins else 0
+    room = max(8, memory.budget - sinks - pins)
+    for position in record.positions.tolist():
+        assert position >= sinks
+        assert not (policy.honours_pins and is_pinned[position])
+        current = ledger.column("round")[position] == round_number
+        newest = position >= ledger.seen - room // 2
+        assert not (memory.protect and current and newest)
+
+
+def whole_of(engine: Engine) -> tuple[Any, ...]:
+    """All that a mark brings back."""
+    ledger = engine.ledger
+    columns = ("token_id", "turn", "round", "birth_decay", "arrival_key", "role")
+    values = [ledger.column(name).tolist() for name in columns]
+    logits = None if engine.logits is None else engine.logits.tolist()
+    held = ledger.held_positions.tolist()
+    return ledger.seen, held, ledger.log_decay, values, logits
+
+
+def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
+    model = BigramModel()
+    engine = Engine(model, Memory(Entropy(), budget=68, sinks=4))  # E = 64
+    records = feed(engine, some_ids(100))
+    assert [len(ids) for ids in model.passes] == [16] * 6 + [4]
+    assert [len(gone) for gone in evicted(records)] == [64 + 16 - 68, 16, 4]
+    assert [r.done for r in records if isinstance(r, Read)] == [16, 32, 48, 64, 80, 96, 100]
+
+
+def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=160))
+    feed(engine, some_ids(150))
+    records = generate(engine, 30)
+    kinds = "".join(type(record).__name__[0] for record in records)
+    assert kinds == "G" * 10 + ("E" + "G" * 10) * 2 + "S"
+    assert [len(gone) for gone in evicted(records)] == [10, 10]
+
+
+def test_a_reply_protects_the_newest_of_its_own_round() -> None:
+    """Policy interval, left alone, drops every second row."""
+    engine = Engine(BigramModel(), Memory(policy_class("interval")(), budget=32, sinks=0))
+    feed(engine, some_ids(10), turn=0)
+    generate(engine, 40, turn=3)
+    assert set(engine.ledger.held_positions.tolist()) >= set(range(50 - 16, 50))
+
+
+def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
+    model = BigramModel()
+    engine = Engine(model, Memory(Sink(), budget=48, sinks=4))
+    feed(engine, some_ids(20), pinned=True)
+    model.passes.clear()
+    feed(engine, some_ids(400), turn=2)
+    assert engine.ledger.held_positions[:20].tolist() == list(range(20))
+    assert {len(ids) for ids in model.passes} == {(48 - 20) // 4, 400 % 7}
+
+
+def test_more_pins_than_half_the_budget_are_refused() -> None:
+    engine = Engine(BigramModel(), Memory(Sink(), budget=48, sinks=4))
+    engine.check_pins(4 + 24)  # the first four are sinks anyway
+    feed(engine, some_ids(10))
+    engine.check_pins(24)
+    with pytest.raises(SettingError, match="25 tokens are to be pinned, but budget 48 allows 24"):
+        engine.check_pins(25)
+
+
+@dataclass(frozen=True)
+class Careless(Policy):
+    """Keeps these rows whatever is asked."""
+
+    rows: tuple[int, ...]
+
+    def keep(self, rows: Held, num_keep: int) -> Tensor:
+        return torch.tensor(self.rows)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [range(11), range(13), range(9, 21), range(11, -1, -1), [*range(11), 10], [-1, *range(11)]],
+)
+def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
+    rows: Sequence[int],
+) -> None:
+    engine = Engine(BigramModel(), Memory(Careless(tuple(rows)), budget=64, protect=False))
+    feed(engine, some_ids(20))
+    before = state_of(engine)
+    with pytest.raises(SettingError, match="Careless"):
+        list(engine.switch(replace(engine.memory, budget=12)))
+    assert state_of(engine) == before
+    list(engine.switch(Memory(Careless(tuple(range(12))), budget=12, protect=False)))
+    assert engine.ledger.held_positions.tolist() == list(range(12))
+
+
+def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
+    engine = Engine(BigramModel(), Memory(Sink(), budget=64))
+    feed(engine, some_ids(30), pinned=True)
+    before = state_of(engine)
+    with pytest.raises(SettingError):
+        list(engine.switch(replace(engine.memory, budget=40)))
+    assert state_of(engine) == before
+
+
+def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=64, sinks=2))
+    feed(engine, some_ids(60))
+    engine.close_round()
+    feed(engine, some_ids(1), turn=2)
+    gone = evicted(list(engine.switch(Memory(Sink(), budget=20, sinks=2))))
+    assert gone == [list(range(2, 61 - 18))]
+    check_whole(engine)
+
+
+def test_a_larger_budget_is_used() -> None:
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=32))
+    feed(engine, some_ids(60))
+    assert not list(engine.switch(replace(engine.memory, budget=200)))
+    assert not evicted(feed(engine, some_ids(200 - engine.resident)))
+    assert engine.resident == 200
+    check_whole(engine)
+
+
+def test_full_forgets_nothing_and_grows_past_its_first_buffers() -> None:
+    engine = Engine(BigramModel(context_length=2500), Memory(Full(), budget=32))
+    feed(engine, some_ids(2400))
+    generate(engine, 100)
+    assert engine.resident == engine.ledger.seen == 2500
+    check_whole(engine)
+
+
+def test_full_refuses_what_does_not_fit_before_reading_any_of_it() -> None:
+    engine = Engine(BigramModel(context_length=300), Memory(Full(), budget=32))
+    feed(engine, some_ids(100))
+    before = state_of(engine)
+    with pytest.raises(ContextFullError):
+        feed(engine, some_ids(201))
+    assert state_of(engine) == before
+    feed(engine, some_ids(200))
+    check_whole(engine)
+
+
+def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
+    engine = Engine(BigramModel(context_length=300), Memory(Full(), budget=32))
+    feed(engine, some_ids(290))
+    with pytest.raises(ContextFullError):
+        generate(engine, 20, reserve=4)
+    assert engine.resident == 296
+    feed(engine, some_ids(4))
+    check_whole(engine)
+
+
+def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -> None:
+    memory = Memory(Entropy(recent=0), budget=100, protect=False, evict="turn")
+    engine, reply = Engine(BigramModel(), memory), 20
+    for turn in range(0, 20, 2):
+        ids = some_ids(30, turn)
+        fits = engine.resident + len(ids) + reply <= memory.budget
+        gone = evicted(list(engine.open_turn(len(ids), reply, Place(turn, turn // 2))))
+        assert len(gone) == (0 if fits else 1)
+        if gone:
+            assert engine.resident == memory.budget - len(ids) - reply
+        assert not evicted(feed(engine, ids, turn) + generate(engine, reply, turn + 1))
+        engine.close_round()
+        check_whole(engine)
+    assert engine.resident == memory.budget
+
+
+def test_otherwise_nothing_is_forgotten_when_a_turn_opens() -> None:
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=40))
+    feed(engine, some_ids(40))
+    assert not list(engine.open_turn(10, 20, Place(2, 1)))
+    assert engine.resident == 40
+
+
+def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
+    memory = Memory(Entropy(recent=0), budget=40, protect=False, evict="turn")
+    engine = Engine(BigramModel(), memory)
+    list(engine.open_turn(100, 20, Place(0, 0)))
+    assert evicted(feed(engine, some_ids(100)))
+    check_whole(engine)
+
+
+# Generation.
+
+
+def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
+    probe = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    feed(probe, [5])
+    drawn = [record.id for record in generate(probe, 10) if isinstance(record, Generated)]
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    feed(engine, [5])
+    records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
+    until = drawn.index(drawn[4])
+    assert [r.id for r in records if isinstance(r, Generated)] == drawn[:until]
+    assert records[-1] == Stopped("stop")
+    assert engine.ledger.column("token_id").tolist() == [5, *drawn[:until]]
+
+
+def test_generation_ends_at_its_length_or_when_interrupted() -> None:
+    engine = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    feed(engine, [5])
+    assert generate(engine, 3)[-1] == Stopped("length")
+    assert generate(engine, 0) == [Stopped("length")]
+    asked = iter([False, False, True])
+    records = generate(engine, 9, interrupted=lambda: next(asked))
+    assert [type(record) for record in records] == [Generated, Generated, Stopped]
+    assert records[-1] == Stopped("interrupt")
+
+
+def test_the_same_seed_tells_the_same_conversation() -> None:
+    def conversation(seed: int) -> list[int]:
+        engine = Engine(BigramModel(), Memory(policy_class("random")(), budget=40), seed=seed)
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        for turn in range(0, 6, 2):
+            feed(engine, some_ids(25, turn), turn)
+            generate(engine, 15, turn + 1, sampler=sampler)
+        ids: list[int] = engine.ledger.column("token_id").tolist()
+        return [*ids, *engine.ledger.held_positions.tolist()]
+
+    assert conversation(1) == conversation(1) != conversation(2)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+@settings(max_examples=20)
+def test_the_anchor_flag_marks_what_ends_a_sentence(ids: list[int]) -> None:
+    engine = Engine(BigramModel(), Memory(Sink(), budget=64), ends_sequence=lambda i: i % 3 == 0)
+    feed(engine, ids)
+    flags = engine.ledger.column("flags")
+    assert [bool(flag & Flag.ANCHOR) for flag in flags] == [i % 3 == 0 for i in ids]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_budget_holds_and_the_draws_are_those_of_the_cpu() -> None:
+    module = build(*HELD["llama"], torch.bfloat16)
+    there = wrap_model("llama", module.to("cuda"), None)
+    engines = [
+        Engine(model, Memory(policy_class("reservoir")(), budget=64), seed=5)
+        for model in (there, loaded("llama"))
+    ]
+    for engine in engines:
+        for turn in range(0, 6, 2):
+            for record in [*feed(engine, some_ids(70, turn), turn), *generate(engine, 40)]:
+                if isinstance(record, Evicted):
+                    assert record.resident <= 64
+            assert engine.resident <= 64
+            engine.close_round()
+    gpu, cpu = (engine.ledger for engine in engines)
+    assert gpu.column("arrival_key").tolist() == cpu.column("arrival_key").tolist()
+    assert gpu.held_positions.tolist() == cpu.held_positions.tolist()
+    assert np.isfinite(gpu.column("surprisal")[1:]).all()

@@ -1,0 +1,234 @@
+"""Nothing is lost: what left comes back on a switch, and a turn can be undone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from contents import contents, same
+from families import loaded
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Evicted, Memory, Place, Restored
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies import policy_class, policy_names
+from sirchat.memory.policies.sink import Sink
+
+BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
+PLENTY = 10**9
+
+
+def memory(policy: str = "entropy", budget: int = 64, archive: int = PLENTY) -> Memory:
+    return Memory(policy_class(policy)(), budget, archive=archive)
+
+
+def talked(first: Memory, family: str = "llama", rounds: int = 6, **options: Any) -> Engine:
+    """An engine after some rounds of 40 ids."""
+    engine = Engine(loaded(family, **options), first)
+    for turn in range(rounds):
+        talk(engine, turn)
+    return engine
+
+
+def talk(engine: Engine, turn: int, count: int = 40) -> None:
+    ids = random.Random(turn).choices(range(3, 128), k=count)
+    list(engine.feed(ids, [Role.USER] * count, Place(turn, turn)))
+    engine.close_round()
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-mla", "gemma2"])
+@pytest.mark.parametrize(("one", "other"), list(permutations(BOUNDED, 2)))
+def test_there_and_back_with_nothing_said_is_as_if_never_switched(
+    family: str, one: str, other: str
+) -> None:
+    engine = talked(memory(one), family, rounds=4)
+    before = contents(engine)
+    list(engine.switch(memory(other)))
+    list(engine.switch(memory(one)))
+    assert same(contents(engine), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_gives_the_same_logits(dtype: torch.dtype) -> None:
+    straight, switched = (talked(memory("reservoir"), dtype=dtype) for _ in range(2))
+    for policy, budget in (("sink", 32), ("entropy", 200), ("window", 48), ("reservoir", 64)):
+        list(switched.switch(memory(policy, budget)))
+    for engine in (straight, switched):
+        talk(engine, 9, count=7)
+    assert straight.logits is not None
+    assert switched.logits is not None
+    assert torch.equal(straight.logits, switched.logits)
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str) -> None:
+    engine = talked(memory(policy, 64))
+    seen = engine.ledger.seen
+    records = list(engine.switch(memory(policy, 150)))
+    at = np.arange(seen)
+    sinks = engine.memory.sinks if engine.memory.policy.honours_sinks else 0
+    newest = at >= seen - (150 - sinks) // 2
+    protected = (at < sinks) | (newest & (engine.ledger.column("round") == 5))
+    view = engine.ledger.view(at, sinks=sinks, protected=protected)
+    assert engine.ledger.held_positions.tolist() == engine.memory.policy.keep(view, 150).tolist()
+    assert sum(len(r.positions) for r in records if isinstance(r, Restored)) >= 86
+
+
+def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
+    roomy = talked(memory("sink", 250))
+    full = contents(roomy)
+    list(roomy.switch(memory("sink", 24)))
+    assert roomy.resident == 24
+    assert not np.isin(np.arange(30, 100), roomy.ledger.held_positions).any()
+    records = list(roomy.switch(memory("sink", 260)))
+    assert [type(record) for record in records] == [Restored]
+    assert same(contents(roomy), full)
+
+
+def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
+    """Against a plain loop: every key is turned from where it was written to its present slot."""
+    engine = talked(memory("entropy", 48))
+    list(engine.switch(memory("sink", 120)))
+    rows = torch.arange(engine.resident)
+    first = engine.cache.first_written(rows, engine.ledger.held_positions)
+    for layer, rotation in enumerate(loaded("llama").rotations):
+        assert rotation.key is not None
+        key = first.tensors[2 * layer]
+        for slot, old in enumerate(first.written_at.tolist()):
+            cos, sin = rotation.key.turn(torch.tensor([old]), torch.tensor([slot]))
+            moved = rotation.key.apply(key[:, slot : slot + 1], cos, sin)
+            torch.testing.assert_close(engine.cache.layer_keys(layer)[0, :, slot], moved[:, 0])
+
+
+def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
+    engine = talked(memory("sink", 64, archive=0))
+    held = engine.ledger.held_positions.tolist()
+    list(engine.switch(memory("entropy", 200, archive=0)))
+    assert engine.ledger.held_positions.tolist() == held
+
+
+def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
+    engine = talked(memory("sink", 64, archive=1))
+    assert engine.holding.archive_bytes <= 1
+    assert engine.holding.archived == 0
+    list(engine.switch(memory("sink", 200, archive=1)))
+    assert engine.resident == 64
+
+
+def test_what_the_archive_let_go_of_is_not_asked_for() -> None:
+    engine = talked(memory("sink", 200, archive=1))
+    list(engine.switch(memory("sink", 64, archive=1)))
+    list(engine.switch(memory("sink", 200, archive=1)))
+    assert engine.resident == 64
+    other = talked(memory("sink", 200))
+    for budget, archive in ((64, PLENTY), (64, 0), (64, PLENTY), (200, PLENTY)):
+        list(other.switch(memory("sink", budget, archive)))
+    assert other.resident == 64
+
+
+def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
+    engine = talked(memory("sink", 64))
+    list(engine.switch(memory("sink", 150, archive=0)))
+    assert engine.resident == 150
+    assert engine.holding.archived == 0
+
+
+@pytest.mark.parametrize("policy", ["sink", "random", "entropy"])
+def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
+    engine = talked(memory(policy, 128))
+    away = np.setdiff1d(np.arange(4, engine.ledger.seen), engine.ledger.held_positions)[:63]
+    list(engine.pin(away, True))
+    assert np.isin(away, engine.ledger.held_positions).all()
+    assert engine.resident == 128
+
+
+def test_turns_undone_leave_nothing_in_the_archive() -> None:
+    engine = talked(memory("sink", 64))
+    before = engine.holding.archive_bytes
+    for turn in range(30):
+        mark = engine.mark()
+        talk(engine, 7 + turn, count=100)
+        engine.undo(mark)
+    assert engine.holding.archive_bytes <= 2 * before
+
+
+def test_turning_the_archive_off_empties_it() -> None:
+    engine = talked(memory("sink", 64))
+    assert engine.holding.archived == engine.ledger.seen - engine.resident
+    list(engine.switch(memory("sink", 64, archive=0)))
+    assert engine.holding.archived == engine.holding.archive_bytes == 0
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
+    policy: str, dtype: torch.dtype
+) -> None:
+    engine = Engine(loaded("llama", dtype), memory(policy))
+    marks, before = [], []
+    for turn in range(6):
+        marks.append(engine.mark())
+        before.append(contents(engine) if turn else [])
+        talk(engine, turn)
+    end, logits = contents(engine), engine.logits
+    for turn in range(5, 2, -1):
+        engine.undo(marks[turn])
+        assert same(contents(engine), before[turn])
+    for turn in range(3, 6):
+        talk(engine, turn)
+    assert same(contents(engine), end)
+    assert logits is not None
+    assert engine.logits is not None
+    assert torch.equal(engine.logits, logits)
+
+
+def test_without_an_archive_one_turn_can_be_undone() -> None:
+    engine = Engine(loaded("llama"), memory("entropy", archive=0))
+    marks = []
+    for turn in range(6):
+        marks.append(engine.mark())
+        before = contents(engine) if turn == 5 else []
+        talk(engine, turn)
+    engine.undo(marks[5])
+    assert same(contents(engine), before)
+    with pytest.raises(LookupError):
+        engine.undo(marks[3])
+    assert same(contents(engine), before)
+
+
+def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
+    engine = talked(memory("sink", 64))
+    mark = engine.mark()
+    seen = engine.ledger.seen
+    talk(engine, 7, count=90)
+    engine.undo(mark)
+    list(engine.switch(memory("sink", 300)))
+    assert engine.ledger.held_positions.tolist() == list(range(seen))
+
+
+def test_undo_under_a_smaller_budget_keeps_within_it() -> None:
+    engine = talked(memory("sink", 64))
+    mark = engine.mark()
+    talk(engine, 7)
+    list(engine.switch(memory("entropy", 32)))
+    engine.undo(mark)
+    assert engine.resident <= 32
+
+
+def test_a_switch_tells_what_left_and_what_came() -> None:
+    engine = talked(memory("sink", 64))
+    before = set(engine.ledger.held_positions.tolist())
+    records = list(engine.switch(replace(memory(), policy=policy_class("entropy")())))
+    gone = {p for r in records if isinstance(r, Evicted) for p in r.positions.tolist()}
+    came = {p for r in records if isinstance(r, Restored) for p in r.positions.tolist()}
+    assert (before - gone) | came == set(engine.ledger.held_positions.tolist())
+    assert gone <= before
+    assert not came & before
+    assert came
+    assert isinstance(engine.memory.policy, policy_class("entropy"))
+    assert not isinstance(engine.memory.policy, Sink)

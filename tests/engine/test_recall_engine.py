@@ -1,0 +1,344 @@
+"""Archived rows come back for a turn: by the papers' equations, in a reserve, and leave again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contents import contents, same
+from families import loaded
+from recalling import find, memory, say, some_ids, talked
+from sirchat.engine.budget import most_recalled
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Evicted, Memory, Place, Restored
+from sirchat.memory.ledger import Role, State
+from sirchat.memory.policies import policy_class
+from sirchat.memory.recall import Measure, Recall, Scope
+from sirchat.memory.segments import Rows
+from sirchat.models.model import LoadedModel
+
+MEASURES: list[Measure] = ["mips", "cosine", "cosine-pairwise", "attention"]
+
+
+def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tensor:
+    """One row after the other, turned back from where it was written: [H, n, D]."""
+    rotation = (model.rotations[layer].key, model.rotations[layer].value)[slot]
+    out = []
+    each = rows.tensors[2 * layer + slot].unbind(1)
+    for at, one in zip(rows.written_at.tolist(), each, strict=True):
+        if rotation is not None:
+            one = rotation.apply(
+                one[:, None], *rotation.turn(torch.tensor([at]), torch.tensor([0]))
+            )
+            one = one[:, 0]
+        out.append(one)
+    return torch.stack(out, 1).double()
+
+
+def by_the_equations(
+    measure: str, ours: Rows, theirs: Rows, model: LoadedModel
+) -> list[list[float]]:
+    """Equations (1) to (3) of the paper, entry by entry: one list for each layer."""
+    found = []
+    for layer in range(len(model.rotations)):
+        query = [as_if_at_zero(model, ours, layer, slot) for slot in (0, 1)]
+        evicted = [as_if_at_zero(model, theirs, layer, slot) for slot in (0, 1)]
+        row = []
+        for i in range(len(theirs)):
+            alike = []
+            for j in range(len(ours) if measure == "cosine-pairwise" else 1):
+                heads = []
+                for head in range(len(query[0])):
+                    total = 0.0
+                    for mine, their in zip(query, evicted, strict=True):
+                        a = mine[head, j] if measure == "cosine-pairwise" else mine[head].mean(0)
+                        b = their[head, i]
+                        dot = sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
+                        size = 1.0 if measure == "mips" else float(a.norm() * b.norm())
+                        total += dot / size / 2
+                    heads.append(total)
+                alike.append(sum(heads) / len(heads))
+            row.append(max(alike))
+        found.append(row)
+    return found
+
+
+def are_the_best(scores: list[float], chosen: list[int], n: int) -> bool:
+    """Whether no row left out scores more than a chosen one, but for rounding."""
+    others = [one for number, one in enumerate(scores) if number not in set(chosen)]
+    worst = min(scores[number] for number in chosen)
+    return len(set(chosen)) == n and all(one <= worst + 1e-5 for one in others)
+
+
+def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, Rows]:
+    """What a search sees: the turn's rows, and what is archived once the turn is read."""
+    mark, start = engine.mark(), engine.ledger.seen
+    list(engine.feed(ids, [Role.USER] * len(ids), Place(99, 99)))
+    slots = np.flatnonzero(engine.ledger.held_positions >= start)
+    held = engine.ledger.held_positions
+    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
+    blocks = list(engine.holding.archive.blocks(archived))
+    rows = Rows(
+        np.concatenate([one.positions for one in blocks]),
+        np.concatenate([one.written_at for one in blocks]),
+        [torch.cat(parts, 1) for parts in zip(*(one.tensors for one in blocks), strict=True)],
+    )
+    order = np.argsort(rows.positions)
+    theirs = rows.take(order)
+    engine.undo(mark)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "deepseek-mla"])
+@pytest.mark.parametrize("scope", ["token", "layer"])
+@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
+def test_what_comes_back_is_what_the_equations_choose(
+    family: str, scope: Scope, measure: Measure
+) -> None:
+    engine, model = talked(memory(measure=measure, scope=scope), family=family)
+    engine.release()
+    ids = some_ids(99, 12)
+    ours, theirs = searched(engine, model, ids)
+    positions = theirs.positions.tolist()
+    layers = by_the_equations(measure, ours, theirs, model)
+    found = find(engine, model, ids, 99)
+    assert found is not None
+    engine.bring(found)
+    if scope == "token":
+        mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+        chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
+        assert are_the_best(mean, chosen, 30)
+        return
+    still = np.flatnonzero(~np.isin(positions, engine.ledger.held_positions)).tolist()
+    for layer, scores in enumerate(layers):
+        block = engine.cache.layer_values(layer)[0, :, 4:34]  # behind the sinks
+        rotation = model.rotations[layer].value
+        turned = as_if_at_zero(model, theirs, layer, 1).float()[:, still]
+        chosen = []
+        for slot in range(30):
+            there = turned
+            if rotation is not None:
+                turn = rotation.turn(torch.zeros(len(still)), torch.full((len(still),), slot + 4))
+                there = rotation.apply(turned, *turn)
+            gaps = (there - block[:, slot : slot + 1]).abs().amax((0, 2))
+            same_value = [n for n in range(len(still)) if gaps[n] < 1e-4 and n not in chosen]
+            chosen.append(max(same_value, key=lambda n: scores[still[n]]))
+        assert are_the_best([scores[n] for n in still], chosen, 30)
+
+
+@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
+def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measure) -> None:
+    engine, model = talked(memory(measure=measure, query="recent"))
+    engine.release()
+    held = engine.ledger.held_positions
+    slots = np.flatnonzero(held >= 4)
+    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    archived = np.flatnonzero(engine.ledger.column("state") == State.ARCHIVED)
+    blocks = list(engine.holding.archive.blocks(archived))
+    passes = engine.cache.length
+    found = find(engine, model, some_ids(99, 12), 99)
+    assert engine.cache.length == passes
+    assert found is not None
+    for block in blocks:
+        layers = by_the_equations(measure, ours, block, model)
+        mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+        at = np.searchsorted(found.positions, block.positions)
+        np.testing.assert_allclose(found.scores[torch.from_numpy(at)], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_what_the_queries_would_look_at() -> None:
+    engine, model = talked(memory(measure="attention"))
+    engine.release()
+    ids = some_ids(99, 7)
+    asked: dict[int, Tensor] = {}
+
+    def note(layer: int, _: object, __: object, out: Tensor) -> None:
+        asked[layer] = out[0].reshape(len(ids), 4, -1).transpose(0, 1)  # [4, m, D], not turned yet
+
+    hooks = [
+        block.self_attn.q_proj.register_forward_hook(partial(note, n))
+        for n, block in enumerate(model.module.model.layers)
+    ]
+    _, theirs = searched(engine, model, ids)
+    for hook in hooks:
+        hook.remove()
+    found = find(engine, model, ids, 99)
+    assert found is not None
+    layers = []
+    for layer, queries in asked.items():
+        keys = as_if_at_zero(model, theirs, layer, 0).float()
+        heads = []
+        for head in range(4):
+            logits = queries[head] @ keys[head // 2].T / math.sqrt(queries.shape[-1])  # [m, n]
+            heads.append(logits.softmax(-1).amax(0))
+        layers.append(torch.stack(heads).mean(0))
+    torch.testing.assert_close(found.scores, torch.stack(layers).mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["token", "layer"])
+@pytest.mark.parametrize("measure", [*MEASURES, "random"])
+@pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
+def test_a_search_leaves_everything_as_it_was(policy: str, measure: Measure, scope: Scope) -> None:
+    engine, model = talked(memory(policy, measure=measure, scope=scope))
+    engine.release()
+    before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
+    assert find(engine, model, some_ids(50, 30), 50) is not None
+    assert same(contents(engine), before)
+    now = engine.ledger.rows()
+    for column in ("token_id", "state", "flags", "surprisal", "birth_decay"):
+        np.testing.assert_array_equal(now[column], rows[column])
+    assert logits is not None
+    assert engine.logits is not None
+    assert torch.equal(engine.logits, logits)
+
+
+@pytest.mark.parametrize("measure", ["mips", "attention"])
+def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> None:
+    small, model = talked(memory("sink", 64, n=1), rounds=6)
+    never = Engine(model, Memory(policy_class("sink")(), 1000))
+    for turn in range(6):
+        list(never.feed(some_ids(turn, 20), [Role.USER] * 20, Place(turn, turn)))
+    # What was read while rows were missing is not what it would be otherwise: read all, then evict.
+    roomy = Engine(model, replace(memory("sink", 1000), recall=None))
+    for turn in range(6):
+        list(roomy.feed(some_ids(turn, 20), [Role.USER] * 20, Place(turn, turn)))
+    list(roomy.switch(memory("sink", 24, n=1)))
+    assert small.resident <= 64
+    assert roomy.resident < 30
+    list(roomy.switch(memory("sink", 700, n=500, measure=measure)))
+    list(roomy.switch(memory("sink", 524, n=500, measure=measure)))
+    assert roomy.resident <= 131
+    for engine in (roomy, never):
+        ids = some_ids(77, 9)
+        found = find(engine, model, ids, 77)
+        if found is not None:
+            engine.bring(found)
+        list(engine.feed(ids, [Role.USER] * 9, Place(77, 77)))
+    assert roomy.resident == never.resident == 129
+    assert roomy.logits is not None
+    assert never.logits is not None
+    torch.testing.assert_close(roomy.logits, never.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scope", ["token", "layer"])
+def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: Scope) -> None:
+    """Sink goes by position alone: what it holds is the same with and without a reserve."""
+    with_recall, _ = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
+    without, _ = talked(replace(memory("sink", 66), recall=None), rounds=9)
+    assert with_recall.recalled == 30
+    held = set(with_recall.ledger.held_positions.tolist())
+    assert set(without.ledger.held_positions.tolist()) <= held
+    with_recall.release()
+    assert with_recall.recalled == 0
+    assert with_recall.resident == with_recall.ledger.held_count <= 66
+
+
+def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
+    engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
+    engine.release()
+    before = contents(engine)
+    found = find(engine, model, some_ids(50, 10), 50)
+    assert found is not None
+    engine.bring(found)
+    assert engine.resident == engine.ledger.held_count + 20
+    assert not same(contents(engine)[1:3], before[1:3])
+    engine.release()
+    assert same(contents(engine), before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
+    model = loaded("llama")
+    engine = Engine(model, memory("entropy", 80))
+    for turn in range(6):
+        change = data.draw(st.sampled_from(["say", "policy", "budget", "n", "scope", "off"]))
+        now = engine.memory
+        recall = now.recall or Recall("mips", n=10)
+        if change == "policy":
+            name = data.draw(st.sampled_from(["sink", "window", "reservoir", "full", "entropy"]))
+            now = replace(now, policy=policy_class(name)())
+        elif change == "budget":
+            now = replace(now, budget=data.draw(st.integers(20, 150)))
+        elif change == "n":
+            now = replace(now, recall=replace(recall, n=data.draw(st.integers(1, 200))))
+        elif change == "scope":
+            now = replace(now, recall=replace(recall, scope="layer", measure="cosine"))
+        elif change == "off":
+            now = replace(now, recall=None)
+        list(engine.switch(now))
+        assert engine.resident <= engine.budget
+        say(engine, model, turn, count=data.draw(st.integers(1, 60)))
+        assert engine.resident <= engine.budget
+        recalled = engine.ledger.recalled
+        assert np.isin(recalled, engine.ledger.held_positions).all()
+        assert engine.recalled <= max(engine.reserve, 0)
+
+
+def test_there_and_back_brings_what_came_back_too() -> None:
+    for scope in ("token", "layer"):
+        first = memory("sink", 96, scope=scope)
+        engine, _ = talked(first)
+        before, recalled = contents(engine), engine.recalled_positions.tolist()
+        assert recalled
+        list(engine.switch(memory("entropy", 50)))
+        list(engine.switch(replace(first, recall=None)))
+        list(engine.switch(first))
+        assert same(contents(engine), before)
+        assert engine.recalled_positions.tolist() == recalled
+
+
+def test_undo_brings_what_had_come_back_before_the_turn() -> None:
+    for scope in ("token", "layer"):
+        engine, model = talked(memory("entropy", 96, scope=scope))
+        before, recalled = contents(engine), engine.recalled_positions.tolist()
+        mark = engine.mark()
+        say(engine, model, 60)
+        first = contents(engine)
+        engine.undo(mark)
+        assert same(contents(engine), before)
+        assert engine.recalled_positions.tolist() == recalled
+        say(engine, model, 60)
+        assert same(contents(engine), first)
+
+
+def test_the_reserve_leaves_the_conversation_room_to_read() -> None:
+    assert most_recalled(200, 1020) == 200
+    assert most_recalled(200, 124) == 93
+    assert most_recalled(200, 16) == 8
+    assert most_recalled(200, 8) == 0
+    engine, _ = talked(memory("sink", 40, n=200), rounds=3)
+    assert engine.reserve == 27
+
+
+def test_an_empty_archive_is_not_searched() -> None:
+    model = loaded("llama")
+    engine = Engine(model, memory())
+    assert find(engine, model, some_ids(1, 20), 0) is None
+    assert engine.ledger.seen == 0
+
+
+def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
+    engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
+    list(engine.switch(memory("sink", 96, n=30)))
+    found = find(engine, model, some_ids(5, 300), 5)
+    assert found is not None
+    assert found.positions.max() < 20
+    assert engine.ledger.seen == 20
+
+
+def test_records_of_a_switch_are_of_what_moved() -> None:
+    engine, _ = talked(memory("sink", 96))
+    moved = list(engine.switch(replace(memory("sink", 66), recall=None)))
+    kinds = {type(one) for one in moved}
+    assert kinds <= {Evicted, Restored}
+    assert engine.recalled == 0

@@ -1,0 +1,204 @@
+"""Draws that can be repeated, and the choice of the next token."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest, pearsonr
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.scoring import surprisal
+from sirchat.memory.draws import Purpose, uniform
+
+POSITIONS = np.arange(20_000)
+HELD_IDS = [*range(0, 32, 3), 3]
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_draws_are_uniform(seed: int, purpose: Purpose) -> None:
+    draws = uniform(seed, purpose, POSITIONS)
+    assert (draws >= 0).all()
+    assert (draws < 1).all()
+    assert kstest(draws, "uniform").pvalue > 0.01
+    assert kstest(uniform(seed, purpose, POSITIONS[:1000], seen=77), "uniform").pvalue > 0.01
+
+
+def test_draws_for_other_keys_are_other_draws() -> None:
+    there = [
+        uniform(0, Purpose.EVICTION, POSITIONS),
+        uniform(1, Purpose.EVICTION, POSITIONS),
+        uniform(0, Purpose.ARRIVAL, POSITIONS),
+        uniform(0, Purpose.EVICTION, POSITIONS, seen=1),
+        uniform(0, Purpose.EVICTION, POSITIONS + 1),
+    ]
+    for i, left in enumerate(there):
+        assert all(abs(pearsonr(left, right).statistic) < 0.03 for right in there[:i])
+
+
+@given(st.permutations(range(50)), st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_a_draw_depends_on_its_key_alone(order: list[int], seed: int, seen: int) -> None:
+    together = uniform(seed, Purpose.EVICTION, np.arange(50), seen)
+    shuffled = uniform(seed, Purpose.EVICTION, np.array(order), seen)
+    assert shuffled.tolist() == together[order].tolist()
+    assert uniform(seed, Purpose.EVICTION, np.array([order[0]]), seen)[0] == together[order[0]]
+
+
+def test_draws_stay_the_same_in_every_version() -> None:
+    """Old conversations can be read again: these numbers are frozen."""
+    draws = uniform(0, Purpose.ARRIVAL, np.array([0, 1, 10**12]))
+    assert draws.tolist() == [splitmix_draw(0, 1, p, 0) for p in (0, 1, 10**12)]
+    draws = uniform(2**40, Purpose.SAMPLING, np.array([5]), seen=9)
+    assert draws.tolist() == [splitmix_draw(2**40, 3, 5, 9)]
+
+
+def splitmix_draw(seed: int, purpose: int, position: int, seen: int) -> float:
+    """The draw, once more, in Python's own integers."""
+    whole, gamma = 2**64, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % whole
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % whole
+        return x ^ (x >> 31)
+
+    state = mix((seed + gamma * purpose) % whole)
+    state = mix(state ^ ((seen + gamma) % whole))
+    return (mix(state ^ ((position * gamma + gamma) % whole)) >> 11) / 2**53
+
+
+def test_temperature_zero_is_greedy_whatever_the_other_settings() -> None:
+    for seed in range(20):
+        logits = random_logits(seed)
+        for sampling in (Sampling(), Sampling(top_k=3, top_p=0.2, min_p=0.5, seed=seed)):
+            assert pick(sampling, logits) == int(logits.argmax())
+
+
+def test_the_repetition_penalty_holds_for_greedy_too() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    sampler = Sampler(Sampling(repetition_penalty=2.0))
+    assert sampler.pick(logits, lambda: [3], 0) == 2
+    assert sampler.pick(logits, list, 0) == 3
+
+
+def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
+    logits = random_logits(0)
+
+    def drawn(seed: int) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        return [sampler.pick(logits, list, position) for position in range(200)]
+
+    assert drawn(4) == drawn(4)
+    assert drawn(4) != drawn(5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.5, "top_k": 4},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.3, "min_p": 0.1},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.4},
+    ],
+)
+def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives(
+    options: dict[str, Any],
+) -> None:
+    logits, times = random_logits(1), 4000
+    sampler = Sampler(Sampling(**options))
+    drawn = Counter(sampler.pick(logits, lambda: HELD_IDS, p) for p in range(times))
+    expected = (probabilities(logits, **options) * times).tolist()
+    assert all(expected[token] > 0 for token in drawn)
+    likely = [token for token, count in enumerate(expected) if count >= 5]
+    seen = [drawn[token] for token in likely] + [times - sum(drawn[t] for t in likely)]
+    told = [expected[token] for token in likely] + [times - sum(expected[t] for t in likely)]
+    both = [(s, t) for s, t in zip(seen, told, strict=True) if t > 1e-6]
+    assert chisquare([s for s, _ in both], [t for _, t in both]).pvalue > 0.01
+
+
+@given(
+    st.floats(0.1, 3),
+    st.none() | st.integers(1, 40),
+    st.none() | st.floats(0.01, 0.99),
+    st.none() | st.floats(0.01, 0.99),
+    st.floats(1.0, 2.0),
+    st.integers(0, 100),
+)
+@settings(max_examples=60)
+def test_what_the_settings_exclude_is_never_drawn(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float,
+    seed: int,
+) -> None:
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": penalty,
+    }
+    logits = random_logits(seed)
+    allowed = probabilities(logits, **options) > 0
+    sampler = Sampler(Sampling(seed=seed, **options))
+    drawn = {sampler.pick(logits, lambda: HELD_IDS, position) for position in range(50)}
+    assert drawn <= set(allowed.nonzero()[:, 0].tolist())
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """What `generate` draws from, in its order of processors."""
+    chosen: list[LogitsProcessor] = [RepetitionPenaltyLogitsProcessor(repetition_penalty)]
+    chosen.append(TemperatureLogitsWarper(temperature))
+    chosen += [TopKLogitsWarper(top_k)] if top_k is not None else []
+    chosen += [TopPLogitsWarper(top_p)] if top_p is not None else []
+    chosen += [MinPLogitsWarper(min_p)] if min_p is not None else []
+    scores: Tensor = LogitsProcessorList(chosen)(torch.tensor([HELD_IDS]), logits[None])
+    return scores[0].double().softmax(-1)
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=9), st.data())
+def test_surprisal_is_minus_the_logarithm_of_the_probability(
+    logits: list[float], data: st.DataObject
+) -> None:
+    token = data.draw(st.integers(0, len(logits) - 1))
+    total = sum(math.exp(x - max(logits)) for x in logits)
+    expected = max(logits) - logits[token] + math.log(total)
+    got = surprisal(torch.tensor([logits]), torch.tensor([token]))
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx([expected], rel=1e-5, abs=1e-5)
+    assert got.item() >= 0
+
+
+def pick(sampling: Sampling, logits: Tensor) -> int:
+    return Sampler(sampling).pick(logits, lambda: HELD_IDS, 0)
+
+
+def random_logits(seed: int) -> Tensor:
+    return 2 * torch.randn(32, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,235 @@
+"""What left the cache: stored once, found by its position, let go of when there is too much."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from chatting import babbler, session
+from sirchat.chat.events import Notice
+from sirchat.chat.session import Session
+from sirchat.memory.archive import Archive
+from sirchat.memory.segments import SEGMENT_ROWS, Rows
+
+SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
+
+
+def rows(positions: list[int]) -> Rows:
+    """Rows whose every number is their position."""
+    at = np.array(positions, np.int64)
+    column = torch.from_numpy(at).float()[None, :, None]
+    return Rows(at, at % 7, [column.expand(h, len(at), d).contiguous() for h, d in SHAPES])
+
+
+def check_fetched(archive: Archive, positions: list[int]) -> None:
+    found = archive.fetch(np.array(positions, np.int64))
+    assert found.positions.tolist() == positions
+    assert found.written_at.tolist() == [position % 7 for position in positions]
+    for tensor, (heads, dims) in zip(found.tensors, SHAPES, strict=True):
+        assert tensor.shape == (heads, len(positions), dims)
+        assert (tensor == torch.tensor(positions, dtype=torch.float)[None, :, None]).all()
+
+
+sets = st.sets(st.integers(0, 3000), min_size=1, max_size=60)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), sets),
+        st.tuples(st.just("remove"), sets),
+        st.tuples(st.just("truncate"), st.integers(0, 2000)),
+    ),
+    max_size=12,
+)
+
+
+@given(steps, st.booleans())
+@settings(max_examples=60)
+def test_it_stores_what_was_added_and_not_taken_away(
+    plan: list[tuple[str, set[int] | int]], on_disk: bool
+) -> None:
+    with TemporaryDirectory() as folder:
+        archive = Archive(folder=Path(folder, "archive") if on_disk else None)
+        with closing(archive):
+            check_plan(archive, plan)
+
+
+def check_plan(archive: Archive, plan: list[tuple[str, set[int] | int]]) -> None:
+    """A set of positions says what is stored, whatever is done."""
+    expected = set[int]()
+    archive.add(rows(list(range(5000, 5000 + SEGMENT_ROWS - 3))))  # so that segments fill up
+    expected |= set(range(5000, 5000 + SEGMENT_ROWS - 3))
+    for step, what in plan:
+        if isinstance(what, int):
+            archive.truncate(what + 4000)
+            expected = {one for one in expected if one < what + 4000}
+        elif step == "add":
+            archive.add(rows(sorted(what)))
+            expected |= what
+        else:
+            archive.remove(np.array(sorted(what), np.int64))
+            expected -= what
+        everything = np.arange(8000)
+        assert everything[archive.has(everything)].tolist() == sorted(expected)
+        assert len(archive) == len(expected)
+        if expected:
+            check_fetched(archive, sorted(expected, key=lambda one: -one % 11))
+
+
+def test_a_row_is_stored_once() -> None:
+    archive = Archive()
+    for _ in range(5):
+        archive.add(rows(list(range(SEGMENT_ROWS))))
+    once = archive.nbytes
+    archive.add(rows([SEGMENT_ROWS]))
+    assert archive.nbytes == 2 * once
+
+
+def test_over_the_limit_the_segments_of_the_lowest_scores_go() -> None:
+    archive = Archive()
+    archive.add(rows(list(range(4 * SEGMENT_ROWS))))
+    archive.limit = archive.nbytes // 2
+    means = {0: 3.0, 1: 1.0, 2: 2.0, 3: 4.0}  # by segment
+    gone = archive.shrink(lambda at: np.array([means[p // SEGMENT_ROWS] for p in at.tolist()]))
+    lost = [p for p in range(4 * SEGMENT_ROWS) if p // SEGMENT_ROWS in (1, 2)]
+    assert sorted(gone.tolist()) == lost
+    assert archive.nbytes <= archive.limit
+    assert not archive.has(np.array(lost)).any()
+    kept = [0, SEGMENT_ROWS - 1, 3 * SEGMENT_ROWS, 4 * SEGMENT_ROWS - 1]
+    check_fetched(archive, kept)
+    archive.add(rows(lost[:3]))
+    check_fetched(archive, [*lost[:3], *kept])
+
+
+def test_what_is_not_stored_is_not_invented() -> None:
+    archive = Archive()
+    archive.add(rows([1, 2]))
+    with pytest.raises(LookupError):
+        archive.fetch(np.array([1, 3]))
+    with pytest.raises(LookupError):
+        archive.fetch(np.array([10**6]))
+
+
+def test_a_removed_row_leaves_no_numbers_behind() -> None:
+    archive = Archive()
+    archive.add(rows([5, 6, 7]))
+    archive.remove(np.array([6]))
+    segments = [one for one in archive._segments if one is not None]
+    assert not any((one[:, 1] != 0).any() for one in segments[0].tensors)
+    assert segments[0].positions[:3].tolist() == [5, -1, 7]
+
+
+def test_full_segments_are_private_files_and_go_with_the_archive(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    archive = Archive(folder=folder)
+    archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert len(list(folder.iterdir())) == 3
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    check_fetched(archive, [3, SEGMENT_ROWS, 3 * SEGMENT_ROWS + 4])
+    archive.close()
+    assert not folder.exists()
+
+
+def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
+    archive = Archive(folder=tmp_path / "a")
+    archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
+    archive.remove(np.array([17]))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    (path,) = (tmp_path / "a").iterdir()
+    assert (load_file(path)["0"][:, 16] == 0).all()
+    assert (load_file(path)["0"][:, 15] == 16).all()
+    archive.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    archive = Archive(folder=tmp_path / "a")
+    archive.add(rows(list(range(SEGMENT_ROWS))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert str(tmp_path) in (archive.trouble or "")
+
+
+def test_a_path_that_is_no_folder_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    archive = Archive(folder=tmp_path / "a" / "b")
+    archive.add(rows(list(range(SEGMENT_ROWS))))
+    assert archive._shelf is not None
+    archive._shelf.wait()
+    assert str(tmp_path) in (archive.trouble or "")
+    check_fetched(archive, [0, 5])
+
+
+# In a chat.
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def long_chat(**settings: Any) -> tuple[Session, list[str]]:
+    """A chat of some 1,400 tokens, and what it was told by notices."""
+    chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
+    notices = []
+    for n in range(4):
+        events = list(chat.ask(f"{n} word " * 110))
+        notices += [event.text for event in events if isinstance(event, Notice)]
+    return chat, notices
+
+
+def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
+    (ram, _), (disk, notices) = long_chat(), long_chat(archive="disk")
+    assert notices == []
+    assert list(home.rglob("*.safetensors"))
+    for chat in (ram, disk):
+        list(chat.switch("/budget", budget=2000))
+    assert ram.snapshot().rows == disk.snapshot().rows
+    in_ram, on_disk = ram.rows(), disk.rows()
+    assert in_ram is not None
+    assert on_disk is not None
+    for one, other in zip(in_ram.tensors, on_disk.tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: Path) -> None:
+    chat, _ = long_chat()
+    archived = chat._engine.holding.archived
+    list(chat.switch("/set", archive="disk"))
+    assert chat._engine.holding.archived == archived > 1000
+    list(chat.switch("/set", archive_limit="2GiB"))
+    list(chat.switch("/set", archive="ram"))
+    assert chat._engine.holding.archived == archived
+    assert not list(home.rglob("*.safetensors"))
+
+
+def test_a_full_archive_is_told_once_and_the_chat_goes_on() -> None:
+    chat, notices = long_chat(archive_limit="200kB")
+    assert [text for text in notices if "archive is full" in text] == notices
+    assert len(notices) == 1
+    assert chat._engine.holding.archive_bytes <= 200_000
+    list(chat.switch("/budget", budget=2000))
+    assert 64 < chat.resident < chat.seen
+
+
+def test_a_disk_that_cannot_be_written_turns_the_archive_off(home: Path) -> None:
+    (home / "data").write_text("a file where a folder should be")
+    chat, notices = long_chat(archive="disk")
+    assert [text for text in notices if "archive is off" in text]
+    list(chat.ask("and on"))
+    list(chat.switch("/budget", budget=2000))
+    assert chat.resident < 2000

@@ -1,0 +1,389 @@
+"""An index over archived rows finds what looking at all of them finds, and nothing that left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import answer, session
+from command import run
+from contents import contents, same
+from import_graph import SOURCES, imports
+from recalling import find, memory, say, some_ids, talked
+from sirchat.chat.events import Recalled
+from sirchat.chat.settings import build_memory
+from sirchat.config.profile import Profile, changed
+from sirchat.errors import SettingError
+from sirchat.memory import index as index_module
+from sirchat.memory import ranking
+from sirchat.memory.archive import Archive
+from sirchat.memory.cache import LayerRotation
+from sirchat.memory.index import WORTHWHILE, Index
+from sirchat.memory.ranking import Ranked, Ranking, wants_index
+from sirchat.memory.recall import Heard, Measure, Query, Recall, Weight, score, softened, weighted
+from sirchat.memory.rope import Rotation
+from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
+from sirchat.memory.vectors import Vectors
+
+pytest.importorskip("faiss")
+
+MEASURES: list[Measure] = ["attention", "mips", "cosine", "cosine-pairwise"]
+LAYERS, HEADS, DIMS = 3, 2, 16
+TURNING = Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5))
+ROTATION = LayerRotation(TURNING)
+ROTATIONS = [ROTATION] * LAYERS
+
+
+def some_rows(count: int, first: int = 0, seed: int = 0) -> Rows:
+    """Rows in clumps, the same in every layer, first written at slots up to 900."""
+    generator = torch.Generator().manual_seed(seed)
+    written_at = torch.randint(0, 900, (count,), generator=generator)
+    turn = TURNING.turn(torch.zeros(count), written_at)
+    of = torch.randint(0, 40, (count,), generator=generator)
+    tensors = []
+    for number in range(2 * LAYERS):
+        clumps = torch.randn(HEADS, 40, DIMS, generator=torch.Generator().manual_seed(number))
+        rows = clumps[:, of] + torch.randn(HEADS, count, DIMS, generator=generator)
+        tensors.append(TURNING.apply(rows, *turn) if number % 2 == 0 else rows)
+    return Rows(np.arange(first, first + count), written_at.numpy(), tensors)
+
+
+def some_query(seed: int = 1, tokens: int = 5) -> Query:
+    generator = torch.Generator().manual_seed(seed)
+    asked = [2 * torch.randn(2 * HEADS, tokens, DIMS, generator=generator) for _ in range(LAYERS)]
+    return Query(some_rows(tokens, seed=seed), [Heard(one, DIMS**-0.5, HEADS) for one in asked])
+
+
+def surprisal_of(positions: Positions) -> np.ndarray:
+    return np.random.default_rng(0).exponential(1.0, 20_000)[positions]
+
+
+def best(
+    how: Callable[[Ranking], Ranked], archive: Archive, query: Query, recall: Recall, n: int = 100
+) -> set[int]:
+    every = archive.positions
+    ranked = how(Ranking(archive, every, query, recall, ROTATIONS, surprisal_of))
+    assert (np.diff(ranked.positions) > 0).all()
+    return set(ranked.positions[ranked.scores.mean(0).topk(n).indices.numpy()].tolist())
+
+
+def filled(count: int = 6000) -> Archive:
+    archive = Archive()
+    archive.add(some_rows(count))
+    return archive
+
+
+def indexed(archive: Archive, recall: Recall) -> Index:
+    best(Ranking.proposed, archive, some_query(), recall)
+    assert archive.index is not None
+    assert set(proposed(archive.index)) <= set(archive.positions.tolist())
+    return archive.index
+
+
+def proposed(index: Index) -> list[int]:
+    """All that is proposed to many queries."""
+    found = [index.propose(some_query(seed, 20), -1.0) for seed in range(10)]
+    every: list[int] = np.unique(np.concatenate(found)).tolist()
+    return every
+
+
+@pytest.fixture(autouse=True)
+def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few rows beside the proposed ones that it is these that count."""
+    monkeypatch.setattr(ranking, "SAMPLE", 500)
+    monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
+
+
+WEIGHED: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
+
+
+@pytest.mark.parametrize(
+    ("measure", "weight", "soft"),
+    [*product(MEASURES, ("surprisal", "none"), (False,)), ("attention", "surprisal", True)],
+)
+def test_an_index_finds_what_looking_at_every_row_finds(
+    measure: Measure, weight: Weight, soft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "PROPOSALS", 500)
+    monkeypatch.setattr(index_module, "HITS", 25)
+    archive, recall = filled(), Recall(measure, weight, soft=soft, index="on")
+    shares = []
+    for seed in range(1, 6):
+        exact = best(Ranking.all, archive, some_query(seed), recall, 50)
+        shares.append(
+            len(exact & best(Ranking.proposed, archive, some_query(seed), recall, 50)) / 50
+        )
+    # What is soft also depends on neighbours, which here have nothing to do with each other.
+    assert np.mean(shares) >= (0.85 if soft else 0.9)
+
+
+@pytest.mark.parametrize("weight", ["surprisal", "none"])
+@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
+def test_inner_products_with_a_token_are_its_scores(measure: Measure, weight: Weight) -> None:
+    rows, query, nats = some_rows(300), some_query(tokens=1), torch.linspace(0.1, 3.0, 300)
+    vectors = Vectors(Recall(measure, weight), ROTATIONS, rows)
+    vectors.learn(rows)
+    scores = score(measure, query, lambda: iter([rows]), ROTATIONS).mean(0)
+    (stored,), (asked,) = vectors.of_rows(rows, nats), vectors.of_query(query, -0.7)
+    found = (stored @ asked.T)[:, 0]
+    expected = (scores + 0.7) * nats if weight == "surprisal" else scores
+    if weight == "none":  # a constant changes no order
+        found = found - (found - expected).mean()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("weight", "soft"), WEIGHED)
+def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: bool) -> None:
+    rows, query, nats = some_rows(300), some_query(tokens=3), torch.linspace(0.1, 3.0, 300)
+    vectors = Vectors(Recall("attention", weight, soft=soft), ROTATIONS, rows)
+    vectors.learn(rows)
+    stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
+    bare = vectors.of_softmax(query) or asked
+    for (layer, head), row, ask, plain in zip(vectors.heads, stored, asked, bare, strict=True):
+        back = TURNING.turn(torch.from_numpy(rows.written_at), torch.zeros(300))
+        keys = TURNING.apply(rows.tensors[2 * layer], *back)[head]
+        ours = query.heard[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
+        logits = ours @ keys.T * DIMS**-0.5
+        more = nats.log() * (1 + soft) if weight == "surprisal" else 0.0
+        for gap in (ask @ row.T - logits - more, plain @ row.T - logits):
+            torch.testing.assert_close(gap, gap[:, :1].expand_as(gap), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_scores_are_softened_and_then_weighted(measure: Measure) -> None:
+    archive = filled(300)
+    bare, found = (
+        Ranking(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
+        .all()
+        .scores
+        for recall in (Recall(measure), Recall(measure, "surprisal", soft=True))
+    )
+    plain = weighted(softened(bare, archive.positions), surprisal_of(archive.positions))
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_what_is_proposed_is_scored_exactly(
+    measure: Measure, soft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
+    monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
+    archive, recall = filled(3000), Recall(measure, "surprisal", soft=soft, index="on")
+    every = archive.positions
+    exact = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()
+    found = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).proposed()
+    np.testing.assert_array_equal(found.positions, exact.positions)
+    torch.testing.assert_close(found.scores, exact.scores, rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_that_stands_for_three_counts_as_three() -> None:
+    rows, query = some_rows(50), some_query()
+    thrice = rows.take(np.array([*range(50), 7, 7]))
+    shares = torch.ones(50)
+    shares[7] = 3.0
+    found = score("attention", query, lambda: iter([rows]), ROTATIONS, shares)
+    expected = score("attention", query, lambda: iter([thrice]), ROTATIONS)
+    torch.testing.assert_close(found, expected[:, :50])
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
+    archive, recall = filled(), Recall(measure, "surprisal", index="on")
+    index = indexed(archive, recall)
+    assert max(proposed(index)) >= 4000
+    archive.truncate(4000)
+    assert archive.index is index
+    assert len(index) == 4000
+    assert max(proposed(index)) < 4000
+
+
+def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
+    archive, recall, query = filled(), Recall("attention", index="on"), some_query()
+    indexed(archive, recall)
+    archive.truncate(4000)
+    archive.add(some_rows(2000, first=4000, seed=7))
+    archive.index.update(archive, archive.positions, surprisal_of)  # type: ignore[union-attr]
+    fresh = Archive()
+    fresh.add(archive.fetch(archive.positions))
+    exact = best(Ranking.all, fresh, query, recall)
+    assert len(exact & best(Ranking.proposed, archive, query, recall)) >= 95
+
+
+def test_forgetting_leaves_no_index_behind() -> None:
+    """Its axes and centroids, too, came from the rows."""
+    archive, recall = filled(), Recall("attention", "surprisal", index="on")
+    indexed(archive, recall)
+    archive.remove(np.arange(100, 200))
+    assert archive.index is None
+    index = indexed(archive, recall)
+    assert not set(range(100, 200)) & set(proposed(index))
+    assert len(index) == 5900
+
+
+def test_rows_that_are_lost_at_the_limit_are_not_proposed() -> None:
+    archive, recall = filled(), Recall("mips", "surprisal", index="on")
+    index = indexed(archive, recall)
+    archive.limit = archive.nbytes // 2
+    lost = archive.shrink(lambda positions: positions.astype(float))
+    assert len(lost) >= 5 * SEGMENT_ROWS
+    assert not set(lost.tolist()) & set(proposed(index))
+    assert len(index) == len(archive)
+
+
+def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt: list[int] = []
+    learn = Vectors.learn
+
+    def note(self: Vectors, rows: Rows) -> None:
+        learnt.append(len(rows))
+        learn(self, rows)
+
+    monkeypatch.setattr(Vectors, "learn", note)
+    archive, recall = filled(500), Recall("attention", "surprisal", index="on")
+    first = indexed(archive, recall).nbytes
+    for start in (500, 1500, 4000):
+        archive.add(some_rows(2500, first=start, seed=start))
+        exact = best(Ranking.all, archive, some_query(), recall)
+        assert len(exact & best(Ranking.proposed, archive, some_query(), recall)) >= 90
+        assert len(archive.index) == len(archive)  # type: ignore[arg-type]
+    assert archive.index.nbytes > first  # type: ignore[union-attr]
+    assert len(learnt) == 2
+
+
+def test_another_measure_gets_an_index_of_its_own() -> None:
+    archive = filled(2000)
+    first = indexed(archive, Recall("mips", "surprisal", index="on"))
+    assert indexed(archive, Recall("mips", "surprisal", n=7, index="on")) is first
+    assert indexed(archive, Recall("mips", "surprisal", soft=True, index="on")) is not first
+    assert indexed(archive, Recall("mips", "none", index="on")) is not first
+
+
+def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, recall = filled(), Recall("mips", span=2, index="on")
+    index = indexed(archive, recall)
+    some = np.array([0, 40, 5999])
+    monkeypatch.setattr(index, "propose", lambda query, lowest: some)
+    found = Ranking(
+        archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of
+    ).proposed()
+    assert found.positions.tolist() == [0, 1, 2, 38, 39, 40, 41, 42, 5997, 5998, 5999]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_search_by_index_leaves_everything_as_it_was(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "SAMPLE", 5)
+    engine, model = talked(memory("entropy", measure=measure, index="on"))
+    engine.release()
+    before, rows = contents(engine), engine.ledger.rows()
+    found = find(engine, model, some_ids(50, 60), 50)
+    assert found is not None
+    assert engine.holding.archive.index is not None
+    assert same(contents(engine), before)
+    now = engine.ledger.rows()
+    for column in ("token_id", "state", "flags", "surprisal"):
+        np.testing.assert_array_equal(now[column], rows[column])
+
+
+def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "SAMPLE", 1)
+    engine, model = talked(memory("sink", measure="attention", index="on"))
+    for turn in range(20, 24):
+        mark = engine.mark()
+        found = say(engine, model, turn, count=40)
+        assert found is not None
+        assert found.positions.max() < mark.mark.seen
+        engine.undo(mark)
+        say(engine, model, turn + 50, count=30)
+        again = find(engine, model, some_ids(turn, 10), turn)
+        mine = engine._room
+        engine._room = replace(mine, memory=memory("sink", measure="attention"))
+        exact = find(engine, model, some_ids(turn, 10), turn)
+        engine._room = mine
+        assert again is not None
+        assert exact is not None
+        assert set(again.positions) <= set(exact.positions)
+
+
+def test_no_index_stays_where_none_is_wanted() -> None:
+    engine, model = talked(memory("sink", index="on"))
+    assert engine.holding.archive.index is not None
+    recall = engine.memory.recall
+    assert recall is not None
+    list(engine.switch(replace(engine.memory, recall=replace(recall, index="off"))))
+    assert engine.holding.archive.index is None
+    say(engine, model, 30)
+    assert engine.holding.archive.index is None
+
+
+def test_auto_takes_an_index_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = Recall("attention", index="auto")
+    assert wants_index(auto, WORTHWHILE + 1)
+    assert not wants_index(auto, WORTHWHILE)
+    assert not wants_index(replace(auto, scope="layer"), WORTHWHILE + 1)
+    assert not wants_index(replace(auto, index="off"), WORTHWHILE + 1)
+    assert wants_index(replace(auto, index="on"), 1)
+    monkeypatch.setattr(ranking, "is_available", lambda: False)
+    assert not wants_index(auto, WORTHWHILE + 1)
+
+
+def test_tiny_answers_from_what_an_index_found() -> None:
+    chat = session(policy="sink", budget=96, seed=1)
+    for text in ("My name is Anna.", "I live in Lisbon."):
+        list(chat.ask(text))
+    for number in range(12):
+        list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
+    settings = {"recall": "attention", "budget": 160, "recall_n": 64, "recall_index": "on"}
+    list(chat.switch("/recall", **settings))
+    events = list(chat.ask("Where do I live?"))
+    assert answer(events) == "You live in Lisbon."
+    (came,) = [one for one in events if isinstance(one, Recalled)]
+    assert len(came.positions) == 64
+    list(chat.undo())
+    assert answer(list(chat.ask("Where do I live?"))) == "You live in Lisbon."
+    list(chat.forget("Lisbon"))
+    assert "Lisbon" not in answer(list(chat.ask("Where do I live?")))
+
+
+def test_settings_reach_the_search() -> None:
+    profile = changed(Profile(), "/set", recall="mips", recall_index="on")
+    recall = build_memory(profile).recall
+    assert recall is not None
+    assert recall.index == "on"
+
+
+def test_without_faiss_an_index_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.chat.settings.is_available", lambda: False)
+    session(recall="mips")
+    with pytest.raises(SettingError, match=r"pip install 'sirchat\[faiss\]'") as error:
+        session(recall="mips", recall_index="on")
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_has_one_choice_for_all_layers() -> None:
+    with pytest.raises(SettingError, match="recall_scope token"):
+        changed(Profile(), "/set", recall="mips", recall_index="on", recall_scope="layer")
+
+
+def test_faiss_is_loaded_only_where_it_is_used() -> None:
+    users = {name for name, source in SOURCES.items() if "faiss" in imports(source)}
+    assert users == {"sirchat.memory.nearest"}
+    assert not any("faiss" in imports(SOURCES[name], at_load=True) for name in users)
+
+
+def test_bench_tells_speed_recall_and_size() -> None:
+    done = run("bench", "--index", "--archived", "10000", "--rounds", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert len(results) == 4
+    assert all("recall@200 " in one["note"] and " MiB" in one["note"] for one in results)
+    assert "10,000 rows: " in results[0]["note"]
+    assert {one["unit"] for one in results} == {"search"}

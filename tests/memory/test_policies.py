@@ -1,0 +1,434 @@
+"""The eviction policies: what each promises, what each keeps, and how fair the samples are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+from torch import Tensor
+
+from families import BigramModel
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Memory, Place
+from sirchat.errors import SettingError
+from sirchat.memory.attention import Pass
+from sirchat.memory.contract import broken_promises
+from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.policies import ALIASES, policy_class, policy_names
+from sirchat.memory.policies.attention import Attention
+from sirchat.memory.policies.base import Policy, ScorePolicy
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.policies.salience import Salience
+from sirchat.memory.policies.sink import Sink
+
+SEED = 7
+BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
+
+# What each policy keeps, said once more in plain Python.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A held row; its score is its surprisal, halved at the close of every round since.
+
+    So is what was received of attention, from when it was.
+    """
+
+    position: int
+    round: int
+    token: int
+    score: Fraction
+    faded: Fraction
+    attention: Fraction
+    key: float
+    is_anchor: bool
+    is_pinned: bool
+    is_sink: bool
+    protected: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """Held rows in plain Python and as a policy sees them, and how many must stay."""
+
+    rows: list[Row]
+    held: Held
+    num_keep: int
+
+    def highest(self, rank: Callable[[Row], Any]) -> list[int]:
+        """The protected rows and those of highest rank; of equals, the newer."""
+        order = sorted(
+            range(len(self.rows)),
+            key=lambda i: (self.rows[i].protected, rank(self.rows[i]), i),
+            reverse=True,
+        )
+        return sorted(order[: self.num_keep])
+
+    def is_recent(self, row: Row, recent: int) -> bool:
+        return row.position >= self.held.seen - recent
+
+
+def newest(case: Case) -> list[int]:
+    return case.highest(lambda row: row.position)
+
+
+def highest_scores(case: Case, recent: int) -> list[int]:
+    return case.highest(lambda r: (1, 0) if case.is_recent(r, recent) else (0, r.score))
+
+
+def drawn_anew(case: Case) -> list[int]:
+    return case.highest(lambda r: draw(Purpose.EVICTION, r.position, case.held.seen))
+
+
+def evenly_spaced(case: Case) -> list[int]:
+    stays = [i for i, row in enumerate(case.rows) if row.protected]
+    others = [i for i, row in enumerate(case.rows) if not row.protected]
+    room = case.num_keep - len(stays)
+    stride = len(others) // room if room else 1
+    return sorted(stays + [others[i * stride] for i in range(room)])
+
+
+def highest_keys(case: Case, recent: int, sample: int | None) -> list[int]:
+    """Recent rows first, then the members of the sample by key, then the newest of the others."""
+    free = [r for r in case.rows if not (case.is_recent(r, recent) or r.is_sink or r.is_pinned)]
+    members = sorted(free, key=lambda r: r.key, reverse=True)[:sample]
+
+    def rank(row: Row) -> tuple[int, float]:
+        if case.is_recent(row, recent):
+            return 2, 0
+        return (1, row.key) if row in members else (0, row.position)
+
+    return case.highest(rank)
+
+
+def sentence_ends(case: Case) -> list[int]:
+    """The rows after the last sentence end, then sentence ends, then the others; newest first."""
+    last = max((r.position for r in case.rows if r.is_anchor), default=-1)
+    return case.highest(lambda r: (r.position > last, r.is_anchor, r.position))
+
+
+ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
+    ("window", {}, newest),
+    ("sink", {}, newest),
+    ("stream", {}, newest),
+    ("entropy", {"recent": 0}, lambda case: highest_scores(case, 0)),
+    ("entropy", {"recent": 5}, lambda case: highest_scores(case, 5)),
+    ("random", {}, drawn_anew),
+    ("interval", {}, evenly_spaced),
+    ("reservoir", {"recent": 5}, lambda case: highest_keys(case, 5, None)),
+    ("reservoir", {"recent": 5, "sample": 6}, lambda case: highest_keys(case, 5, 6)),
+    ("anchor", {}, sentence_ends),
+]
+
+
+@st.composite
+def cases(pick: st.DrawFn) -> Case:
+    """Several rounds, some rows of which are gone; sinks, pins and the newest are protected."""
+    random = Random(pick(st.integers(0, 2**32)))
+    ledger, sinks, newest_protected = Ledger(SEED), random.choice([0, 2]), random.choice([0, 8])
+    scores: list[Fraction] = []
+    flags: list[int] = []
+    rounds = random.randint(1, 6)
+    ids: list[int] = []
+    of_round: list[int] = []
+    attention: list[Fraction] = []
+    for number in range(rounds):
+        length = random.randint(1, 12)
+        new_ids = random.choices(range(6), k=length)
+        # Odd or zero, so that halving never makes equal scores of different rounds.
+        nats = random.choices([0, 1, 3, 5, 7], k=length)
+        new_flags = random.choices([0, Flag.ANCHOR, Flag.PINNED], [7, 2, 1], k=length)
+        append(ledger, [float(n) for n in nats], number, new_flags, new_ids)
+        ids, of_round = ids + new_ids, of_round + [number] * length
+        looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
+        weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
+        weights[0] = [float(one) for one in looks]
+        ledger.attention.add(np.arange(len(ids)), [Pass.of(weights)], ledger.log_decay)
+        attention += [Fraction(0)] * length
+        attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
+        ledger.close_round(0.5)
+        scores += [Fraction(n, 2 ** (rounds - number)) for n in nats]
+        flags += new_flags
+    held = sorted(random.sample(range(len(scores)), random.randint(1, len(scores))))
+    ledger.keep(torch.tensor(held))
+
+    def row(p: int) -> Row:
+        is_sink, is_pinned = p < sinks, bool(flags[p] & Flag.PINNED)
+        protected = is_sink or is_pinned or p >= len(scores) - newest_protected
+        key, is_anchor = draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
+        faded = Fraction(1, 2 ** (rounds - of_round[p]))
+        known = (p, of_round[p], ids[p], scores[p], faded, attention[p])
+        return Row(*known, key, is_anchor, is_pinned, is_sink, protected)
+
+    rows = [row(position) for position in held]
+    protected = [row.protected for row in rows]
+    view = ledger.held(sinks=sinks, protected=np.array(protected))
+    return Case(rows, view, random.randint(sum(protected), len(rows)))
+
+
+@pytest.mark.parametrize(("name", "options", "oracle"), ORACLES)
+@given(case=cases())
+@settings(max_examples=60)
+def test_a_policy_keeps_what_its_description_says(
+    name: str, options: dict[str, Any], oracle: Callable[[Case], list[int]], case: Case
+) -> None:
+    policy = policy_class(name)(**options)
+    assert policy.keep(case.held, case.num_keep).tolist() == oracle(case)
+
+
+def salient(case: Case, row: Row, factors: set[str]) -> float:
+    """What salience makes of a row: only of those factors that are named."""
+
+    def alone(one: Row) -> float:
+        product = 1.0
+        if "surprisal" in factors:
+            product *= float(one.score / one.faded)
+        if "attention" in factors:
+            product *= math.sqrt(one.attention)
+        if "novelty" in factors:
+            later = [r for r in case.rows if r.position > one.position and r.token == one.token]
+            product *= 0.7 ** len(later)
+        return product
+
+    score = float(row.faded) * alone(row)
+    if "spans" in factors:
+        beside = sorted((alone(r) for r in case.rows if r.round == row.round), reverse=True)
+        score *= sum(beside[:8]) ** 2
+    return score
+
+
+ALL = {"surprisal", "attention", "novelty", "spans"}
+SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
+    ("attention", {}, lambda case, row: float(row.attention)),
+    (
+        "attention",
+        {"lifetime": True},
+        lambda case, row: float(row.attention) / (case.held.seen - row.position),
+    ),
+    ("salience", {}, lambda case, row: salient(case, row, ALL)),
+    *(
+        ("salience", {off: False}, lambda case, row, off=off: salient(case, row, ALL - {off}))
+        for off in sorted(ALL)
+    ),
+    (
+        "entropy",
+        {"novelty": True, "spans": True},
+        lambda case, row: salient(case, row, ALL - {"attention"}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "score"), SCORES)
+@given(case=cases())
+@settings(max_examples=60)
+def test_a_score_is_what_its_description_says(
+    name: str, options: dict[str, Any], score: Callable[[Case, Row], float], case: Case
+) -> None:
+    policy = policy_class(name)(**{"recent": 5, **options})
+    assert isinstance(policy, ScorePolicy)
+    wanted = [math.inf if case.is_recent(r, 5) else score(case, r) for r in case.rows]
+    assert policy.score(case.held).exp().tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_nobody_counted_ranks_in_the_middle() -> None:
+    ledger = Ledger()
+    append(ledger, [1.0] * 4)
+    looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
+    ledger.attention.add(np.arange(1, 4), [Pass.of(looks)], 0.0)
+    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
+    kept = Attention(recent=0).keep(held, 3)
+    assert kept.tolist() == [0, 1, 3]
+
+
+def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
+    ledger = Ledger()
+    for number in range(10):
+        append(ledger, [3.0, 5.0], number)
+        looks = np.full((2, ledger.seen), 0.25, np.float32)
+        ledger.attention.add(np.arange(ledger.seen), [Pass.of(looks)], ledger.log_decay)
+        ledger.close_round(0.5)
+    held = ledger.held(sinks=0, protected=np.zeros(20, bool))
+    policy = Salience(recent=0, novelty=False)
+    assert policy.keep(held, 6).tolist() == [14, 15, 16, 17, 18, 19]
+
+
+def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
+    ledger = Ledger()
+    for number in range(1000):
+        append(ledger, [8.0, 3.0], number)
+        ledger.close_round(0.5)
+    held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
+    policy = Salience(recent=0, attention=False, novelty=False)
+    assert policy.keep(held, 3).tolist() == [1996, 1998, 1999]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@given(case=cases())
+@settings(max_examples=40)
+def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
+    policy, before = policy_class(name)(), deepcopy(vars(case.held))
+    kept = policy.keep(case.held, case.num_keep)
+    assert kept.dtype == torch.int64
+    rows = kept.tolist()
+    assert len(rows) == case.num_keep
+    assert rows == sorted(set(rows))
+    assert set(rows) <= set(range(len(case.rows)))
+    assert {i for i, row in enumerate(case.rows) if row.protected} <= set(rows)
+    assert torch.equal(policy_class(name)().keep(case.held, case.num_keep), kept)
+    for column, values in vars(case.held).items():
+        assert np.array_equal(values, before[column]), column
+
+
+def test_every_policy_that_forgets_has_an_oracle() -> None:
+    assert {ALIASES.get(name, name) for name, _, _ in [*ORACLES, *SCORES]} == set(BOUNDED)
+    assert [name for name in policy_names() if name not in BOUNDED] == ["full"]
+
+
+def test_two_thousand_halvings_still_rank_rightly() -> None:
+    ledger = Ledger()
+    append(ledger, [8.0, 3.0, 5.0])
+    for number in range(2000):
+        ledger.close_round(0.5)
+        if number == 1997:
+            append(ledger, [3.0])
+    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
+    assert [Entropy(recent=0).keep(held, n).tolist() for n in (1, 2, 3)] == [[3], [0, 3], [0, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("entropi", "'entropi' is unknown; .*did you mean entropy"),
+        ("", "'' is unknown"),
+        ("base", "'base' is unknown"),
+        ("os:path", "os:path is not a sirchat policy"),
+        ("sirchat.nowhere:Policy", "cannot be imported"),
+    ],
+)
+def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(SettingError, match=problem):
+        policy_class(name)
+
+
+@dataclass(frozen=True)
+class Odd(Sink):
+    """Tells a number for all rows together."""
+
+    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+        return {"odd": torch.zeros(())}
+
+
+def test_factors_are_a_number_for_each_row() -> None:
+    assert not broken_promises(Sink())
+    assert broken_promises(Odd()) == ["log_factors() must return tensors, a number for each row"]
+
+
+# Is every token of a stream kept with the same chance?
+
+STREAM, BUDGET, SINKS = 20_000, 1604, 4
+CHUNK = (BUDGET - SINKS) // 4
+ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
+UNEVEN_ROUNDS = [60, 5000, 30, 30, 7000, 90, 10, 1234, 17, 3000, 5] + [51] * 70
+
+
+@pytest.mark.parametrize("rounds", [ONE_ROUND, SHORT_ROUNDS], ids=["one round", "short rounds"])
+def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) -> None:
+    assert evenness(Reservoir(), rounds, seeds=150) > 0.01
+
+
+def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
+    """The same measurement finds the bias of `random`, with a tenth of the streams."""
+    assert evenness(policy_class("random")(), SHORT_ROUNDS, seeds=40) < 1e-6
+
+
+@pytest.mark.parametrize("rounds", [UNEVEN_ROUNDS, SHORT_ROUNDS], ids=["uneven", "short"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
+    rounds: list[int], seed: int
+) -> None:
+    """It holds the largest keys of the whole stream; which keys are largest knows no position."""
+    size = CHUNK - 20
+    held, end = read_stream(Reservoir(sample=size), rounds, seed)
+    keys = uniform(seed, Purpose.ARRIVAL, np.arange(end))
+    keys[:SINKS] = -1
+    assert set(keys.argsort()[-size:]) <= set(held)
+
+
+def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
+    keys = np.stack([uniform(seed, Purpose.ARRIVAL, np.arange(STREAM)) for seed in range(400)])
+    largest = np.argpartition(keys, -CHUNK, axis=1)[:, -CHUNK:]
+    assert chisquare(np.histogram(largest, bins=10, range=(0, STREAM))[0]).pvalue > 0.01
+
+
+def test_the_measurement_forgets_as_the_engine_does() -> None:
+    policy, rounds = Reservoir(), [2500, 500, 120, 1700]
+    model = BigramModel()
+    engine = Engine(model, Memory(policy, BUDGET, SINKS), seed=SEED)
+    for number, length in enumerate(rounds):
+        ids = [5] * length
+        list(engine.feed(ids, [Role.USER] * length, Place(number, number)))
+    held, _ = read_stream(policy, rounds, SEED)
+    assert engine.ledger.held_positions.tolist() == held.tolist()
+
+
+def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
+    """Chi-square p of the kept tokens in each tenth of the stream, but for sinks and the newest."""
+    counts = np.zeros(10)
+    for seed in range(seeds):
+        held, end = read_stream(policy, rounds, seed)
+        old = held[(held >= SINKS) & (held < end)]
+        counts += np.histogram(old, bins=10, range=(SINKS, end))[0]
+    return float(chisquare(counts).pvalue)
+
+
+def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[np.int64], int]:
+    """Read rounds of these lengths as the engine does.
+
+    Returns the positions held at the end, and where the tokens begin that the last eviction kept
+    for being new.
+    """
+    ledger, room, end = Ledger(seed), BUDGET - SINKS, 0
+    recent = getattr(policy, "recent", 0)
+    for number, length in enumerate(rounds):
+        opened = ledger.seen
+        for start in range(0, length, room // 4):
+            count = min(room // 4, length - start)
+            if ledger.held_count + count > BUDGET:
+                newest = max(opened, ledger.seen - room // 2)
+                at = ledger.held_positions
+                held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
+                ledger.keep(policy.keep(held, BUDGET - count))
+                end = min(newest, held.seen - recent)
+            append(ledger, [1.0] * count, number)
+    return ledger.held_positions, end
+
+
+def append(
+    ledger: Ledger,
+    surprisal: list[float],
+    number: int = 0,
+    flags: list[int] | None = None,
+    ids: list[int] | None = None,
+) -> None:
+    zeros = [0] * len(surprisal)
+    ledger.append(
+        ids or zeros, surprisal, turn=number, round=number, roles=zeros, flags=flags or zeros
+    )
+
+
+def draw(purpose: Purpose, position: int, seen: int = 0) -> float:
+    return float(uniform(SEED, purpose, np.array([position]), seen)[0])

@@ -1,0 +1,195 @@
+"""Every family of models: which live under a budget, and that they compute what they should."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from families import HELD, REFUSED, build, loaded
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Generated, Memory, Place
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import ModelError
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.rope import Rotation
+from sirchat.models.model import LoadedModel, wrap_model
+
+EOS = 2
+held = pytest.mark.parametrize("name", HELD)
+
+
+@held
+def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
+    model, ids = loaded(name), random_ids(55)
+    ours, theirs = model.new_cache(len(ids)), DynamicCache(config=model.module.config)
+    for piece in in_pieces(ids, [40, 10, 1, 1, 1, 1, 1]):
+        logits = model.forward(piece, ours)
+        ours.commit(len(piece))
+        with torch.inference_mode():
+            expected = model.module(input_ids=torch.tensor([piece]), past_key_values=theirs)
+        torch.testing.assert_close(logits, expected.logits[0], rtol=1e-5, atol=1e-5)
+
+
+@held
+def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
+    model, ids = loaded(name), random_ids(60)
+    engine = Engine(model, Memory(Entropy(), budget=128))
+    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    reply = engine.generate(
+        Sampler(Sampling()), Place(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
+    )
+    got = [record.id for record in reply if isinstance(record, Generated)]
+    expected = model.module.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=24, eos_token_id=EOS
+    )
+    assert got == [i for i in expected[0, len(ids) :].tolist() if i != EOS]
+
+
+@held
+@pytest.mark.parametrize("seed", range(3))
+def test_after_evictions_the_first_layer_is_that_of_a_fresh_read(name: str, seed: int) -> None:
+    """The first layer's keys and values depend on the token and its position alone."""
+    model = loaded(name)
+    for cache, ids, _ in evictions(model, seed):
+        fresh = model.new_cache(len(ids))
+        model.forward(ids, fresh)
+        fresh.commit(len(ids))
+        for view in (BoundedCache.layer_keys, BoundedCache.layer_values):
+            torch.testing.assert_close(view(cache, 0), view(fresh, 0), rtol=1e-5, atol=1e-5)
+
+
+@held
+def test_after_evictions_every_layer_holds_first_written_rows_turned_once(name: str) -> None:
+    model = loaded(name)
+    for cache, _, written in evictions(model, seed=3):
+        for layer, rotations in enumerate(model.rotations):
+            for slot, rotation in enumerate((rotations.key, rotations.value)):
+                expected = torch.cat(
+                    [
+                        turned(rows[layer][slot], rotation, now - then)
+                        for now, (rows, then) in enumerate(written)
+                    ],
+                    dim=2,
+                )
+                view = (BoundedCache.layer_keys, BoundedCache.layer_values)[slot](cache, layer)
+                torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_without_positions_have_no_rotation() -> None:
+    assert [layer.key is None for layer in loaded("smollm3-nope").rotations] == [0, 0, 0, 1]
+
+
+def test_sliding_and_full_layers_may_turn_at_different_speeds() -> None:
+    model_type, overrides = HELD["gemma3"]
+    deeper = build(model_type, {**overrides, "num_hidden_layers": 6})
+    keys = [layer.key for layer in wrap_model("gemma3", deeper, None).rotations]
+    assert [key.same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
+
+
+def test_latent_attention_turns_its_value_slot_only() -> None:
+    for layer in loaded("deepseek-mla").rotations:
+        assert layer.key is None
+        assert layer.value is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("llama", None), ("qwen2", None), ("gemma3", 24), ("mistral-sliding", 24)]
+)
+def test_a_model_tells_the_width_of_its_sliding_window(name: str, window: int | None) -> None:
+    assert loaded(name).window == window
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_forget_one_token_is_refused_in_one_line(name: str) -> None:
+    model_type, overrides, reason = REFUSED[name]
+    with pytest.raises(ModelError) as caught:
+        wrap_model("this model", build(model_type, overrides), None)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith("this model")
+    assert "\n" not in str(caught.value)
+
+
+def test_rotations_that_change_with_the_length_hold_the_model_to_its_original_length() -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 256,
+    }
+    phi3 = build("phi3", {"rope_parameters": longrope, "original_max_position_embeddings": 256})
+    dynamic = {
+        "rope_type": "dynamic",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    assert wrap_model("phi3", phi3, None).context_length == 256
+    llama = build("llama", {"rope_parameters": dynamic})
+    assert wrap_model("llama", llama, None).context_length == 256
+    assert loaded("yarn-rope").context_length == 1024
+
+
+Written = list[tuple[list[tuple[Tensor, Tensor]], int]]
+"""For each held row: each layer's key and value as the model wrote them, and the position then."""
+
+
+def evictions(model: LoadedModel, seed: int) -> Iterator[tuple[BoundedCache, list[int], Written]]:
+    """Five rounds of reading and keeping random rows; yields after each: cache, held ids, rows."""
+    draw = random.Random(seed)
+    cache = model.new_cache(64)
+    ids: list[int] = []
+    written: Written = []
+    for _ in range(5):
+        new = random_ids(draw.randint(1, 24), draw.random())
+        model.forward(new, cache)
+        cache.commit(len(new))
+        for slot in range(len(ids), len(ids) + len(new)):
+            written.append((row_of(cache, slot), slot))
+        ids += new
+        kept = sorted(draw.sample(range(len(ids)), draw.randint(1, min(40, len(ids)))))
+        cache.keep(torch.tensor(kept))
+        ids, written = [ids[i] for i in kept], [written[i] for i in kept]
+        yield cache, ids, written
+
+
+def row_of(cache: BoundedCache, slot: int) -> list[tuple[Tensor, Tensor]]:
+    views = [(cache.layer_keys(i), cache.layer_values(i)) for i in range(len(cache.layers))]
+    at = slice(slot, slot + 1)
+    return [(keys[:, :, at].clone(), values[:, :, at].clone()) for keys, values in views]
+
+
+def turned(row: Tensor, rotation: Rotation | None, distance: int) -> Tensor:
+    """`row` turned as complex numbers, in float64."""
+    if rotation is None:
+        return row
+    dims = range(rotation.offset, rotation.offset + rotation.dims)
+    half = len(dims) // 2
+    firsts, seconds = dims[:half], dims[half:]
+    if rotation.interleaved:
+        firsts, seconds = dims[::2], dims[1::2]
+    out = row.double()
+    frequencies = rotation.inv_freq.tolist()
+    for real, imaginary, frequency in zip(firsts, seconds, frequencies, strict=True):
+        z = torch.complex(out[..., real], out[..., imaginary])
+        z = z * torch.polar(torch.tensor(1.0), torch.tensor(distance * frequency)).to(z.dtype)
+        out[..., real], out[..., imaginary] = z.real, z.imag
+    return out.float()
+
+
+def random_ids(count: int, seed: float = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 128), k=count)
+
+
+def in_pieces(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    assert sum(sizes) == len(ids)
+    for size in sizes:
+        yield ids[:size]
+        ids = ids[size:]

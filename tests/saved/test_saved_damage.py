@@ -1,0 +1,213 @@
+"""Saved sessions are whole after every turn, whatever kills the writer; other files are refused."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sirchat.errors import SessionError
+from sirchat.saved.database import FORMAT
+from sirchat.saved.session_list import (
+    export_session,
+    find_session,
+    list_sessions,
+    remove_session,
+)
+from sirchat.saved.store import SessionStore
+from stored import APPEND_FOREVER, ROW, columns, elsewhere, head_at, new, refusal, rows_at, said
+
+
+def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:
+    path, moments, last = new(tmp_path, "turn 0"), random.Random(1), 0
+    for _ in range(20):
+        with elsewhere(APPEND_FOREVER, path) as writer:
+            assert writer.stdout
+            first = int(writer.stdout.readline())
+            time.sleep(moments.uniform(0, 0.05))
+            writer.kill()
+            last = max([first, *(int(line) for line in writer.stdout.read().split())])
+        with SessionStore.open(path) as session:
+            turns, head = session.turns(), session.head()
+            assert head is not None
+            assert len(turns) in (last + 1, last + 2)  # the next may be there and not yet printed
+            assert [turn.index for turn in turns] == list(range(len(turns)))
+            assert all(
+                turn.text == f"turn {turn.index} " * (turn.index % 4 * 200) for turn in turns[1:]
+            )
+            assert head.fields == {"turn": turns[-1].index}
+            assert head.seen == 3 + sum(turn.index % 5 for turn in turns[1:])
+            assert columns(session.rows(ROW)) == columns(rows_at(range(head.seen)))
+    assert last > 40
+
+
+DIE_INSIDE_A_TURN = """
+class Deadly:
+    def __array__(self, *_, **__):
+        os.kill(os.getpid(), 9)
+session = SessionStore.open(path)
+turn = SavedTurn(1, "assistant", "x" * 10_000_000, "stop")
+session.append([turn], np.zeros(0), Head(3, np.zeros(0, np.int64), Deadly(), {}))
+"""
+
+
+@pytest.fixture
+def broken_off(tmp_path: Path) -> Path:
+    """A session whose writer was killed while half of a turn was in the file."""
+    path = new(tmp_path, "one")
+    with elsewhere(DIE_INSIDE_A_TURN, path) as writer:
+        pass
+    assert writer.returncode == -signal.SIGKILL
+    assert path.with_suffix(".sqlite-journal").stat().st_size
+    assert path.stat().st_size > 5_000_000
+    return path
+
+
+def test_a_turn_that_a_crash_broke_off_is_taken_back(broken_off: Path) -> None:
+    with SessionStore.open(broken_off) as session:
+        assert session.turns() == said("one")
+        assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
+
+
+def test_a_session_that_a_crash_broke_off_is_listed_and_not_written_to(broken_off: Path) -> None:
+    before = broken_off.read_bytes()
+    sessions, refused = list_sessions(broken_off.parent)
+    assert ([session.id for session in sessions], refused) == ([broken_off.stem], [])
+    assert not sessions[0].in_use
+    assert broken_off.read_bytes() == before
+
+
+def test_a_disk_that_is_full_costs_the_turn_and_not_the_session(tmp_path: Path) -> None:
+    with SessionStore.open(new(tmp_path, "one")) as session:
+        session._connection.execute("PRAGMA max_page_count=20")
+        turn = said("x" * 200_000, start=1)
+        assert "full" in refusal(lambda: session.append(turn, rows_at(range(3, 6)), head_at(6)))
+        session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
+        assert session.turns() == said("one", "two")
+
+
+# Files that are no sessions.
+
+
+def foreign_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("CREATE TABLE turns (turn INTEGER)")
+        connection.commit()
+
+
+def newer(path: Path) -> None:
+    shutil.copy(new(path.parent / "elsewhere", "hi"), path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version={FORMAT + 1}")
+
+
+def cut_short(path: Path) -> None:
+    whole = new(path.parent / "elsewhere", "hi" * 20_000).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "is not a saved session of sirchat"),
+    "text": (
+        lambda path: path.write_text("Dear diary\n" * 500),
+        "is not a saved session of sirchat",
+    ),
+    "foreign": (foreign_database, "is not a saved session of sirchat"),
+    "newer": (newer, f"has format {FORMAT + 1}, and this sirchat reads formats up to {FORMAT}"),
+    "damaged": (cut_short, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_that_is_no_whole_session_is_refused_and_left_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    make, problem = REFUSED[kind]
+    good, bad = new(tmp_path, "hello"), tmp_path / "20261121-1432-bad.sqlite"
+    make(bad)
+    before = bad.read_bytes()
+    assert refusal(lambda: SessionStore.open(bad)).startswith(f"{bad} {problem}")
+    sessions, refused = list_sessions(tmp_path)
+    assert [session.path for session in sessions] == [good]
+    assert [str(error).startswith(f"{bad} {problem}") for error in refused] == [True]
+    assert bad.read_bytes() == before
+    assert find_session(tmp_path, "last") == good
+
+
+def test_a_session_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "none.sqlite"
+    for act in (SessionStore.open, remove_session, lambda path: export_session(path, io.BytesIO())):
+        assert refusal(lambda act=act: act(path)) == f"there is no saved session {path}"  # type: ignore[misc]
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "sessions"
+    problem = refusal(lambda: SessionStore.create(folder, {}))
+    assert problem.startswith(f"no session can be saved in {folder}: ")
+    assert list_sessions(folder) == ([], [])
+
+
+def test_damage_is_found_when_a_session_is_opened_and_not_when_it_is_read(tmp_path: Path) -> None:
+    path = new(tmp_path, *("x" * 9000 for _ in range(9)))
+    content = bytearray(path.read_bytes())
+    for page in range(1, len(content) // 4096):
+        broken = content.copy()
+        broken[4096 * page : 4096 * page + 8] = b"\xff" * 8
+        path.write_bytes(broken)
+        if content[4096 * page] in (5, 13):  # a page of a table; others hold long values
+            assert "is damaged" in refusal(lambda: SessionStore.open(path))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A session that nothing is wrong with."""
+    return new(tmp_path_factory.mktemp("whole"), "hello", "x" * 9000, "bye")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4))
+def test_any_damage_is_read_over_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, whole: Path, damage: list[tuple[int, int]]
+) -> None:
+    path, content = tmp_path_factory.mktemp("saved") / whole.name, bytearray(whole.read_bytes())
+    telling = [at for at, byte in enumerate(content) if byte not in b"\0x"]
+    for number, change in damage:
+        content[telling[number % len(telling)]] ^= change
+    path.write_bytes(content)
+    sessions, refused = list_sessions(path.parent)
+    assert len(sessions) + len(refused) == 1
+    assert "\n" not in (problem_of(path) or "")
+
+
+def problem_of(path: Path) -> str | None:
+    try:
+        with SessionStore.open(path) as session:
+            session.turns(), session.rows(ROW), session.head()
+    except SessionError as error:
+        return str(error)
+    return None
+
+
+def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(broken_off: Path) -> None:
+    remove_session(broken_off)
+    assert not list(broken_off.parent.iterdir())
+    for make in (cut_short, newer, lambda path: path.touch()):
+        make(broken_off)
+        remove_session(broken_off)
+        assert not broken_off.exists()
+    foreign_database(broken_off)
+    assert "is not a saved session" in refusal(lambda: remove_session(broken_off))
+    assert broken_off.exists()

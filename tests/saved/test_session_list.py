@@ -1,0 +1,153 @@
+"""The list of saved sessions: listed, found, removed and exported, each in use by one process."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from sirchat.saved import session_list
+from sirchat.saved.session_list import (
+    export_session,
+    find_session,
+    list_sessions,
+    remove_session,
+)
+from sirchat.saved.store import SessionStore
+from sirchat.text.transcript import read_transcript
+from stored import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
+
+
+def test_another_process_is_refused_in_one_line_until_the_session_is_closed(tmp_path: Path) -> None:
+    code = """
+try:
+    SessionStore.open(path).close()
+    print("open")
+except SirchatError as error:
+    print(error)
+"""
+    session = SessionStore.create(tmp_path, {})
+    busy = f"{session.path} is in use by another process (close the other chat first)\n"
+    assert printed(code, session.path) == busy
+    session.append(said("hi"), rows_at(range(3)), head_at(3))
+    assert printed(code, session.path) == busy
+    session.close()
+    with SessionStore.open(session.path) as session:
+        assert printed(code, session.path) == busy
+        session.replace(said("ho"), rows_at(range(3)), head_at(3))
+        assert printed(code, session.path) == busy
+        list_sessions(tmp_path)
+        assert printed(code, session.path) == busy
+        assert "in use" in refusal(lambda: SessionStore.open(session.path))
+        assert printed(code, session.path) == busy
+    assert printed(code, session.path) == "open\n"
+
+
+def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> None:
+    path = new(tmp_path, "turn 0")
+    with elsewhere(APPEND_FOREVER, path) as writer:
+        try:
+            assert writer.stdout
+            writer.stdout.readline()
+            for _ in range(100):
+                (session,), refused = list_sessions(tmp_path)
+                assert (session.id, session.in_use, refused) == (path.stem, True, [])
+            assert find_session(tmp_path, "last") == path
+        finally:
+            writer.kill()
+            writer.communicate()
+    assert not list_sessions(tmp_path).sessions[0].in_use
+
+
+def test_a_session_in_use_is_listed_with_what_was_saved_last(tmp_path: Path) -> None:
+    with SessionStore.open(new(tmp_path, "one")) as session:
+        session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
+        show = "s = list_sessions(path).sessions[0]; print(s.turns, s.first, s.model, s.in_use)"
+        assert printed(show, tmp_path) == "2 one tiny True\n"
+
+
+def test_a_session_that_cannot_be_read_in_use_is_listed_by_its_name(tmp_path: Path) -> None:
+    empty = tmp_path / "20251121-1433-aaaa.sqlite"  # as another process is about to fill it
+    empty.touch()
+    with closing(sqlite3.connect(empty, isolation_level=None)) as newborn:
+        newborn.execute("BEGIN EXCLUSIVE")
+        (session,), refused = list_sessions(tmp_path)
+    assert (session.id, session.in_use, session.turns, refused) == (empty.stem, True, 0, [])
+    assert session.created == datetime(2025, 11, 21, 14, 33).astimezone()
+
+
+def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> None:
+    paths = [new(tmp_path, f"first\nof {name} " * 20, "yes", model=name) for name in "abc"]
+    for age, path in zip((1, 3, 2), paths, strict=True):
+        os.utime(path, (1.6e9 - age, 1.6e9 - age))
+    sessions, refused = list_sessions(tmp_path)
+    assert [session.model for session in sessions] == ["a", "c", "b"]
+    newest = sessions[0]
+    assert (newest.id, newest.path, newest.turns) == (paths[0].stem, paths[0], 2)
+    assert newest.updated.timestamp() == 1.6e9 - 1
+    assert abs(newest.created.timestamp() - time.time()) < 60
+    assert newest.first.startswith("first of a first of a")
+    assert newest.first.endswith("…")
+    assert len(newest.first) == session_list._FIRST_LINE
+    assert not refused
+    assert find_session(tmp_path, "last") == paths[0]
+
+
+def test_an_empty_session_and_a_missing_folder_are_listed(tmp_path: Path) -> None:
+    SessionStore.create(tmp_path, {}).close()
+    ((session,), _) = list_sessions(tmp_path)
+    assert (session.model, session.turns, session.first) == ("", 0, "")
+    assert list_sessions(tmp_path / "missing") == ([], [])
+
+
+def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
+    session = new(tmp_path, "hi")
+    names = ["20261121-1432-aaaa", "20261121-1432-aabb", "20261121-1432"]
+    paths = [tmp_path / f"{name}.sqlite" for name in names]
+    for path in paths:
+        shutil.copy(session, path)
+    session.unlink()
+    assert find_session(tmp_path, "20261121-1432-aaaa") == paths[0]
+    assert find_session(tmp_path, "20261121-1432-aab") == paths[1]
+    assert find_session(tmp_path, "20261121-1432") == paths[2]
+    several = refusal(lambda: find_session(tmp_path, "20261121-1432-a"))
+    assert several.endswith(f'"20261121-1432-a": {names[0]}, {names[1]}')
+    assert "did you mean 20261121-1432-aabb?" in refusal(
+        lambda: find_session(tmp_path, "20261121-1432-abbb")
+    )
+    for unknown in ("", "x", "1432-aab", "../20261121", "*"):
+        assert "there is no saved session" in refusal(lambda i=unknown: find_session(tmp_path, i))  # type: ignore[misc]
+
+
+def test_there_is_no_last_session_in_an_empty_folder(tmp_path: Path) -> None:
+    assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
+    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(none is saved)")
+
+
+def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: Path) -> None:
+    other = new(tmp_path, "other")
+    with SessionStore.open(new(tmp_path, "hi")) as session:
+        session.save_kv({"keys": torch.ones(3)}, "stamp")
+        code = "try: remove_session(path)\nexcept SirchatError as error: print(error)"
+        assert "is in use by another process" in printed(code, session.path)
+        assert session.load_kv("stamp") is not None
+    session.path.with_suffix(".safetensors.new").touch()
+    remove_session(session.path)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_session_is_exported_as_json_lines(tmp_path: Path) -> None:
+    path, file = new(tmp_path, "Grüße\n\x00", 'a "reply"'), io.BytesIO()
+    export_session(path, file)
+    turns = read_transcript(file.getvalue(), "t")
+    assert [(turn.role, turn.content) for turn in turns] == [
+        ("user", "Grüße\n\x00"),
+        ("assistant", 'a "reply"'),
+    ]

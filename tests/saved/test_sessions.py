@@ -1,0 +1,430 @@
+"""Chats that are kept on disk and taken up again, in the state in which they were left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from chatting import babbler, random_model, session, tiny
+from command import run
+from sirchat.chat.session import Session
+from sirchat.cli.app import _with_defaults
+from sirchat.config.profile import Profile
+from sirchat.errors import SessionError
+from sirchat.memory.segments import Rows
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.saved.autosave import Saving, fingerprint, saved_profile, take_up
+from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.store import SessionStore
+from terminal import Terminal
+
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24, "decay": 0.9}
+SAYINGS = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]
+KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+def talk(chat: Session, saving: Saving | None, sayings: list[str]) -> None:
+    for text in sayings:
+        list(chat.ask(text))
+        if saving:
+            saving.update()
+
+
+def resumed(folder: Path, model: LoadedModel, **changes: Any) -> tuple[Session, SessionStore]:
+    store = SessionStore.open(find_session(folder, "last"))
+    chat = Session(model, saved_profile(store).model_copy(update=changes))
+    try:
+        take_up(chat, store)
+    except SessionError:
+        store.close()
+        raise
+    return chat, store
+
+
+def state(chat: Session) -> dict[str, Any]:
+    """Everything that what comes next depends on, and all that is shown, but times."""
+    logits = chat._engine.logits
+    assert logits is not None
+    view = chat.snapshot()
+    end = chat.end()
+    return {
+        "turns": chat.turns,
+        "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
+        "shares": view.turns,
+        "counts": (end.turns, end.seen, end.resident, end.tokens_out),
+        "archived": chat._engine.holding.archived,
+        "logits": logits.tolist(),
+        "profile": chat.profile,
+        "kv": contents(chat.rows()),
+    }
+
+
+def contents(rows: Rows | None) -> list[Any]:
+    assert rows is not None
+    return [rows.positions.tolist(), rows.written_at.tolist(), *(t.tolist() for t in rows.tensors)]
+
+
+def in_bfloat16() -> LoadedModel:
+    model = babbler()
+    module = random_model(len(model.tokenizer)).to(torch.bfloat16)
+    return wrap_model("babbler", module, model.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        *((name, "float32") for name in ("entropy", "reservoir", "random", "attention")),
+        *(("salience", dtype) for dtype in ("float32", "bfloat16")),
+    ],
+)
+def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
+    folder: Path, policy: str, dtype: str
+) -> None:
+    model = babbler() if dtype == "float32" else in_bfloat16()
+    options: dict[str, Any] = {"window": 16} if policy == "attention" else {}
+    profile = Profile(
+        policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
+    )
+    straight, first = Session(model, profile), Session(model, profile)
+    talk(straight, None, SAYINGS)
+    saving = Saving(first)
+    talk(first, saving, SAYINGS[:10])
+    list(first.pin("turn 3"))
+    list(straight.pin("turn 3", pinned=False))
+    list(first.pin("turn 3", pinned=False))
+    saving.close()
+    second, store = resumed(folder, model)
+    straight = Session(model, profile)
+    talk(straight, None, SAYINGS[:10])
+    list(straight.pin("turn 3"))
+    list(straight.pin("turn 3", pinned=False))
+    assert state(second) == state(straight)
+    for chat in (straight, second):
+        talk(chat, None, SAYINGS[10:])
+    store.close()
+    assert state(second) == state(straight)
+
+
+@pytest.mark.parametrize("scope", ["token", "layer"])
+def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
+    folder: Path, scope: str
+) -> None:
+    settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
+    straight, first = session(babbler(), **settings), session(babbler(), **settings)
+    saving = Saving(first)
+    talk(straight, None, SAYINGS)
+    talk(first, saving, SAYINGS[:10])
+    assert first.recalled
+    saving.close()
+    second, store = resumed(folder, babbler())
+    assert bool(second.recalled) == (scope == "token")
+    talk(second, None, SAYINGS[10:])
+    store.close()
+    assert state(second) == state(straight)
+
+
+def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:3])
+    list(chat.pin("turn 2"))
+    list(chat.switch("/policy", policy="sink", budget=120))
+    saving.update()
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert again.profile == chat.profile
+    assert state(again) == state(chat)
+
+
+def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Path) -> None:
+    chat = session(babbler(), temperature=1.0, **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:4])
+    list(chat.undo())
+    list(chat.undo())
+    saving.update()
+    assert b"3 some words and 9" not in b"".join(p.read_bytes() for p in folder.iterdir())
+    talk(chat, saving, ["something else"])
+    list(chat.retry())
+    saving.update()
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert state(again) == state(chat)
+    assert [turn.text for turn in again.turns if turn.role == "user"] == [
+        *SAYINGS[:2],
+        "something else",
+    ]
+
+
+def test_a_reset_begins_another_session(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:2])
+    chat.reset()
+    saving.update()
+    talk(chat, saving, SAYINGS[2:3])
+    saving.close()
+    found = list_sessions(folder).sessions
+    assert sorted(one.turns for one in found) == [2, 4]
+
+
+def test_nothing_said_nothing_saved(folder: Path) -> None:
+    saving = Saving(session(babbler(), **SMALL))
+    saving.update()
+    saving.close()
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}])
+def test_without_keys_and_values_the_held_tokens_are_read_anew(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    chat = session(babbler(), policy="entropy", **SMALL, **settings)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:6])
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert again.snapshot().rows == chat.snapshot().rows
+    assert again.turns == chat.turns
+    kept = {path.suffix for path in folder.iterdir()}
+    assert (".safetensors" in kept) == ("save_kv" not in settings)
+    list(again.ask("and on"))
+    assert again.resident <= 96
+
+
+def test_the_whole_text_can_be_read_again(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:6])
+    saving.close()
+    store = SessionStore.open(find_session(folder, "last"))
+    again = Session(babbler(), saved_profile(store).model_copy(update={"budget": 2000}))
+    take_up(again, store, rebuild=True)
+    assert [(t.role, t.text) for t in again.turns] == [(t.role, t.text) for t in chat.turns]
+    assert again.resident == again.seen
+    saving = Saving(again, store)
+    talk(again, saving, SAYINGS[6:7])
+    saving.close()
+    third, store = resumed(folder, babbler())
+    store.close()
+    assert state(third) == state(again)
+
+
+def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
+    chat = session(babbler(), policy="entropy", **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:2])
+    saving.close()
+    store = SessionStore.open(find_session(folder, "last"))
+    again = Session(tiny(), saved_profile(store).model_copy(update={"model": "tiny"}))
+    take_up(again, store, rebuild=True)
+    store.close()
+    third, store = resumed(folder, tiny())
+    store.close()
+    assert third.snapshot().rows == again.snapshot().rows
+    with pytest.raises(SessionError, match="--model tiny"):
+        resumed(folder, babbler())
+
+
+def test_closing_saves_what_was_not_saved_yet(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:1])
+    talk(chat, None, SAYINGS[1:2])
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert state(again) == state(chat)
+
+
+def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:6])
+    a_row = chat._engine.cache.first_written(torch.arange(1), chat.save().held[:1]).nbytes
+    monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * a_row)
+    saving.close()
+    again, store = resumed(folder, babbler())
+    store.close()
+    assert again._engine.holding.archived == 0 < chat._engine.holding.archived
+    assert again.snapshot().rows == chat.snapshot().rows
+    for one in (chat, again):
+        list(one.ask("and on"))
+    assert again.turns == chat.turns
+
+
+def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder: Path) -> None:
+    chat = session(babbler(), **SMALL)
+    saving = Saving(chat)
+    talk(chat, saving, SAYINGS[:1])
+    saving.close()
+    with pytest.raises(SessionError, match=r"--model babbler.*--rebuild"):
+        resumed(folder, tiny())
+    with pytest.raises(SessionError, match=r"--dtype float32.*--rebuild"):
+        resumed(folder, in_bfloat16())
+
+
+def test_models_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+    model = babbler()
+    before = fingerprint(model)
+    model.module.save_pretrained(tmp_path / "saved")
+    assert fingerprint(model) == before
+    other = random_model(len(model.tokenizer))
+    assert fingerprint(wrap_model("copy", other, model.tokenizer)) == fingerprint(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight += 0.5
+    assert fingerprint(wrap_model("copy", other, model.tokenizer)) != fingerprint(model)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_killed_chat_has_every_finished_turn_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Each run is a process of its own; `SIRCHAT_KILLS` says how many."""
+    model = babbler()
+    finished = tmp_path / "finished"
+    for number in range(KILLS):
+        finished.write_text("")
+        child = os.fork()
+        if child == 0:
+            _chat_until_killed(model, finished)
+        time.sleep(Random(number).uniform(0.02, 0.6))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        said = finished.read_text().splitlines()
+        if not said:
+            continue
+        chat, store = resumed(folder, model)
+        turns = [turn.text for turn in chat.turns if turn.role == "user"]
+        assert turns[: len(said)] == said
+        assert len(turns) <= len(said) + 1
+        assert [turn.role for turn in chat.turns] == ["user", "assistant"] * len(turns)
+        assert chat.seen == len(chat.save().rows)
+        assert chat.resident <= 96
+        list(chat.ask("and on"))
+        assert chat.turns[-1].role == "assistant"
+        path = store.path
+        store.close()
+        path.unlink()
+
+
+def _chat_until_killed(model: LoadedModel, finished: Path) -> None:
+    try:
+        chat = session(model, **{**SMALL, "max_new_tokens": 6})
+        saving = Saving(chat)
+        with finished.open("a") as file:
+            for n in range(10**6):
+                text = f"{n} words"
+                talk(chat, saving, [text])
+                if n % 3 == 2:
+                    saving.save_kv()
+                print(text, file=file, flush=True)
+    finally:
+        os._exit(1)
+
+
+def test_a_chat_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.say("My name is Anna.")
+        chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    listed = run("sessions", "list")
+    assert "My name is Anna." in listed.stdout
+    with Terminal("--resume", home=tmp_path) as chat:
+        chat.wait_prompt()
+        assert "2 turns" in chat.text
+        assert "Anna" in chat.ask("What is my name?")
+        chat.say("/exit")
+        assert chat.ended() == 0
+    shown = run("sessions", "show", "last").stdout
+    assert shown.startswith("USER: My name is Anna.\nASSISTANT: ")
+    assert "USER: What is my name?" in shown
+    exported = run("sessions", "export", "last").stdout
+    assert exported.count('"role": "user"') == 2
+    assert run("sessions", "rm", "last").returncode == 0
+    assert "Anna" not in run("sessions", "list").stdout
+
+
+def test_flags_change_the_settings_of_a_chat_that_goes_on(tmp_path: Path) -> None:
+    with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
+        for _ in range(2):
+            chat.say("Tell me a joke. " * 6)
+            chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
+    with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
+        stats = chat.ask("/stats")
+        seen, held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) of 512", stats)[0]
+        assert seen == held
+        assert "policy entropy" in stats
+        chat.say("/exit")
+        assert chat.ended() == 0
+    with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
+        assert chat.ended() == 2
+        assert "seed" in chat.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--resume", "last"), "standard input"),
+        (("--rebuild",), "--resume"),
+        (("--resume", "x", "sessions", "list"), "before sessions"),
+        (("sessions", "show", "nothing"), "no saved session"),
+    ],
+)
+def test_what_cannot_be_taken_up_is_refused_in_one_line(
+    arguments: tuple[str, ...], word: str
+) -> None:
+    done = run(*arguments, text="Hello!\n")
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert word in done.stderr
+
+
+def test_resume_alone_means_the_last_one_but_not_behind_a_command() -> None:
+    assert _with_defaults(["--resume"]) == ["--resume=last"]
+    assert _with_defaults(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _with_defaults(["--resume", "x"]) == ["--resume", "x"]
+    assert _with_defaults(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _with_defaults([]) == []
+
+
+def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.say("Hello!")
+        chat.wait_prompt()
+        refused = run("sessions", "rm", "last")
+        assert refused.returncode == 1
+        assert "in use" in refused.stderr
+        with Terminal("--resume", home=tmp_path) as other:
+            assert other.ended() == 1
+            assert "in use" in other.text
+
+
+def test_a_chat_that_is_not_to_be_saved_is_not(tmp_path: Path) -> None:
+    with Terminal("--no-save", home=tmp_path) as chat:
+        chat.say("Hello!")
+        chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    assert not list((tmp_path / "data").glob("**/*"))

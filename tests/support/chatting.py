@@ -1,0 +1,77 @@
+"""Models to chat with in tests: the bundled one, and one with random weights that never stops."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from sirchat.chat.events import Event, TurnDone
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.models.model import LoadedModel, load_model, wrap_model
+from sirchat.paths import tiny_dir
+from sirchat.text.anchors import Anchors
+
+
+@cache
+def tiny() -> LoadedModel:
+    """The bundled model."""
+    return load_model("tiny", device="cpu")
+
+
+@cache
+def babbler() -> LoadedModel:
+    """Random weights with the bundled tokenizer; it never says its end token."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    return wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
+
+
+def save_babbler(folder: Path) -> Path:
+    """The babbler as a folder that `--model` takes."""
+    model = babbler()
+    model.module.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def session(model: LoadedModel | None = None, *, tokens: bool = False, **settings: Any) -> Session:
+    """A session under the default profile with some settings changed."""
+    return Session(model or tiny(), Profile(**settings), rows_in_events=tokens)
+
+
+def answer(events: list[Event]) -> str:
+    """The text of the reply among the events."""
+    return next(e.text for e in events if isinstance(e, TurnDone) and e.role == "assistant")
+
+
+def random_model(vocab_size: int) -> Any:
+    """Random weights, the same each time, that never say a control token."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        module.lm_head.weight[:8] = 0.0  # control tokens get logit 0, far below the largest
+    return module
+
+
+def with_anchors() -> LoadedModel:
+    """The bundled model with an anchor token that it has not learnt to use."""
+    from sirchat.training.anchor import add_anchor
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    module = LlamaForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)
+    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write(module.config)
+    return wrap_model("tiny with anchors", module.eval(), tokenizer)

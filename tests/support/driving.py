@@ -1,0 +1,73 @@
+"""An engine driven by hand: read, generate, and check that it is whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from families import BigramModel
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import Evicted, Generated, Place, Read, Restored, Stopped
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.memory.ledger import Role
+
+Record = Read | Evicted | Restored | Generated | Stopped
+SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
+
+
+def feed(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
+    place = Place(turn, turn // 2)
+    return list(engine.feed(ids, [Role.USER] * len(ids), place, **options))
+
+
+def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:
+    sampler: Sampler = options.pop("sampler", SAMPLER)
+    options = {"stop_ids": frozenset(), "max_new_tokens": count, **options}
+    return list(engine.generate(sampler, Place(turn, turn // 2), **options))
+
+
+def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
+    return random.Random(seed).choices(range(3, vocab), k=count)
+
+
+def evicted(records: list[Record]) -> list[list[int]]:
+    return [record.positions.tolist() for record in records if isinstance(record, Evicted)]
+
+
+def check_whole(engine: Engine) -> None:
+    """Cache and ledger say the same, within the budget."""
+    held = engine.ledger.held_positions
+    assert engine.resident == engine.cache.length == engine.ledger.held_count == len(held)
+    assert engine.resident <= engine.budget
+    assert (np.diff(held) > 0).all()
+    ids = engine.ledger.column("token_id")[held].tolist()
+    for layer in range(len(engine.cache.layers) if len(held) else 0):
+        for view in (engine.cache.layer_keys, engine.cache.layer_values):
+            assert view(layer)[0, 0, :, 0].tolist() == ids
+
+
+def state_of(engine: Engine) -> tuple[Any, ...]:
+    ledger = engine.ledger
+    return ledger.seen, ledger.held_positions.tolist(), engine.memory, id(engine.logits)
+
+
+@dataclass
+class failing:
+    """Within, the model raises when this layer writes."""
+
+    model: BigramModel
+    layer: int
+
+    def __enter__(self) -> None:
+        def fail(layer: int, ids: Sequence[int]) -> None:
+            if layer == self.layer:
+                raise ZeroDivisionError
+
+        self.model.before_layer = fail  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        del self.model.before_layer

@@ -1,0 +1,92 @@
+"""Chats that are put on the shelf and taken from it, as the prompt's commands do."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from chatting import babbler, session
+from sirchat.chat.session import Session
+from sirchat.errors import SessionError
+from sirchat.models.model import LoadedModel
+from sirchat.saved.autosave import saved_profile, take_up
+from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.store import SessionStore
+from sirchat.ui.autosave import Shelving
+from sirchat.ui.commands import Another, Commands
+from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.history import InMemory
+from sirchat.ui.screen import Screen
+
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
+SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]
+
+
+class Chat:
+    """The commands as the prompt gives them, with what they show; a line ends as it does there."""
+
+    def __init__(self, model: LoadedModel | None = None, **settings: Any) -> None:
+        self.session = session(model or babbler(), **{**SMALL, **settings})
+        self._out = io.StringIO()
+        self._screen = Screen(self._out, self._out)
+        self.shelving = Shelving(self.session, self._screen)
+        self._history = InMemory()
+
+    def say(self, *texts: str) -> None:
+        for text in texts:
+            list(self.session.ask(text))
+            self.shelving.update()
+
+    def do(self, line: str) -> str:
+        """What a command shows."""
+        before = len(self._out.getvalue())
+        commands = Commands(self.session, self._screen, self._history, self.shelving)
+        try:
+            commands.run(line)
+        except Another as other:
+            self.session = other.session
+        self.shelving.update()
+        return self._out.getvalue()[before:]
+
+    def crash(self) -> None:
+        self.shelving._saving.let_go()
+
+    @property
+    def texts(self) -> list[str]:
+        return [turn.text for turn in self.session.turns if turn.role == "user"]
+
+
+def saved(folder: Path, name: str = "", **settings: Any) -> str:
+    """The id of a chat that was saved, left, and said `SAYINGS[:2]`."""
+    chat = Chat(**settings)
+    chat.say(*SAYINGS[:2])
+    chat.do(f"/save {name}".strip())
+    chat.shelving.close()
+    return list_sessions(folder).sessions[0].id
+
+
+def resumed(folder: Path, ident: str) -> tuple[Session, bool]:
+    """A session as `--resume` takes it up, and whether its keys and values were there."""
+    with SessionStore.open(find_session(folder, ident)) as store:
+        head = store.head()
+        assert head is not None
+        again = Session(babbler(), saved_profile(store))
+        take_up(again, store)
+        return again, store.load_kv(head.fields["kv"]) is not None
+
+
+def refusal(chat: Chat, line: str) -> str:
+    with pytest.raises(SessionError) as caught:
+        chat.do(line)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def completions(text: str) -> list[str]:
+    completer = SlashCompleter(lambda: session(babbler()))
+    return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]

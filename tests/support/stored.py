@@ -1,0 +1,110 @@
+"""Sessions that tests save, and other processes that open them.
+
+The files of an open session are read by other processes: in this one, closing such a file would
+drop the session's lock.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sirchat.errors import SessionError
+from sirchat.saved.store import Head, SavedTurn, SessionStore
+
+ROW = np.dtype(
+    [("token_id", np.int32), ("surprisal", np.float32), ("decay", np.float64), ("flags", np.uint8)],
+    align=True,  # as the ledger's, with gaps
+)
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+from __future__ import annotations
+import os, sys
+from pathlib import Path
+import numpy as np
+from sirchat.errors import *
+from sirchat.saved.session_list import *
+from sirchat.saved.store import *
+path, ROW = Path(sys.argv[1]), np.dtype(
+    [("token_id", np.int32), ("surprisal", np.float32), ("decay", np.float64), ("flags", np.uint8)],
+    align=True,
+)
+"""
+
+
+def rows_at(positions: range) -> NDArray[Any]:
+    """Rows that tell their position; the first has no surprisal."""
+    at = np.arange(positions.start, positions.stop)
+    rows = np.zeros(len(at), ROW)
+    rows["token_id"], rows["surprisal"], rows["decay"] = at, at / 7, -at / 3
+    rows["surprisal"][at == 0] = np.nan
+    rows["flags"] = at % 256
+    return rows
+
+
+def head_at(seen: int, logits: list[float] | None = None, **fields: Any) -> Head:
+    """A head that holds every second token."""
+    held = np.arange(0, seen, 2, dtype=np.int64)
+    return Head(seen, held, None if logits is None else np.array(logits, np.float32), fields)
+
+
+def said(*texts: str, start: int = 0) -> list[SavedTurn]:
+    """Turns of the user and the assistant, one after the other."""
+    roles = ("user", "assistant")
+    return [SavedTurn(i, roles[i % 2], text, "stop") for i, text in enumerate(texts, start)]
+
+
+def new(folder: Path, *texts: str, model: str = "tiny") -> Path:
+    """A session of three tokens a turn, closed."""
+    with SessionStore.create(folder, {"model": model}) as session:
+        seen = 3 * len(texts)
+        session.append(said(*texts), rows_at(range(seen)), head_at(seen))
+        return session.path
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(SessionError) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def elsewhere(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Another Python process that runs `code`, with what it may need imported."""
+    shared = [inspect.getsource(function) for function in (rows_at, head_at, said)]
+    command = [sys.executable, "-c", "\n".join([PRELUDE, *shared, code]), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def printed(code: str, *arguments: object) -> str:
+    """What another process prints that runs to its end."""
+    with elsewhere(code, *arguments) as process:
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return shown
+
+
+def columns(rows: NDArray[Any]) -> list[bytes]:
+    """The bytes of every field: NaNs compare, gaps don't."""
+    return [rows[name].tobytes() for name in rows.dtype.names or ()]
+
+
+APPEND_FOREVER = """
+with SessionStore.open(path) as session:
+    turn, seen = len(session.turns()), session.head().seen
+    while True:
+        more = turn % 5
+        text = f"turn {turn} " * (turn % 4 * 200)
+        rows, head = rows_at(range(seen, seen + more)), head_at(seen + more, turn=turn)
+        session.append(said(text, start=turn), rows, head)
+        print(turn, flush=True)
+        turn, seen = turn + 1, seen + more
+"""

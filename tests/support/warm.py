@@ -1,0 +1,92 @@
+"""Chats that come up at once: forked from a server that has imported what a chat needs.
+
+The imports take most of a start, some seconds of processor time. `python -m sirchat`, run by other
+tests, shows that a chat comes up from nothing as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context, reduction
+from typing import Any, NoReturn
+
+from pexpect.fdpexpect import fdspawn
+
+_LAZY = ("transformers.models.llama.modeling_llama",)  # imported when such a model is loaded
+_SERVER = get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["sirchat.cli.app", "sirchat.chat.session", "sirchat.ui.repl", *_LAZY]
+)
+
+
+class Warm(fdspawn):  # type: ignore[misc]
+    """`sirchat ARGUMENTS` in a pseudo-terminal of its own, with pexpect's ways.
+
+    `exitstatus` and `signalstatus` tell, once it is closed, how it ended.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], env: Mapping[str, str], size: tuple[int, int], timeout: int
+    ) -> None:
+        ours, its = os.openpty()
+        termios.tcsetwinsize(its, size)
+        told = (_Terminal(its), list(arguments), dict(env), os.getcwd())
+        self._process = _SERVER.Process(target=_chat, args=told, daemon=True)
+        self._process.start()
+        os.close(its)
+        super().__init__(ours, timeout=timeout)
+
+    def setwinsize(self, rows: int, columns: int) -> None:
+        """Change the window."""
+        termios.tcsetwinsize(self.child_fd, (rows, columns))
+
+    def close(self, force: bool = False) -> None:
+        """Close the terminal; a chat that does not end of that is killed, if `force`."""
+        if not self.closed:
+            super().close()
+            self._process.join(1 if force else 30)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+        code = self._process.exitcode or 0
+        self.exitstatus = code if code >= 0 else None
+        self.signalstatus = -code if code < 0 else None
+
+
+class _Terminal:
+    """The chat's end of a pseudo-terminal, on its way to another process."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _number_of, (reduction.DupFd(self._number),)
+
+
+def _number_of(passed: Any) -> int:
+    return int(passed.detach())
+
+
+def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str) -> NoReturn:
+    """What `python -m sirchat` does, behind its imports."""
+    os.login_tty(terminal)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    files: dict[str, Any] = {
+        "stdin": os.fdopen(0, closefd=False),
+        "stdout": os.fdopen(1, "w", closefd=False),
+        "stderr": os.fdopen(2, "w", closefd=False, errors="backslashreplace"),
+    }
+    vars(sys).update(files | {f"__{name}__": file for name, file in files.items()})
+    sys.argv = ["sirchat", *arguments]
+
+    from sirchat.cli import main
+
+    main()
+    sys.exit(0)

@@ -1,0 +1,127 @@
+"""`sirchat eval recall`: the same conversations for every setting, scored word for word."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from chatting import babbler, tiny
+from command import run
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.tasks.interval import wilson
+from sirchat.tasks.recall import KIND_NAMES, Conversation, Recall
+from sirchat.tasks.run import findings
+from sirchat.training.probe import PROBED
+from sirchat.world.dialogue import UNTOLD
+
+FULL = Profile(policy="full")
+
+
+def conversations(limit: int, **options: Any) -> list[Conversation]:
+    study = Recall((FULL,), limit, **options)
+    return [study.conversation(int(unit)) for unit in study.units()]
+
+
+def test_conversations_depend_on_the_seed_alone() -> None:
+    one = conversations(30, between=(2,))
+    assert one == conversations(30, between=(2,))
+    assert one != conversations(30, between=(2,), seed=2)
+    assert one[:10] == conversations(10, between=(2,))
+
+
+def test_kinds_take_turns_and_every_answer_is_known() -> None:
+    made = conversations(40, between=(3,))
+    assert [one.kind for one in made] == [*KIND_NAMES, *KIND_NAMES]
+    assert all(one.quizzes == (False, True, True, True) for one in made)
+    assert all(one.answer not in ("", UNTOLD) for one in made)
+
+
+def test_distances_take_turns_and_rounds_may_go_before() -> None:
+    made = conversations(8, between=(0, 4), before=2, kinds=("name", "city"))
+    assert [one.between for one in made] == [0, 0, 4, 4, 0, 0, 4, 4]
+    assert all(one.quizzes == (True, True, False, *[True] * one.between) for one in made)
+
+
+def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
+    made = conversations(60, between=(4,), ask="corrected")
+    assert {one.kind for one in made} == {key for key, kind in PROBED.items() if kind.updates}
+    for one in made:
+        assert one.quizzes == (False, True, True, False, True, True)
+        value = re.fullmatch(
+            re.escape(PROBED[one.kind].answer)
+            .replace(re.escape("{v}"), "(.+)")
+            .replace(re.escape("{s}"), ".+"),
+            one.answer,
+        )
+        assert value
+        (old, _), (new, _) = (one.rounds[i] for i in (0, 3))
+        assert value[1] in new
+        assert value[1] not in old
+
+
+def test_what_was_never_told_is_to_be_declined() -> None:
+    made = conversations(20, between=(1,), ask="untold")
+    assert {one.answer for one in made} == {UNTOLD}
+    assert len({one.question for one in made}) > 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [({"kinds": ("grocerys",)}, "groceries"), ({"ask": "tell"}, "told")]
+)
+def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint: str) -> None:
+    with pytest.raises(SettingError, match=hint):
+        Recall((FULL,), 1, **wrong)
+
+
+def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
+    window = Profile(policy="window", budget=64, recent=8)
+    study = Recall((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
+    full, lost = study.held(findings(study, tiny()))
+    assert sum(one["right"] for one in full.all) >= 5
+    assert sum(one["right"] for one in lost.all) == 0
+    assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
+    assert [one["expected"] for one in full.all] == [one["expected"] for one in lost.all]
+
+
+def test_generated_rounds_are_scored() -> None:
+    study = Recall((FULL,), 2, between=(3,), kinds=("name",), generate=True)
+    found = findings(study, babbler()).values()
+    assert [one["quizzes"] for one in found] == [3, 3]
+    assert sum(one["quizzes right"] for one in found) == 0
+
+
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"),
+    [(0, 0, 0.0, 1.0), (0, 10, 0.0, 0.278), (10, 10, 0.722, 1.0), (285, 300, 0.919, 0.969)],
+)
+def test_the_interval_is_wilsons(right: int, asked: int, low: float, high: float) -> None:
+    assert wilson(right, asked) == pytest.approx((low, high), abs=5e-4)
+
+
+def test_the_command_prints_shares_with_intervals_and_how_to_repeat_them() -> None:
+    flags = ("--limit", "2", "--between", "1", "--kinds", "name,city", "--budgets", "64,128")
+    done = run("eval", "recall", "--policies", "full,sink", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["command"].endswith(" ".join(flags) + " --json")
+    table = record["tables"]["Recall"]
+    assert [row[0] for row in table["rows"]] == ["full", "sink 64", "sink 128"]
+    for name, share, held, reduction in table["rows"]:
+        assert held <= (int(name.rpartition(" ")[2]) if name != "full" else 10_000)
+        assert reduction >= 0
+        assert name != "full" or reduction == 0
+        assert share["low"] <= share["value"] <= share["high"]
+        assert len(record["wrong"][name]) == 2 - 2 * share["value"]
+    table = run("eval", "recall", "--policies", "full", *flags).stdout
+    assert "2 conversations" in table
+    assert "name" in table
+
+
+def test_wrong_values_are_refused_in_one_line() -> None:
+    done = run("eval", "recall", "--policies", "entropie")
+    assert done.returncode == 2
+    assert "entropy" in done.stderr

@@ -1,0 +1,304 @@
+"""Studies: the same units for every setting, a journal, a report in every form."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatting import babbler, tiny
+from command import run
+from sirchat.cli.study_flags import settings_of
+from sirchat.config.profile import Profile, changed
+from sirchat.errors import SettingError
+from sirchat.models.model import LoadedModel
+from sirchat.tasks.multiple_choice import MultipleChoice
+from sirchat.tasks.output import draw, markdown, print_report, record_of, write_report
+from sirchat.tasks.perplexity import Perplexity
+from sirchat.tasks.report import Measured, Plot, Report, Table, about
+from sirchat.tasks.results_log import Record
+from sirchat.tasks.run import findings
+from sirchat.tasks.study import Study, Work, share, share_of_draws
+
+SINK = Profile(policy="sink", budget=64)
+RANDOM = Profile(policy="random", budget=64, seed=5)
+
+REPORT = Report(
+    facts=("seed 0", "2 conversations"),
+    tables=(
+        Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
+        Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
+    ),
+    plots=(Plot("curve", "n", "right", {"a": ((1.0, 0.5), (10.0, 0.7))}, log_x=True),),
+    details={"seed": 0},
+)
+
+
+def test_a_policy_that_draws_lots_is_run_with_several() -> None:
+    study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
+    assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [
+        f"1/{seed}/{unit}" for seed in (5, 6, 7) for unit in "01"
+    ]
+    sink, random = study.held(findings(study, babbler()))
+    assert [len(one.draws) for one in (sink, random)] == [1, 3]
+    assert len(random.all) == 6
+
+
+def test_the_interval_over_draws_is_the_wider_of_answers_and_lots() -> None:
+    assert share_of_draws([[True, False]]) == share([True, False])
+    lots = share_of_draws([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+    assert lots.value == pytest.approx(14 / 27)
+    assert (lots.low, lots.high) == (0.0, 1.0)  # three draws tell little
+    same = share_of_draws([[False] * 9] * 3)
+    assert same == share([False] * 27)
+
+
+def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
+    flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
+    done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [row[0] for row in json.loads(done.stdout)["tables"]["dailydialog"]["rows"]]
+    assert rows == [
+        "reservoir 256 recent 8 sample 20",
+        "reservoir 256 recent 8 sample 30",
+        "reservoir 256 recent 16 sample 20",
+        "reservoir 256 recent 16 sample 30",
+        "sink 256",
+    ]
+    (row,) = settings_of(Profile(), "salience", "96", "1", ["attention=false"])
+    assert (row.policy_options, row.attention) == ({"attention": False}, "auto")
+    for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
+        refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
+        assert refused.returncode == 2
+        assert hint in refused.stderr
+
+
+def test_an_option_goes_to_every_policy_that_has_it() -> None:
+    given = changed(Profile(), "--option", policy_options={"spans": True})
+    rows = settings_of(given, "entropy,sink", "96", "1")
+    assert [(one.policy, one.policy_options) for one in rows] == [
+        ("entropy", {"spans": True}),
+        ("sink", {}),
+    ]
+    with pytest.raises(SettingError, match="--option: none of sink,random has an option spans"):
+        settings_of(given, "sink,random", "96", "1")
+
+
+def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
+    head = about(tiny(), "test", "sirchat eval test --limit 2")
+    assert write_report(REPORT, head, tmp_path, "test") == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["test-2.csv", "test.csv", "test.json", "test.md", "test.svg"]
+    record = json.loads((tmp_path / "test.json").read_text("utf-8"))
+    assert record == json.loads(json.dumps(record_of(REPORT, head)))
+    first = record["tables"]["First"]["rows"][0]
+    assert (first[0], first[1]["value"], first[2]) == ("a | b", 0.5, 1200)
+    with (tmp_path / "test.csv").open() as file:
+        header, row = csv.reader(file)
+    assert header == ["setting", "right", "right low", "right high", "tokens"]
+    assert (row[0], float(row[1]), float(row[2])) == ("a | b", 0.5, first[1]["low"])
+    text = (tmp_path / "test.md").read_text("utf-8")
+    assert text == markdown(REPORT, head)
+    assert "`sirchat eval test --limit 2`" in text
+    assert r"| a \| b | 0.500 (0.09 to 0.91) | 1,200 |" in text
+    assert "| two |  |" in text
+    for part in ("tiny", "cpu", "float32", "torch", "transformers", "seed 0"):
+        assert part in text.splitlines()[0]
+
+
+def test_a_share_without_an_interval_has_none_in_json() -> None:
+    report = Report((), (Table("t", ("a", "b"), (("x", Measured(0.5, -math.inf, math.inf)),)),))
+    record = record_of(report, {})
+    assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
+    json.loads(json.dumps(record, allow_nan=False))
+
+
+def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
+    (plot,) = REPORT.plots
+    for name in ("one.svg", "two.svg"):
+        assert draw(plot, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+class Squares:
+    """A study of whole numbers, which may be broken off at one of them."""
+
+    name = "squares"
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.done = stop, list[str]()
+
+    def asked(self) -> Record:
+        return {"power": 2, "of": (0, 6)}
+
+    def keys(self) -> list[str]:
+        return [str(number) for number in range(6)]
+
+    def worker(self, model: LoadedModel) -> Work:
+        def work(key: str) -> Record:
+            if int(key) == self.stop:
+                raise KeyboardInterrupt
+            self.done.append(key)
+            return {"square": int(key) ** 2}
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        return Report((), ())
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    straight, out = findings(Squares(), babbler()), tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt):
+        findings(Squares(stop=3), babbler(), out)
+    journal = out / "squares.jsonl"
+    with journal.open("a") as file:
+        file.write('{"key": "3", "fou')  # cut off in the middle of a write
+    rest = Squares()
+    assert findings(rest, babbler(), out) == straight
+    assert rest.done == ["3", "4", "5"]
+    whole = journal.read_bytes()
+    known = Squares(stop=0)
+    assert findings(known, babbler(), out) == straight
+    assert known.done == []
+    assert journal.read_bytes() == whole
+
+
+def test_units_may_end_in_any_order(tmp_path: Path) -> None:
+    def backwards(study: Study, keys: list[str]) -> Iterator[tuple[str, Record]]:
+        work = study.worker(babbler())
+        return ((key, work(key)) for key in reversed(keys))
+
+    found = findings(Squares(), babbler(), tmp_path, backwards)
+    assert list(found) == Squares().keys()
+    assert found == findings(Squares(), babbler(), tmp_path)
+
+
+def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
+    """Killed at two moments, then left to end: the same files, byte for byte."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
+    words += ["--budgets", "64", "--repeats", "2", "--model", endless]
+
+    assert run(*words, "--out", str(straight)).returncode == 0
+    for lines in (2, 4):
+        command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        journal = broken / "dailydialog.jsonl"
+        while started.poll() is None:
+            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+                started.send_signal(signal.SIGKILL)
+            time.sleep(0.01)
+        started.communicate()
+        assert started.returncode == -signal.SIGKILL
+    assert run(*words, "--out", str(broken)).returncode == 0
+    for path in straight.iterdir():
+        one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
+        assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
+
+
+def test_results_of_another_model_are_not_gone_on_with(tmp_path: Path) -> None:
+    study = MultipleChoice((SINK,), 1, task="dailydialog")
+    findings(study, babbler(), tmp_path)
+    with pytest.raises(SettingError, match="another run"):
+        findings(study, tiny(), tmp_path)
+
+
+def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
+    model = tiny()
+    study = Perplexity((Profile(policy="full"),), 400)
+    ids = [token for piece in study.rounds(model) for token in piece]
+    assert len(ids) == 400
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    (found,) = findings(study, model).values()
+    assert found["tokens"] == 400
+    for at, mean in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
+        assert mean == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
+    assert len(found["nats"]) == 100
+
+
+def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
+    settings = (Profile(policy="full"), SINK, Profile(policy="window", budget=64))
+    study = Perplexity(settings, 300, text=str(file))
+    (table,) = study.report(findings(study, tiny())).tables
+    assert [row[0] for row in table.rows] == ["full", "sink 64", "window 64"]
+    assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
+    with pytest.raises(SettingError, match="can't be read"):
+        Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
+
+
+def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(f"number {n}" for n in range(400)), "utf-8")
+    study = Perplexity((SINK,), 640, text=str(file), readings=5)
+    readings = [list(study.rounds(tiny(), number)) for number in range(5)]
+    assert [len(rounds) for rounds in readings] == [10] * 5
+    for place in range(10):
+        assert {tuple(one[place]) for one in readings} == {
+            tuple(readings[0][(place + 2 * number) % 10]) for number in range(5)
+        }
+
+
+def test_made_talk_read_from_further_on_is_the_same_talk() -> None:
+    study = Perplexity((SINK,), 3_000, readings=2)
+    first, second = (list(study.rounds(tiny(), number)) for number in range(2))
+    assert first[0] != second[0]
+    assert sum(map(len, first)) == sum(map(len, second)) == 3_000
+    shared = {tuple(one) for one in first} & {tuple(one) for one in second}
+    assert len(shared) >= 0.6 * len(first)
+    (found, again) = findings(study, tiny()).values()
+    assert found["nats"] != again["nats"]
+
+
+def test_full_reads_on_beyond_the_models_length() -> None:
+    study = Perplexity((Profile(policy="full"),), 4_200)
+    (found,) = findings(study, babbler()).values()
+    assert found["tokens"] == 4_200  # of 4,096
+
+
+def test_the_command_of_a_study_refuses_in_one_line() -> None:
+    for words, hint in (
+        (("grocery", "--policies", "entropie"), "entropy"),
+        (("grocery", "--shots", "x"), "numbers"),
+        (("recall", "--ask", "tell"), "told"),
+        (("perplexity", "--text", "/nowhere"), "can't be read"),
+    ):
+        done = run("eval", *words)
+        assert done.returncode == 2, words
+        assert hint in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("width", [40, 90, 200])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_number_is_cut_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    columns = ("setting", "exact answers", "demonstrations", "milliseconds", "half", "last")
+    row = ("entropy 256, decay 0.9", Measured(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
+    head = {"model": "tiny", "revision": "r", "device": "cpu", "dtype": "float32"}
+    head |= dict.fromkeys(("task", "command", "sirchat", "torch", "transformers"), "x")
+    print_report(Report((), (Table("Recall", columns, (row,)),)), head)
+    shown = capsys.readouterr().out
+    for part in ("entropy 256, decay 0.9", "0.930", "1234.500", "demonstrations", "far-away", "7"):
+        assert part in shown
+    assert "…" not in shown
+    assert ("0.930 (0.90 to 0.96)" in shown) == (width == 200 or not is_terminal)

@@ -1,0 +1,61 @@
+"""Where a model's own anchors are put into a text."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatting import tiny
+from sirchat.memory.ledger import Role
+from sirchat.text.anchor_placement import with_anchors
+from sirchat.text.anchors import Anchors, Per
+from sirchat.text.template import Template
+
+ANCHOR = 2048
+TEXT = "My name is Anna. I live in Oslo, and I need milk, eggs and honey. " * 20
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = tiny().tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def placed(per: Per, text: str = TEXT) -> list[int]:
+    return with_anchors(text, Anchors("ac", per, ANCHOR), ids)
+
+
+def test_one_stands_behind_every_tenth_token() -> None:
+    found = placed("tokens")
+    assert [one for one in found if one != ANCHOR] == ids(TEXT)
+    assert [at for at, one in enumerate(found, 1) if one == ANCHOR] == [
+        *range(11, len(found) + 1, 11)
+    ]
+
+
+def test_by_lot_one_stands_behind_a_tenth_of_all_tokens_the_same_each_time() -> None:
+    found = placed("random")
+    assert [one for one in found if one != ANCHOR] == ids(TEXT)
+    assert 0.05 < found.count(ANCHOR) / len(ids(TEXT)) < 0.15
+    assert found == placed("random") != placed("random", TEXT + "!")
+
+
+def test_one_stands_behind_each_sentence() -> None:
+    found = placed("sentence", "It rains. It pours.")
+    assert found == [*ids("It rains."), ANCHOR, *ids(" It pours."), ANCHOR]
+
+
+@pytest.mark.parametrize("per", ["round", "sentence", "tokens", "random"])
+def test_in_a_turn_they_are_the_templates_and_nothing_else_changes(per: Per) -> None:
+    plain = Template(tiny().tokenizer)
+    turns = Template(tiny().tokenizer, Anchors("ac", per, ANCHOR))
+    for one, other in (
+        (turns.user(TEXT), plain.user(TEXT)),
+        (turns.assistant(TEXT), plain.assistant(TEXT)),
+        (turns.opening(TEXT)[1], plain.opening(TEXT)[1]),
+    ):
+        kept = [(i, r) for i, r in zip(one.ids, one.roles, strict=True) if i != ANCHOR]
+        anchors = [r for i, r in zip(one.ids, one.roles, strict=True) if i == ANCHOR]
+        assert set(anchors) <= {Role.TEMPLATE}
+        assert bool(anchors) == (per != "round")
+        if per != "sentence":  # which may read the space between two sentences otherwise
+            assert kept == list(zip(other.ids, other.roles, strict=True))
+    assert turns.closing.count(ANCHOR) == (per == "round")

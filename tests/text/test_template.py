@@ -1,0 +1,164 @@
+"""One turn at a time gives the ids of the whole conversation, and text stays text."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatting import tiny
+from shapes import TEMPLATES, tokenizer
+from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.text.template import _ANSWER, _PLAIN, _QUESTION, Template, TurnIds
+
+_SHAPES = [*TEMPLATES, "tiny"]
+# Templates trim a message, so texts begin and end with something visible.
+_TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co")), max_size=30).map(
+    lambda text: f"a{text}.".replace("</think>", "")
+)
+_CONTROL = sorted({token for _, tokens in TEMPLATES.values() for token in tokens} - {"</think>"})
+_CONTENTS = st.lists(
+    st.one_of(_TEXTS, st.sampled_from(_CONTROL).map(lambda token: f"say {token} now")),
+    min_size=2,
+    max_size=7,
+)
+
+
+def _tokenizer(shape: str) -> Any:
+    return tiny().tokenizer if shape == "tiny" else tokenizer(shape)
+
+
+def _whole(shape: str, messages: list[dict[str, str]], prompt: bool) -> list[int]:
+    """The whole conversation at once; special tokens in its texts are sanitized."""
+    it = _tokenizer(shape)
+    ids: list[int] = it.apply_chat_template(
+        messages,
+        chat_template=it.chat_template or _PLAIN,
+        add_generation_prompt=prompt,
+        sanitize_control_tokens=True,
+        return_dict=False,
+    )
+    return ids
+
+
+def _turn_by_turn(template: Template, contents: list[str], system: str | None) -> list[int]:
+    head, first = template.opening(contents[0], system)
+    ids = [*(head.ids if head else []), *first.ids]
+    for role, text in zip(itertools.cycle(("assistant", "user")), contents[1:], strict=False):
+        if role == "assistant":
+            ids += [*template.assistant(text).ids, *template.closing]
+        else:
+            ids += template.user(text).ids
+    return ids
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@settings(max_examples=25, deadline=None)
+@given(_CONTENTS)
+def test_the_turns_one_after_another_equal_the_whole(shape: str, contents: list[str]) -> None:
+    contents = contents if len(contents) % 2 else contents[:-1]
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    turns = _turn_by_turn(Template(_tokenizer(shape)), contents, None)
+    assert turns == _whole(shape, messages, prompt=True)
+
+
+@pytest.mark.parametrize("shape", [s for s in _SHAPES if s != "gemma"])
+def test_with_a_system_prompt_too(shape: str) -> None:
+    contents = ["Hello there!", "I am fine.", "What was on my list?"]
+    messages = [
+        {"role": r, "content": c}
+        for r, c in zip(
+            ("system", "user", "assistant", "user"), ["Be brief.", *contents], strict=True
+        )
+    ]
+    turns = _turn_by_turn(Template(_tokenizer(shape)), contents, "Be brief.")
+    assert turns == _whole(shape, messages, prompt=True)
+
+
+def test_a_template_without_system_role_gets_the_prompt_before_the_text() -> None:
+    template = Template(tokenizer("gemma"))
+    head, first = template.opening("Hello.", "Be brief.")
+    assert head is not None
+    whole = tokenizer("gemma").decode([*head.ids, *first.ids])
+    assert "Be brief.\n\nHello." in whole
+    assert tokenizer("gemma").decode(first.ids).startswith("Hello.")
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_every_added_token_typed_as_text_stays_text(shape: str) -> None:
+    it = _tokenizer(shape)
+    template = Template(it)
+    control = {i for i, t in it.added_tokens_decoder.items() if not t.content.isspace()}
+
+    def control_ids(turn: TurnIds) -> list[int]:
+        return [i for i in turn.ids if i in control]
+
+    for token in (it.added_tokens_decoder[i].content for i in control):
+        for text in (token, f"say {token} now", f"{token}{token}", f"x{token}\n"):
+            assert control_ids(template.user(text)) == control_ids(template.user("x"))
+            assert control_ids(template.opening(text)[1]) == control_ids(template.opening("x")[1])
+            assert control_ids(template.assistant(text)) == []
+            content = template.user(text)
+            assert token in it.decode(content.ids[slice(*content.content)])
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_roles_tell_text_from_template(shape: str) -> None:
+    it = _tokenizer(shape)
+    template = Template(it)
+    for text in ("Hello there!", "a", "7 b", "apples and 7 b"):
+        for turn in (template.user(text), template.opening(text)[1]):
+            said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.USER]
+            assert it.decode(said).strip() == text
+    head, _ = template.opening("Hello.", "Be brief.")
+    if head is not None:
+        said = [i for i, role in zip(head.ids, head.roles, strict=True) if role is Role.SYSTEM]
+        assert it.decode(said).strip() == "Be brief."
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_a_reply_ends_with_its_closing_ids(shape: str) -> None:
+    it = _tokenizer(shape)
+    template = Template(it)
+    assert it.eos_token_id in template.closing
+    assert it.eos_token_id in template.stop_ids(None)
+    assert {7, 9} <= template.stop_ids([7, 9])
+
+
+def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text() -> None:
+    it = copy.deepcopy(tokenizer("qwen3"))
+    it.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    text = "<think>So.</think>\n\nYes<|im_end|><tool>"
+    read = Template(it).assistant(text)
+    assert it.decode(read.ids) == text
+    assert not set(read.ids) & set(it.added_tokens_decoder)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_a_text_like_the_stubs_is_read_whole(shape: str) -> None:
+    template = Template(_tokenizer(shape))
+    for text in (_ANSWER, f"a {_ANSWER} b {_QUESTION}", _QUESTION):
+        turn = template.user(text)
+        assert _tokenizer(shape).decode(turn.ids[slice(*turn.content)]).strip() == text
+        assert turn.content[0] == template.user("Hello.").content[0]
+
+
+def test_a_turn_that_the_template_refuses_is_a_model_error() -> None:
+    it = copy.deepcopy(tokenizer("chatml"))
+    it.chat_template = (
+        "{% if 'x' in messages[-1].content %}{{ raise_exception('no x') }}{% endif %}"
+    )
+    it.chat_template += tokenizer("chatml").chat_template
+    with pytest.raises(ModelError, match="no x"):
+        Template(it).user("x")
+
+
+def test_an_empty_text_is_a_turn_too() -> None:
+    template = Template(tokenizer("chatml"))
+    assert template.user("").content[0] == template.user("").content[1]

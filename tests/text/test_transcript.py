@@ -1,0 +1,183 @@
+"""What `transcript` reads, in which format, and how it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirchat.errors import TranscriptError, UsageError
+from sirchat.text.transcript import FORMATS, Turn, read_transcript, read_turns, write_jsonl
+
+ROLES = st.sampled_from(["system", "user", "assistant"])
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+
+
+def said(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
+    data = text if isinstance(text, bytes) else text.encode()
+    return [(turn.role, turn.content, turn.line) for turn in read_transcript(data, "t", format)]
+
+
+def problem_with(data: bytes, format: str) -> str | None:
+    try:
+        read_transcript(data, "t", format)
+    except TranscriptError as error:
+        return str(error)
+    return None
+
+
+def refusal(text: str | bytes, format: str = "auto") -> str:
+    with pytest.raises(TranscriptError) as caught:
+        said(text, format)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@given(st.lists(st.tuples(ROLES, st.text())))
+def test_any_turns_come_back_as_they_were_written(spoken: list[tuple[str, str]]) -> None:
+    turns = [Turn(role, text, line) for line, (role, text) in enumerate(spoken, 1)]  # type: ignore[arg-type]
+    file = io.BytesIO()
+    write_jsonl(turns, file)
+    assert read_transcript(file.getvalue(), "t") == turns
+
+
+@given(st.binary(), st.sampled_from(FORMATS))
+def test_any_bytes_give_turns_or_a_one_line_refusal(data: bytes, format: str) -> None:
+    problem = problem_with(data, format)
+    assert problem is None or (problem.startswith("t, line ") and "\n" not in problem)
+
+
+@given(st.text(alphabet='[]{}",:\n rolecntx1'), st.sampled_from(FORMATS))
+def test_anything_like_json_gives_turns_or_a_refusal(text: str, format: str) -> None:
+    problem = problem_with(text.encode(), format)
+    assert problem is None or problem.startswith("t, line ")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_empty_input_has_no_turns(format: str) -> None:
+    assert said(b"", format) == said(b"\n \r\n", format) == []
+
+
+def test_each_line_that_is_not_blank_is_a_user_turn() -> None:
+    assert said("hi\n\n  there\n/quit") == [
+        ("user", "hi", 1),
+        ("user", "  there", 3),
+        ("user", "/quit", 4),
+    ]
+
+
+def test_a_prefixed_turn_goes_on_until_the_next_prefix() -> None:
+    text = "\nSYSTEM: be brief\nUSER: one\n\n  two\n\nASSISTANT:\n  three\nUSER:\nASSISTANT:"
+    expected = [
+        ("system", "be brief", 2),
+        ("user", "one\n\n  two", 3),
+        ("assistant", "  three", 7),
+    ]
+    assert said(text) == said(text, "text") == expected
+
+
+def test_jsonl_skips_blank_lines() -> None:
+    text = '\n{"role": "user", "content": "a"}\n\n{"role": "assistant", "content": ""}\n'
+    assert said(text) == [("user", "a", 2), ("assistant", "", 4)]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_sharegpt_turns_know_their_lines(indent: int | None) -> None:
+    text = "\n" + json.dumps(SHAREGPT, indent=indent)
+    lines = (3 + 1, 7 + 1) if indent else (2, 2)
+    assert said(text) == [("user", "hi", lines[0]), ("assistant", "yes", lines[1])]
+
+
+def test_conversations_are_taken_one_after_another() -> None:
+    twice = [text for _, text, _ in said(json.dumps([SHAREGPT, SHAREGPT]))]
+    one_a_line = [text for _, text, _ in said("\n".join([json.dumps(SHAREGPT)] * 2))]
+    assert twice == one_a_line == ["hi", "yes", "hi", "yes"]
+
+
+def test_a_json_list_of_messages_is_a_conversation() -> None:
+    text = '[\n{"role": "user",\n "content": "a"},\n{"role": "assistant", "content": "b"}]'
+    assert said(text) == [("user", "a", 2), ("assistant", "b", 4)]
+
+
+@pytest.mark.parametrize(
+    "text", ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", '{"a": 1}', "[" * 9999, "12 apples"]
+)
+def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
+    assert [turn[1] for turn in said(text)] == text.split("\n")
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert said(json.dumps({"role": "user", "content": parts})) == [("user", "ab", 1)]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "lines"])
+def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(format: str) -> None:
+    line = b'{"role": "user", "content": "a"}' if format == "jsonl" else b"a"
+    expected = [("user", "a", 1), ("user", "a", 2)]
+    assert said(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "problem"),
+    [
+        (b"hi\n\xff", 2, "not UTF-8"),
+        ('{"role": "user", "content": "a"}\n{"role"', 2, "not valid JSON"),
+        ('{"role": "user", "content": "a"}\n[1]', 2, "a message must be a JSON object"),
+        ('{"role": "user", "content": "a"}\n{"role": "user"}', 2, 'no "content"'),
+        ('{"role": "user", "content": 3}', 1, '"content" must be a string'),
+        ('{"role": "user", "content": [{"type": "image_url"}]}', 1, "list of text parts"),
+        ('{"role": "user", "content": "\\ud800"}', 1, "surrogate"),
+        ('{"role": "tool", "content": "a"}', 1, "it must be system, user or assistant"),
+        ('{"role": ["user"], "content": "a"}', 1, "it must be system, user or assistant"),
+        ('[{"from": "human",\n "value": "a"},\n {"from": "gpt"}]', 3, 'no "value"'),
+        ('{"conversations":\n [{"from": "bot", "value": "a"}]}', 2, "system, human or gpt"),
+        ('{"conversations": "hi"}', 1, "must be a list"),
+        (json.dumps(SHAREGPT) + "\nhi", 2, "not valid JSON"),
+    ],
+)
+def test_a_refusal_names_the_file_the_line_and_the_problem(
+    text: str | bytes, line: int, problem: str
+) -> None:
+    message = refusal(text)
+    assert message.startswith(f"t, line {line}: ")
+    assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "line"),
+    [
+        ("\nhi", "jsonl", 2),
+        ('{"role": "user", "content": "a"} b', "jsonl", 1),
+        ("[\n}", "sharegpt", 2),
+        ('{"a": 1}', "sharegpt", 1),
+        ("1", "sharegpt", 1),
+        ("[" * 99999, "sharegpt", 1),
+        ("\nhi\nUSER: a", "text", 2),
+    ],
+)
+def test_a_named_format_is_insisted_on(text: str, format: str, line: int) -> None:
+    assert refusal(text, format).startswith(f"t, line {line}: ")
+
+
+def test_an_unknown_format_is_refused_before_reading() -> None:
+    with pytest.raises(UsageError, match="did you mean jsonl"):
+        read_turns(io.BytesIO(b""), "t", "json")
+
+
+class Arriving(io.BytesIO):
+    """A stream of which only so much is there yet: to read on would be to wait."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(size)
+        assert line, "waits for more"
+        return line
+
+
+@pytest.mark.parametrize("line", [b"hi\n", b"[smile]\n", b'{"role": "user", "content": "hi"}\n'])
+def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
+    turns = read_turns(Arriving(line + line), "pipe")
+    assert [next(turns).line, next(turns).line] == [1, 2]

@@ -1,0 +1,334 @@
+"""`/save` and `/load`: one chat is put on the shelf, another is taken from it, and none is lost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatting import babbler, tiny
+from command import run
+from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
+from sirchat.chat.session import Session
+from sirchat.errors import SessionError
+from sirchat.saved.autosave import Saving, saved_profile, take_up
+from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.store import SessionStore
+from terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+def opens_elsewhere(path: Path) -> bool:
+    """Whether another process can write a session."""
+    code = (
+        "import sys; from pathlib import Path; from sirchat.saved.store import SessionStore\n"
+        "SessionStore.open(Path(sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+# --- /save
+
+
+def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(folder: Path) -> None:
+    chat = Chat()
+    chat.say(*SAYINGS[:2])
+    told = chat.do("/save")
+    (one,) = list_sessions(folder).sessions
+    assert one.id in told
+    assert "with keys and values" in told
+    chat.do("/stats")  # the disk is brought up to date after it, as after every line
+    chat.crash()
+    assert resumed(folder, one.id)[1]
+
+
+@pytest.mark.parametrize("save_kv", ["on", "off"])
+def test_save_keeps_keys_and_values_as_the_setting_says(folder: Path, save_kv: str) -> None:
+    chat = Chat(save_kv=save_kv)
+    chat.say(SAYINGS[0])
+    told = chat.do("/save")
+    assert ("without" in told) == (save_kv == "off")
+    assert bool(list(folder.glob("*.safetensors"))) == (save_kv == "on")
+
+
+def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder: Path) -> None:
+    chat = Chat(save=False)
+    chat.say(*SAYINGS[:2])
+    assert not folder.exists()
+    chat.do("/save")
+    chat.say(SAYINGS[2])
+    chat.shelving.close()
+    again, _ = resumed(folder, "last")
+    assert again.turns == chat.session.turns
+    assert again.profile.save
+
+
+def test_where_nothing_is_said_yet_saving_begins_with_the_first_turn(folder: Path) -> None:
+    chat = Chat(save=False)
+    assert "nothing is said yet" in chat.do("/save trip")
+    assert not folder.exists()
+    chat.say(SAYINGS[0])
+    assert [one.name for one in list_sessions(folder).sessions] == ["trip"]
+
+
+def test_after_a_failure_save_tries_again_and_goes_on_in_the_same_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    with monkeypatch.context() as full:
+        full.setattr(SessionStore, "append", _full)
+        chat.say(SAYINGS[1])
+        assert "can't be saved: no room" in refusal(chat, "/save")
+    chat.do("/save")
+    chat.say(SAYINGS[2])
+    chat.shelving.close()
+    (one,) = list_sessions(folder).sessions
+    assert resumed(folder, one.id)[0].turns == chat.session.turns
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed: bool) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    (one,) = list_sessions(folder).sessions
+    one.path.unlink()
+    if is_noticed:
+        chat.say(SAYINGS[1])
+    told = chat.do("/save")
+    assert f"session {one.id} takes no more" in told
+    chat.say(SAYINGS[2])
+    chat.shelving.close()
+    assert resumed(folder, "last")[0].turns == chat.session.turns
+
+
+def test_a_failure_leaves_no_file_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    monkeypatch.setattr(SessionStore, "append", _full)
+    chat.say(SAYINGS[1])
+    refusal(chat, "/save")
+    assert len(list_sessions(folder).sessions) == 1
+
+
+# --- /load
+
+
+def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> None:
+    ident = saved(folder, policy="sink", budget=80)
+    chat = Chat()
+    chat.say(SAYINGS[3])
+    (left,) = {one.id for one in list_sessions(folder).sessions} - {ident}
+    again = resumed(folder, ident)[0]
+    chat.do(f"/load {ident}")
+    assert chat.session.profile == again.profile
+    assert chat.session.snapshot().rows == again.snapshot().rows
+    assert resumed(folder, left)[1], "keys and values of the chat that was left"
+    chat.say(SAYINGS[4])
+    list(again.ask(SAYINGS[4]))
+    assert chat.session.turns == again.turns
+    chat.shelving.close()
+    assert resumed(folder, ident)[0].turns == again.turns
+
+
+def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
+    saved(folder, "there")
+    chat, straight = Chat(), Chat(save=False)
+    for one in (chat, straight):
+        one.say(*SAYINGS[2:4])
+    chat.do("/save here")
+    chat.do("/load there")
+    chat.do("/load here")
+    assert chat.session._engine.logits is not None
+    assert straight.session._engine.logits is not None
+    assert chat.session._engine.logits.tolist() == straight.session._engine.logits.tolist()
+    for one in (chat, straight):
+        one.say(SAYINGS[4])
+    assert chat.session.turns == straight.session.turns
+
+
+def test_load_alone_lists_the_newest_first_and_keeps_the_lock(folder: Path) -> None:
+    old, new = saved(folder, "old"), saved(folder, "new")
+    chat = Chat()
+    assert re.search(rf"(?s){new}.*{old}", chat.do("/load"))
+    chat.say(SAYINGS[3])
+    assert "(this chat)" in chat.do("/load")
+    own = list_sessions(folder).sessions[0].path
+    assert not opens_elsewhere(own)
+    assert chat.texts == SAYINGS[3:4]
+
+
+def test_load_last_is_the_last_of_the_others(folder: Path) -> None:
+    saved(folder, "old")
+    new = saved(folder, "new")
+    chat = Chat()
+    chat.say(SAYINGS[3])
+    assert new in chat.do("/load last")
+    assert "this chat is session" in chat.do("/load new")
+
+
+def test_where_nothing_is_saved_load_says_so() -> None:
+    chat = Chat()
+    assert "no chat is saved" in chat.do("/load")
+    assert "no saved session" in refusal(chat, "/load last")
+
+
+def test_a_chat_that_is_not_to_be_saved_stays_so_until_it_is_asked_for(folder: Path) -> None:
+    ident = saved(folder)
+    path = find_session(folder, ident)
+    before = path.read_bytes()
+    chat = Chat(save=False)
+    chat.say(SAYINGS[3])
+    assert "not saved" in chat.do(f"/load {ident}")
+    chat.say(SAYINGS[4])
+    assert len(list_sessions(folder).sessions) == 1
+    chat.shelving.close()
+    assert path.read_bytes() == before
+    chat = Chat(save=False)
+    chat.do(f"/load {ident}")
+    chat.say(SAYINGS[4])
+    assert ident in chat.do("/save")
+    chat.shelving.close()
+    assert resumed(folder, ident)[0].turns == chat.session.turns
+
+
+def test_one_of_another_model_is_refused_and_the_chat_goes_on(folder: Path) -> None:
+    ident = saved(folder, budget=3000)  # more than the other allows: the model is told all the same
+    chat = Chat(tiny())
+    chat.say("Hello!")
+    before, profile = chat.session.turns[:], chat.session.profile
+    told = refusal(chat, f"/load {ident}")
+    assert f"sirchat --resume {ident} --model babbler" in told
+    assert (chat.session.turns, chat.session.profile) == (before, profile)
+    assert opens_elsewhere(find_session(folder, ident))
+    chat.say("What is my name?")
+    chat.shelving.close()
+    assert list_sessions(folder).sessions[0].turns == 4
+
+
+def test_one_that_another_process_writes_is_refused(folder: Path) -> None:
+    ident = saved(folder)
+    chat = Chat()
+    with SessionStore.open(find_session(folder, ident)):
+        assert "in use by another process" in refusal(chat, f"/load {ident}")
+    chat.do(f"/load {ident}")
+    assert chat.texts == SAYINGS[:2]
+
+
+@pytest.mark.parametrize("step", ["take_up", "check_model", "saved_profile"])
+def test_a_failure_in_the_middle_loses_neither_chat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    ident = saved(folder)
+    chat = Chat()
+    chat.say(SAYINGS[3])
+    present = chat.session
+    with monkeypatch.context() as broken:
+        broken.setattr(f"sirchat.ui.autosave.{step}", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.do(f"/load {ident}")
+    assert chat.session is present
+    assert opens_elsewhere(find_session(folder, ident))
+    chat.say(SAYINGS[4])
+    chat.do(f"/load {ident}")
+    assert chat.texts == SAYINGS[:2]
+    chat.shelving.close()
+    assert {one.turns for one in list_sessions(folder).sessions} == {4}
+
+
+@pytest.mark.parametrize("step", ["append", "save_kv"])
+def test_a_chat_that_cannot_be_saved_is_not_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    ident = saved(folder)
+    chat = Chat()
+    chat.say(SAYINGS[2])
+    with monkeypatch.context() as full:
+        full.setattr(SessionStore, step, _full)
+        chat.say(SAYINGS[3])
+        told = refusal(chat, f"/load {ident}")
+        assert "nothing is loaded" in told
+        assert "/reset" in told
+        assert chat.texts == SAYINGS[2:4]
+        chat.do("/reset")
+        chat.do(f"/load {ident}")
+        assert chat.texts == SAYINGS[:2]
+
+
+def test_a_session_of_no_turn_is_refused(folder: Path) -> None:
+    SessionStore.create(folder, {"model": "babbler"}).close()
+    chat = Chat()
+    assert "holds no turn yet" in refusal(chat, "/load last")
+
+
+def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
+    ident = saved(folder)
+    with SessionStore.open(find_session(folder, ident)) as store:
+        again = Session(babbler(), saved_profile(store))
+        take_up(again, store)
+        list(again.switch("--resume", system="Be brief."))
+        Saving(again, store).update()
+    assert resumed(folder, ident)[0].turns == again.turns
+
+
+def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder: Path) -> None:
+    one, other = saved(folder, "my trip"), saved(folder)
+    assert completions("/load ") == ["last", "my trip", other, one]
+    assert completions("/load my t") == ["my trip"]
+    with SessionStore.open(find_session(folder, one)):
+        assert completions("/load ") == ["last", other]
+
+
+def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.say("My name is Anna.")
+        chat.wait_prompt()
+        assert 'called "anna"' in chat.ask("/save anna")
+        chat.say("/reset")
+        chat.say("My name is Peter.")
+        chat.wait_prompt()
+        chat.ask("/budget 128")
+        assert "/128 held" in _toolbar(chat)
+        told = chat.ask("/load anna")
+        assert "goes on after 2 turns" in told
+        assert "/128 held" not in _toolbar(chat)
+        assert "Anna" in chat.ask("What is my name?")
+        assert chat.leave() == 0
+    assert run("sessions", "show", "anna").stdout.count("USER:") == 2
+    with Terminal("--resume", "anna", home=tmp_path) as chat:
+        assert "Anna" in chat.ask("What is my name?")
+        chat.ask("/load last")
+        assert "Peter" in chat.ask("What is my name?")
+
+
+def test_a_chat_started_without_saving_is_saved_when_asked_to(tmp_path: Path) -> None:
+    with Terminal("--no-save", home=tmp_path) as chat:
+        chat.say("My name is Anna.")
+        chat.wait_prompt()
+        assert "can't be called" in chat.ask("/save last")
+        assert not list((tmp_path / "data").glob("**/*"))
+        chat.ask("/save anna")
+        chat.say("What is my name?")
+        assert chat.leave() == 0
+    assert run("sessions", "show", "anna").stdout.count("USER:") == 2
+
+
+def _toolbar(chat: Terminal) -> str:
+    return next(row for row in reversed(chat.lines) if " held" in row)
+
+
+def _full(*_: object) -> None:
+    raise SessionError("no room")
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

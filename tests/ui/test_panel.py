@@ -1,0 +1,313 @@
+"""The panels as golden text, and what must hold of them for any text whatever.
+
+`SIRCHAT_WRITE_GOLDEN=1 pytest tests/test_panel.py` writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.console import RenderableType
+from rich.style import Style
+from wcwidth import wcswidth
+
+from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
+from sirchat.chat.events import TokenRow
+from sirchat.chat.snapshot import Histogram, Snapshot, TurnShare
+from sirchat.ui.cells import BASE, Piece, grid_safe, lay_out, shown
+from sirchat.ui.compact_panel import draw_glance, strip
+from sirchat.ui.panel import draw_panel
+from sirchat.ui.tables import draw_histogram, draw_tokens
+from sirchat.ui.theme import Theme
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GONE = tuple(
+    replace(TALK.rows[0], position=position, text=text, score=1.5, flags=())
+    for position, text in ((60, " forgot"), (61, "ten"))
+)
+
+
+def draw(kind: str, theme: Theme, width: int) -> RenderableType:
+    if kind == "panel":
+        return draw_panel(TALK, theme, width)
+    if kind == "panel-long":
+        return draw_panel(LONG, theme, width)
+    if kind == "glance-long":
+        return draw_glance(glance_of(LONG), theme, width)
+    return draw_glance(glance_of(TALK), theme, width, flash=GONE)
+
+
+CASES: list[tuple[str, int, str, ColorSystem | None]] = [
+    (kind, width, theme, None if theme == "none" else ColorSystem.EIGHT_BIT)
+    for kind in ("panel", "glance")
+    for width in (60, 80, 120, 200)
+    for theme in THEMES
+]
+CASES += [(kind, 80, "dark", ColorSystem.STANDARD) for kind in ("panel", "glance")]
+CASES += [(f"{kind}-long", 120, "none", None) for kind in ("panel", "glance")]
+
+
+@pytest.mark.parametrize(("kind", "width", "theme", "colours"), CASES)
+def test_golden(kind: str, width: int, theme: str, colours: ColorSystem | None) -> None:
+    suffix = "-16-colours" if colours is ColorSystem.STANDARD else ""
+    path = GOLDEN / f"{kind}-{width}-{theme}{suffix}.txt"
+    now = printed(draw(kind, THEMES[theme], width), width, colours)
+    if os.environ.get("SIRCHAT_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(now, encoding="utf-8")
+    assert now == path.read_text(encoding="utf-8")
+
+
+# --- any text whatever
+
+ODD = (
+    "\u0301\u200d\ufe0f\u20e3👍🏽🏿🇳🇴❤👩👧汉字한ｆ\u1112\u1161\u11ab\u094d\u0915\u093e\u0937\u17d2\u0e33\u202e"
+    "\u2066\x1b[]\x07\x9b\x85\n\t\r\u2028\u00ad\u0600\ufdfd\ue000\U000e0067\ufffd ⋯…⟨⟦│◌"
+)
+TEXTS = st.text(
+    st.one_of(st.characters(), st.sampled_from(ODD), st.sampled_from("abc   ")), max_size=12
+)
+MARK = re.compile(r"⋯\d+·?|…·?")
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> Snapshot:
+    """A full snapshot with any texts."""
+    tokens: list[tuple[TokenRow, bool]] = []
+    roles = draw(st.lists(st.sampled_from(("system", "user", "assistant")), min_size=1, max_size=6))
+    nats = st.floats(0, 30)
+    for turn, role in enumerate(roles):
+        for text in draw(st.lists(TEXTS, max_size=12)):
+            surprisal = draw(st.none() | nats)
+            row = TokenRow(
+                position=len(tokens),
+                id=draw(st.integers(0, 300_000)),
+                text=text,
+                turn=turn,
+                role=draw(st.sampled_from((role, role, "template"))),
+                surprisal=surprisal,
+                score=(surprisal or 0.0) * draw(st.floats(0, 1)),
+                arrival_key=0.5,
+                flags=draw(st.sampled_from(((), (), ("sink",), ("pinned",), ("sink", "pinned")))),
+            )
+            tokens.append((row, draw(st.booleans())))
+    snapshot = summary(tokens, roles)
+    return replace(snapshot, model=draw(TEXTS) * draw(st.integers(1, 20)), policy=draw(TEXTS))
+
+
+@given(memories(), st.integers(60, 200))
+def test_any_text_keeps_the_box_straight(snapshot: Snapshot, width: int) -> None:
+    for line in lines(draw_panel(snapshot, DARK, width), width):
+        assert (wcswidth(line), cell_len(line)) == (width, width)
+
+
+@given(memories(), st.integers(40, 200), st.integers(1, 40))
+def test_a_glance_has_eight_rows_at_most_and_none_wraps(
+    snapshot: Snapshot, width: int, strongest: int
+) -> None:
+    held = {row.position for row in snapshot.rows}
+    left = [row for row in _all_rows(snapshot) if row.position not in held]
+    drawn = lines(draw_glance(glance_of(snapshot, strongest), DARK, width, flash=left), width)
+    assert len(drawn) <= 8
+    for line in drawn:
+        assert wcswidth(line) == cell_len(line) <= width - 1
+
+
+def _all_rows(snapshot: Snapshot) -> list[TokenRow]:
+    """A row for every position, with the texts of those held."""
+    filler = TokenRow(0, 0, "gone 字\u0301", 0, "user", 3.0, 3.0, 0.5, ())
+    known = {row.position: row for row in snapshot.rows}
+    return [known.get(at, replace(filler, position=at)) for at in range(snapshot.seen)]
+
+
+@given(st.lists(TEXTS), st.integers(2, 80))
+def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int) -> None:
+    styles_in_turn = [Style(), Style(bold=True)]
+    pieces = [Piece(shown(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)]
+    laid = lay_out(pieces, width)
+    assert "".join(line.plain for line in laid) == "".join(piece.text for piece in pieces)
+    for line in laid:
+        assert wcswidth(line.plain) == cell_len(line.plain) <= width
+        assert not line.plain or cell_len(line.plain[0]) > 0, "a mark without its letter"
+
+
+@given(memories())
+def test_nothing_from_a_token_steers_the_terminal(snapshot: Snapshot) -> None:
+    for drawn in (
+        draw_panel(snapshot, DARK, 80),
+        draw_glance(glance_of(snapshot), DARK, 80),
+        draw_tokens(snapshot.rows, DARK),
+    ):
+        plain = printed(drawn, 80).replace("\n", "")
+        kinds = {unicodedata.category(char) for char in plain.replace("\u200c", "")}
+        assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_every_character_has_a_width_that_is_agreed_on() -> None:
+    for code in (*range(0x20, 0x32000), *range(0xE0000, 0xE0200), 0x10FFFD):
+        char = chr(code)
+        text = grid_safe(f"a{char}b") + grid_safe(f"字{char}{char}क")
+        assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
+
+
+@pytest.mark.parametrize(
+    ("text", "as_shown"),
+    [
+        ("👨\u200d🍳", "👨🍳"),
+        ("👍🏽", "👍"),
+        ("🇳🇴", "NO"),
+        ("❤\ufe0f", "❤"),
+        ("\u0301a", f"{BASE}\u0301a"),
+        (" \u0301", f" {BASE}\u0301"),
+        ("का", f"क{BASE}"),
+        ("a\n\tb", "a⏎→b"),
+        ("\x1b[31mred\x1b]0;t\x07", "red"),
+        ("\u202eabc", "abc"),
+        ("שלום", "שלום"),
+        ("\ud800", "\ufffd"),
+    ],
+)
+def test_shown(text: str, as_shown: str) -> None:
+    assert shown(text) == as_shown
+
+
+def test_lines_break_after_spaces_and_gaps_stay_whole() -> None:
+    pieces = [Piece("one two th", Style()), Piece("ree", Style(bold=True))]
+    assert [line.plain for line in lay_out(pieces, 12)] == ["one two ", "three"]
+    pieces = [Piece("a" * 9, Style()), Piece("⋯123", Style(), whole=True)]
+    assert [line.plain for line in lay_out(pieces, 11)] == ["a" * 9, "⋯123"]
+    assert [line.plain for line in lay_out([Piece("a字字", Style())], 4)] == ["a字", "字"]
+    accented = "aa字\u0301bb"
+    assert [line.plain for line in lay_out([Piece(accented, Style())], 4)] == [accented[:4], "bb"]
+
+
+# --- the truth
+
+
+def held_lines(snapshot: Snapshot, width: int) -> list[str]:
+    """The lines of held text, without the box and the labels."""
+    drawn = [line[2:-2] for line in lines(draw_panel(snapshot, NONE, width), width)]
+    blank = [number for number, line in enumerate(drawn) if not line.strip()]
+    return [line[13:] for line in drawn[blank[0] + 1 : blank[1]]]
+
+
+@pytest.mark.parametrize("snapshot", [TALK, LONG], ids=["talk", "long"])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_panel_shows_every_held_token_and_counts_every_forgotten_one(
+    snapshot: Snapshot, width: int
+) -> None:
+    text = "".join(line.rstrip() for line in held_lines(snapshot, width))
+    gaps = [int(gap) for gap in re.findall(r"⋯(\d+)", text)]
+    assert sum(gaps) == snapshot.forgotten
+    bare = re.sub(r"[⟨⟩⟦⟧ ]", "", MARK.sub("", text))
+    assert bare == "".join(shown(row.text) for row in snapshot.rows).replace(" ", "")
+
+
+@given(memories())
+def test_the_gaps_are_all_that_was_forgotten(snapshot: Snapshot) -> None:
+    rows = tuple(replace(row, text="x") for row in snapshot.rows)
+    text = "".join(held_lines(replace(snapshot, rows=rows), 100)) if rows else ""
+    assert not rows or sum(map(int, re.findall(r"⋯(\d+)", text))) == snapshot.forgotten
+    assert text.count("x") == len(rows)
+
+
+def test_a_wholly_forgotten_turn_counts_with_the_turn_after_it() -> None:
+    labels = [line[2:15].split() for line in lines(draw_panel(TALK, NONE, 80), 80)]
+    assert ["4", "you"] in labels
+    assert labels.count(["3", "you"]) == 1, "only in the table of turns"
+
+
+def test_sinks_and_pins_stand_in_brackets() -> None:
+    first = "".join(held_lines(TALK, 80)[:2])
+    assert first.startswith("⟨<|im_start|>You are a⟩⟦ ship's cook.")
+    assert first.rstrip().endswith("walnuts.⟧")
+
+
+def test_histogram_counts_and_marks_the_threshold() -> None:
+    held, forgotten = (5, 0, 1, 0, 0, 0, 0, 200), (900, 1, 0, 0, 0, 0, 0, 0)
+    drawn = draw_histogram(Histogram(held, forgotten), 1.25, DARK, 60)
+    bars = [line.plain for line in drawn[1:]]
+    assert [line.split()[:3] for line in bars][::7] == [["0–0.5", "5", "900"], ["8+", "200", "0"]]
+    assert [("━" in line, "─" in line) for line in bars[:4]] == [
+        (True, True),
+        (False, True),
+        (True, False),
+        (False, False),
+    ]
+    assert [line for line in bars if "◂ 1.25 to stay" in line] == [bars[2]]
+    assert max(cell_len(line) for line in bars) <= 60
+    assert bars[0].count("─") > 3 * bars[7].count("━")
+
+
+def test_strip_tells_nothing_from_little_and_all_from_most() -> None:
+    shares = [(0, 100), (1, 100), (99, 100), (100, 100), (0, 0)]
+    turns = [TurnShare(i, "user", tokens, held, None) for i, (held, tokens) in enumerate(shares)]
+    assert strip(turns, DARK, 60).plain == "turns ·▁▇█·"
+    many = [TurnShare(i, "user", 1, i % 2, None) for i in range(500)]
+    plain = strip(many, DARK, 50).plain
+    assert plain.startswith("turns ⋯461 █·█")
+    assert len(plain) == 50
+    assert len(plain.removeprefix("turns ⋯461 ")) == 500 - 461
+
+
+def test_a_glance_shows_the_strongest_tokens_and_what_lies_between() -> None:
+    rows = [
+        replace(TALK.rows[0], position=at, text=text, role="user", flags=(), surprisal=5.0, score=5)
+        for at, text in ((2, "first"), (3, "next"), (9, "last"))
+    ]
+    snapshot = replace(
+        TALK, rows=tuple(rows), slots=(0, 1, 4), seen=12, resident=6, threshold=None, next_to_go=()
+    )
+    gone = [replace(rows[0], position=11, text="gone"), replace(rows[0], position=0, text="left")]
+    # two before, one of them flashed; 4 to 8 holds two that are not shown and three forgotten
+    assert lines(draw_glance(snapshot, NONE, 80), 80)[-1] == "⋯2firstnext⋯3last⋯1"
+    assert (
+        lines(draw_glance(snapshot, NONE, 80, flash=gone), 80)[-1] == "⋯1leftfirstnext⋯3last…gone"
+    )
+    merely = replace(snapshot, slots=(2, 3, 9), seen=10, resident=10)
+    assert lines(draw_glance(merely, NONE, 80), 80)[-1] == "…firstnext…last"
+
+
+def test_a_flash_is_struck_through() -> None:
+    drawn = styles(draw_glance(glance_of(TALK), DARK, 120, flash=GONE))
+    assert {text for text, style in drawn.items() if style.strike} == {" forgotten"}
+
+
+@pytest.mark.parametrize("width", range(40, 201, 16))
+def test_a_glance_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
+    drawn = lines(draw_glance(glance_of(LONG), NONE, width), width)
+    assert len(drawn) == 7
+    assert max(map(cell_len, drawn)) < width
+    assert cell_len(drawn[5]) > width * 3 // 4
+
+
+def test_a_glance_cuts_what_is_too_long_for_its_rows() -> None:
+    vast = replace(TALK.rows[5], text="word " * 200, score=99.0)
+    snapshot = replace(TALK, rows=(vast,), slots=(5,))
+    assert len(lines(draw_glance(snapshot, NONE, 80), 80)) == 7
+    gone = [replace(vast, position=200 + i, text="gone", score=i) for i in range(40)]
+    last = lines(draw_glance(replace(TALK, rows=(), slots=()), NONE, 80, flash=gone), 80)[4:]
+    assert last == ["⋯95" + "gone" * 15], "a row's worth of those that just left"
+
+
+def test_a_glance_stays_small() -> None:
+    for width, limit in ((120, 2500), (200, 4000)):
+        drawn = printed(draw_glance(glance_of(LONG), DARK, width), width, ColorSystem.EIGHT_BIT)
+        assert len(drawn.encode()) < limit
+        assert len(drawn.splitlines()) == 7
+
+
+def test_a_token_table_shows_spaces_and_every_number() -> None:
+    row = TokenRow(7, 1234, " a\nb", 2, "assistant", None, 0.123456, 0.5, ("sink", "anchor"))
+    assert lines(draw_tokens([row], NONE), 80)[1].split() == (
+        ["7", "2", "model", '"', 'a⏎b"', "1234", "-", "0.123", "sink", "anchor"]
+    )

@@ -1,0 +1,416 @@
+"""The chat as its user sees it: turns, commands, completion, the toolbar."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatting import session
+from sirchat.ui.autosave import Shelving
+from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.history import InMemory
+from sirchat.ui.screen import Screen
+from terminal import Shared, Terminal, pager_into
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pager was given last."""
+    return tmp_path_factory.mktemp("pager") / "paged"
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path, paged: Path) -> Iterator[Shared]:
+    pager = pager_into(paged)
+    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120, environ={"PAGER": pager}))
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    return shared.anew()
+
+
+def _seen(chat: Terminal) -> int:
+    """Tokens read so far."""
+    found = re.search(r"([\d,]+) tokens seen", chat.ask("/stats"))
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+def _plain(paged: Path) -> str:
+    """What the pager was given, without colours."""
+    return re.sub(r"\x1b\[[\d;]*m", "", paged.read_text(encoding="utf-8"))
+
+
+# --- talking
+
+
+def test_a_fact_is_recalled_and_control_text_stays_text(chat: Terminal) -> None:
+    assert "Anna" in chat.ask("My name is Anna.")
+    chat.ask("say <|end|><|assistant|> now")
+    assert "Anna" in chat.ask("What is my name?")
+
+
+def test_a_quiet_line_tells_what_a_round_cost(chat: Terminal) -> None:
+    last = chat.ask("Hello.").splitlines()[-1]
+    assert re.fullmatch(r"\d+ in, \d+ out, [\d,]+ tok/s, holds \d+/1,024", last)
+
+
+def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
+    chat.ask("//reset")
+    assert '"/"' in chat.ask("/tokens turn 0")
+    assert _seen(chat) > 5
+
+
+# --- commands
+
+
+def test_help_lists_every_command_and_tells_about_one(chat: Terminal, paged: Path) -> None:
+    keys = chat.ask("/help")
+    listed = paged.read_text("utf-8")  # it is taller than this window
+    for name in (
+        *("help", "policy", "budget", "decay", "sinks", "recent", "set", "show", "system"),
+        *("panel", "tokens", "stats", "profile", "reset", "clear", "exit", "quit", "bye"),
+        *("save", "load"),
+    ):
+        assert re.search(rf"/{name}\b", listed), name
+    for key in ("Alt-Enter", "Ctrl-J", "Esc", "Ctrl-C", "Ctrl-D", '"""', "//"):
+        assert key in keys
+    assert chat.ask("/?") == keys
+    for one in (chat.ask("/help budget"), chat.ask("/help /budget")):
+        assert re.fullmatch(r"/budget \[TOKENS\]\s+how many tokens are held at most\.", one)
+
+
+def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
+    chat.ask("/policy sink")
+    chat.ask("/budget 64")
+    chat.ask("My name is Anna.")
+    for _ in range(4):
+        chat.ask("Tell me a joke.")
+    assert chat.ask("/recall") == "recall is off"
+    assert "recall: off -> attention" in chat.ask("/recall on")
+    assert "holds" in chat.ask("/set recall_n 30")
+    chat.ask("What is my name?")
+    chat.ask("/recall")
+    table = _plain(paged).splitlines()
+    assert table[0].split() == ["position", "turn", "token", "surprisal", "fits"]
+    fits = [float(line.split()[-1]) for line in table[1:]]
+    assert fits == sorted(fits, reverse=True)
+    assert len(fits) == 30
+    assert any("Anna" in line for line in table[1:])
+    chat.ask("/panel full")
+    assert "⟪" in _plain(paged)
+    assert "30 recalled" in _plain(paged)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/policy reservoir sample=100", "policy: entropy -> reservoir"),
+        ("/policy reservoir sample=100", "policy_options: none -> sample=100"),
+        ("/policy stream", "policy: entropy -> sink"),
+        ("/budget 64", "budget: 1024 -> 64"),
+        ("/decay 0.8", "decay: 1.0 -> 0.8"),
+        ("/sinks 8", "sinks: 4 -> 8"),
+        ("/recall on", "recall: off -> attention"),
+        ("/recall mips", "recall: off -> mips"),
+        ("/recent 16", "recent: 32 -> 16"),
+        ("/system You are kind.", "system: none -> You are kind."),
+        ("/set temperature 0.5", "temperature: 0.0 -> 0.5"),
+        ("/set top_k 40", "top_k: none -> 40"),
+        ("/set protect off", "protect: on -> off"),
+        ("/set pin_system no", "pin_system: on -> off"),
+        ("/set policy window", "policy: entropy -> window"),
+        ("/set theme none", "theme: auto -> none"),
+        ("/panel off", "panel: live -> off"),
+        ("/panel turn", "panel: live -> turn"),
+        ("/profile sirllm-rps", "evict: room -> turn"),
+    ],
+    ids=str,
+)
+def test_a_switch_tells_what_changed_from_what_to_what(
+    chat: Terminal, line: str, told: str
+) -> None:
+    assert told in chat.ask(line).splitlines()
+
+
+def test_a_switch_tells_what_was_forgotten_and_what_is_held(chat: Terminal) -> None:
+    for _ in range(3):
+        chat.ask("Tell me a joke about the sea, please.")
+    held = _seen(chat)
+    assert f"nothing forgotten, holds {held}/512" in chat.ask("/budget 512")
+    assert f"forgot {held - 32}, holds 32/32" in chat.ask("/budget 32")
+    assert "budget is 32 already" in chat.ask("/budget 32")
+    assert "policy entropy makes no use" not in chat.ask("/decay 0.9")
+    assert "policy window makes no use of sinks" in chat.ask("/policy window") + chat.ask(
+        "/sinks 5"
+    )
+
+
+def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
+    assert chat.ask("/panel off") == "panel: live -> off"
+    assert chat.ask("/panel on") == "panel: off -> live"
+    assert chat.ask("/panel live") == "panel is live already"
+
+
+@pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
+def test_three_words_leave(line: str) -> None:
+    chat, screen = session(), Screen(io.StringIO(), io.StringIO())
+    with pytest.raises(Leave):
+        Commands(chat, screen, InMemory(), Shelving(chat, screen)).run(line)
+
+
+def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
+    for line, told in (
+        ("/budget", "budget is 1024"),
+        ("/decay", "decay is 1.0"),
+        ("/sinks", "sinks is 4"),
+        ("/recent", "recent is 32"),
+        ("/system", "system is none"),
+        ("/policy", "policy is entropy; others: anchor, "),
+        ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
+        ("/set top_p", "top_p is none: "),
+        ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
+    ):
+        assert chat.ask(line).startswith(told)
+
+
+def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Terminal) -> None:
+    chat.ask("/policy reservoir sample=100")
+    assert "sample is 100" in chat.ask("/show sample")
+    assert "sample=100 -> sample=50" in chat.ask("/set sample 50")
+    assert "sample=50 -> sample=none" in chat.ask("/set sample none")
+    assert "it must be a whole number" in chat.ask("/set sample lots")
+    assert "sample=none -> none" in chat.ask("/policy entropy")
+    assert "there is no setting" in chat.ask("/set sample 50")
+
+
+def test_an_option_may_be_named_as_a_setting_is(chat: Terminal) -> None:
+    chat.ask("/policy salience")
+    assert "none -> attention=off" in chat.ask("/set attention false")
+    assert "attention=off -> attention=on, spans=off" in chat.ask(
+        "/policy salience attention=on spans=off"
+    )
+    assert "attention: auto -> on" in chat.ask("/set attention on")
+    assert "it must be true or false" in chat.ask("/set attention perhaps")
+    chat.ask("/policy entropy")
+    assert "one of auto, on" in chat.ask("/set attention false")
+
+
+def test_show_lists_every_setting(chat: Terminal, paged: Path) -> None:
+    chat.ask("/decay 0.9")
+    chat.ask("/show")
+    table = paged.read_text(encoding="utf-8")
+    assert re.search(r"\* .*decay.* 0\.9 ", table)
+    assert re.search(r"· .*seed", table)
+    for name in ("policy_options", "max_new_tokens", "system", "theme"):
+        assert name in table
+
+
+def test_the_system_prompt_switches_in_the_conversation(chat: Terminal) -> None:
+    chat.ask("/system You are a cook.")
+    chat.ask("Hello.")
+    assert "the system prompt was read" in chat.ask("/system You are a sailor.")
+    assert "system: You are a sailor. -> none" in chat.ask("/system none")
+    assert "Nice to meet you, Anna" in chat.ask("My name is Anna.")
+
+
+def test_panel_shows_all_that_is_held_through_a_pager_when_long(
+    chat: Terminal, paged: Path
+) -> None:
+    chat.ask("My name is Anna.")
+    assert chat.ask("/panel") == ""  # the pager has it
+    drawn = _plain(paged)
+    assert drawn.startswith("╭─ entropy · decay 1 · tiny ─")
+    chat.resize(rows=80, columns=120)
+    on_screen = chat.ask("/panel full")
+    assert on_screen == drawn.rstrip()
+    assert re.search(r"0 you .*My name.* is Anna\.", on_screen)
+    assert re.search(r"━─* +\d+/1,024 held +\d+ seen +0 forgotten", on_screen)
+
+
+def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> None:
+    chat.ask("My name is Anna.")
+    columns, *rows = chat.ask("/tokens turn 0").splitlines()
+    assert columns.split()[:5] == ["position", "turn", "role", "token", "id"]
+    assert columns.split()[5:] == ["surprisal", "score", "flags"]
+    assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
+    assert re.search(r'you +" name".*\n.*you +" is".*\n.*you +" Anna"', "\n".join(rows))
+    for _ in range(3):
+        chat.ask("Hello.")
+    chat.ask("/tokens")
+    assert len(paged.read_text(encoding="utf-8").splitlines()) == 1 + _seen(chat)
+    top = chat.ask("/tokens top 3").splitlines()[1:]
+    scores = [float(re.split(" +", row[row.rindex('"') :])[3]) for row in top]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    chat.ask("/budget 48")
+    assert len(chat.ask("/tokens next").splitlines()) == 1 + 8
+    assert chat.ask("/tokens turn 99") == "no such token is held"
+
+
+def test_stats_counts(chat: Terminal) -> None:
+    chat.ask("Hello.")
+    chat.ask("/decay 0.9")
+    assert re.fullmatch(
+        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 forgotten; \d+ said, [\d,]+ tok/s; "
+        r"policy entropy, decay 0.9",
+        chat.ask("/stats").replace("\n", " "),
+    )
+
+
+def test_reset_forgets_and_clear_clears_only_the_screen(chat: Terminal) -> None:
+    chat.ask("My name is Anna.")
+    chat.ask("/budget 512")
+    chat.say("/clear")
+    chat.wait_prompt()
+    assert "Anna" not in chat.text
+    assert _seen(chat) > 0
+    assert chat.ask("/reset") == "the conversation starts anew"
+    assert _seen(chat) == 0
+    assert chat.ask("/budget") == "budget is 512"
+
+
+def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
+    chat: Terminal, home: Path
+) -> None:
+    folder = home / "config" / "profiles"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "other.yaml").write_text("model: somewhere/else\nbudget: 256\n", encoding="utf-8")
+    told = chat.ask("/profile other")
+    assert "budget: 1024 -> 256" in told
+    assert "model stays tiny, not somewhere/else: start with --model" in told
+    assert "those of other already" in chat.ask("/profile other")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/polcy sink", "there is no command /polcy (did you mean /policy?)"),
+        ("/pol sink", "there is no command /pol (did you mean /policy?)"),
+        ("/policyx", "there is no command /policyx (did you mean /policy?)"),
+        ("/Policy", "did you mean /policy?"),
+        ("/", "there is no command / (/help lists them"),
+        ("/xyzzy", "/help lists them"),
+        ("/help polcy", "did you mean /policy?"),
+        ("/policy entropie", "did you mean entropy?"),
+        (
+            "/policy nope",
+            "one of anchor, attention, entropy, full, interval, random, reservoir, salience, sink",
+        ),
+        ("/policy reservoir simple=3", "did you mean sample?"),
+        ("/policy reservoir 3", "sample: 192"),
+        ("/policy no.such.module:Class", "no.such.module"),
+        ("/budget 3", "at least sinks + 16 (20)"),
+        ("/budget lots", "a whole number"),
+        ("/budget 99999", "20 to 2048"),
+        ("/decay 2", "above 0 and at most 1"),
+        ("/sinks -1", "at least 0"),
+        ("/recent many", "a whole number"),
+        ("/set budgt 64", "did you mean budget?"),
+        ("/set xyzzy 64", "/show lists them"),
+        ("/set protect maybe", "true or false"),
+        ("/set model other", "model can't change in a running chat"),
+        ("/show budgt", "did you mean budget?"),
+        ("/show xyzzy", "/show lists them"),
+        ("/panel sideways", "full, live, turn, on, off"),
+        ("/tokens sideways", "turn, top, next, all"),
+        ("/tokens turn x", "a number from 0"),
+        ("/tokens top 0", "a number from 1"),
+        ("/profile sirllm-grocry", "did you mean sirllm-grocery?"),
+        ("/profile xyzzy", "there are anchor, default, "),
+        ("/reset everything", "/reset takes no argument"),
+        ("/exit now", "/exit takes no argument"),
+    ],
+    ids=str,
+)
+def test_a_wrong_line_gets_one_line_that_helps_and_never_reaches_the_model(
+    chat: Terminal, line: str, told: str
+) -> None:
+    answer = " ".join(chat.ask(line).split())
+    assert answer.startswith("sirchat: ")
+    assert told.replace(" ", "") in answer.replace(" ", "")
+    assert " · entropy · 0/1,024 held · decay 1" in chat.text  # nothing read, nothing switched
+
+
+# --- completion
+
+
+def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
+    """Type, and wait until the menu shows each of these; then empty the line again."""
+    chat.wait_prompt()
+    chat.send(typed)
+    for pattern in wanted:
+        chat.wait_screen(pattern, 20)
+    chat.send("\x15")
+    chat.wait_prompt()
+
+
+def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
+    _menu(chat, "/", r" help +list the commands", r" budget +how many tokens are held")
+    _menu(chat, "/pro", r" profile +apply a whole profile")
+    _menu(chat, "/help po", r" policy +what the model remembers by")
+
+
+def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
+    _menu(chat, "/policy ", r" entropy +\S+", r" reservoir +\S+")
+    _menu(chat, "/policy reservoir ", r" sample= +members of the sample")
+    _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
+    _menu(chat, "/panel ", r" live +while the model speaks", r" off ", r" turn ", r" full ")
+    _menu(chat, "/tokens ", r" turn +those of one turn", r" top ", r" next ")
+    _menu(chat, "/set max", r" max_new_tokens +The most tokens of one reply")
+    _menu(chat, "/set panel ", r" off", r" turn", r" live")
+    _menu(chat, "/set protect ", r" on", r" off")
+    _menu(chat, "/set policy ran", r" random +\S+")
+    _menu(chat, "/show dec", r" decay +What surprisal and attention")
+    _menu(chat, "/recall ", r" off", r" mips", r" on +the measure that recalls best")
+    _menu(chat, "/decay a", r" auto")
+
+
+def test_options_of_the_present_policy_are_completed(chat: Terminal) -> None:
+    chat.ask("/policy reservoir")
+    _menu(chat, "/set sa", r" sample +members of the sample")
+    chat.ask("/policy entropy")
+    chat.send("/set sa")
+    chat.settle(0.3)
+    assert "members of the sample" not in chat.text
+    chat.send("\x15")
+
+
+def test_tab_completes(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("/budg")
+    chat.wait_screen(r" budget +how many")
+    chat.send("\t")
+    chat.wait_screen(r"(?m)^> /budget$")
+    chat.submit(" 64\r")
+    chat.wait("budget: 1024 -> 64")
+
+
+def test_a_message_is_not_completed(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("//pol")
+    chat.wait_screen("> //pol")
+    chat.settle(0.3)
+    assert "what the model remembers by" not in chat.text
+    chat.send("\x15")
+
+
+# --- the toolbar
+
+
+def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
+    chat.wait_prompt()
+    assert chat.text.endswith(" tiny · entropy · 0/1,024 held · decay 1")
+    chat.ask("Hello.")
+    assert re.search(r" tiny · entropy · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
+    chat.ask("/policy reservoir")
+    chat.ask("/budget 64")
+    chat.ask("/decay 0.5")
+    assert re.search(r" tiny · reservoir · (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text)

@@ -1,0 +1,201 @@
+"""Transcripts through the command line: answers, events, every policy held to its definition."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import babbler, session, tiny
+from command import run
+from grocery import grocery_turns
+from json_oracle import check_stream
+from sirchat.errors import TranscriptError
+from sirchat.text.transcript import Turn, read_transcript
+from sirchat.ui.replay import ReplayOptions, replay
+from sirchat.ui.screen import Screen
+
+_DATA = os.environ.get("SIRCHAT_DATA")
+
+
+def _replayed(turns: list[Turn], *, feed: bool = True, **settings: Any) -> list[dict[str, Any]]:
+    """The event stream of a replay on a model with random weights."""
+    out = io.StringIO()
+    chat = session(babbler(), tokens=True, **settings)
+    replay(chat, turns, Screen(out, io.StringIO()), ReplayOptions(feed, json=True))
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def _transcript(rounds: int) -> list[Turn]:
+    """Rounds of very different lengths, with sentences in them."""
+    words = [
+        "The",
+        "old",
+        "man.",
+        "went",
+        "to",
+        "sea!",
+        "and",
+        "saw",
+        "3",
+        "ships,",
+        "far",
+        "away?",
+        "海は広い。",
+        "yes",
+    ]
+    turns = []
+    for i in range(rounds):
+        text = " ".join(words[(i + j) % len(words)] for j in range(3 + (17 * i) % 40))
+        turns += [Turn("user", text, 2 * i), Turn("assistant", text[::-1], 2 * i + 1)]
+    return turns
+
+
+def test_a_pipe_is_a_transcript_in_a_fresh_process() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sirchat",
+            "--policy",
+            "entropy",
+            "--decay",
+            "0.9",
+            "--budget",
+            "128",
+        ],
+        input="My name is Anna.\nTell me a joke.\nWhat is my name?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0
+    assert "Anna" in done.stdout.splitlines()[-1]
+
+
+def test_the_dialogue_goes_to_stdout_and_the_status_to_stderr() -> None:
+    done = run("--budget", "128", text="My name is Anna.\nTell me a joke.\nWhat is my name?\n")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["USER", "ASSISTANT"] * 3
+    assert "Anna" in lines[-1]
+    assert "holds" in done.stderr
+    said = [t.content for t in read_transcript(done.stdout.encode(), "out") if t.role == "user"]
+    assert said == ["My name is Anna.", "Tell me a joke.", "What is my name?"]
+
+
+def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
+    file = tmp_path / "talk.txt"
+    file.write_text("/exit\n/policy full\nHello.\n", encoding="utf-8")
+    events = [json.loads(e) for e in run("replay", str(file), "--json").stdout.splitlines()]
+    assert [e["text"] for e in events if e.get("role") == "user"] == file.read_text().splitlines()
+    assert events[0]["event"] == "session"
+    assert events[0]["profile"]["policy"] == "entropy"
+    assert events[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "interval", "anchor"])
+@pytest.mark.parametrize("system", [None, "Be kind. Always."])
+def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> None:
+    turns = _transcript(25)
+    events = _replayed(turns, policy=policy, budget=96, recent=8, decay=0.8, system=system)
+    assert check_stream(events) > 20
+
+
+@pytest.mark.parametrize("sample", [None, 20])
+def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
+    options = {"sample": sample}
+    events = _replayed(
+        _transcript(25), policy="reservoir", policy_options=options, budget=96, recent=8
+    )
+    assert check_stream(events) > 20
+
+
+def test_generated_replies_follow_the_policy_too() -> None:
+    settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
+    events = _replayed(_transcript(6), feed=False, **settings)
+    assert check_stream(events) > 40
+
+
+@pytest.mark.skipif(_DATA is None, reason="SIRCHAT_DATA is not set")
+@pytest.mark.parametrize(
+    "policy", ["window", "sink", "entropy", "random", "interval", "reservoir", "anchor"]
+)
+def test_every_policy_holds_on_real_grocery_sessions(policy: str, tmp_path: Path) -> None:
+    file = tmp_path / "grocery.jsonl"
+    turns = grocery_turns(Path(str(_DATA)), sessions=2)
+    file.write_text("".join(json.dumps(t) + "\n" for t in turns), encoding="utf-8")
+    flags = ["--policy", policy, "--budget", "256", "--decay", "0.9"]
+    done = run("replay", "--feed", "--json-tokens", str(file), *flags)
+    assert done.returncode == 0
+    assert check_stream([json.loads(line) for line in done.stdout.splitlines()]) > 20
+
+
+def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
+    turns = [Turn("user", "My name is Anna.", 1), Turn("assistant", "Hello, Anna.", 2)]
+    chat = session(tiny(), max_new_tokens=30)
+    out = io.StringIO()
+    screen = Screen(out, io.StringIO())
+    options = ReplayOptions(feed=True)
+    replay(chat, [*turns, Turn("user", "What is my name?", 3)], screen, options)
+    assert out.getvalue().splitlines()[:3] == [
+        "USER: My name is Anna.",
+        "ASSISTANT: Hello, Anna.",
+        "USER: What is my name?",
+    ]
+    assert "Anna" in out.getvalue().splitlines()[-1]
+
+
+def test_a_reply_without_a_question_is_an_error_with_its_line() -> None:
+    with pytest.raises(TranscriptError, match="line 7"):
+        _replayed([Turn("assistant", "Hello.", 7)])
+
+
+def test_a_system_turn_sets_the_prompt_and_a_later_one_is_named() -> None:
+    turns = [Turn("system", "Be kind.", 1), Turn("user", "Hi.", 2), Turn("system", "No.", 3)]
+    events = _replayed(turns, feed=False, max_new_tokens=3)
+    assert next(e for e in events if e.get("role") == "system")["text"] == "Be kind."
+    assert "line 3" in next(e for e in events if e["event"] == "notice")["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"role": "user", "content": "a"}\n{"role": "cook", "content": "b"}\n', "line 2"),
+        ('{"role": "user", "content": "a"}\nnot json\n', "line 2"),
+        ("\udcff\udcfe\n", "UTF-8"),
+    ],
+)
+def test_malformed_input_names_file_and_line_and_exits_2(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    done = run("replay", str(file))
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "talk.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_control_tokens_in_a_transcript_stay_text() -> None:
+    it = tiny().tokenizer
+    control = {i for i, token in it.added_tokens_decoder.items() if not token.content.isspace()}
+    tokens = [it.added_tokens_decoder[i].content for i in control]
+    turns = [
+        turn
+        for i, token in enumerate(tokens)
+        for turn in (Turn("user", f"say {token}", i), Turn("assistant", f"{token} said", i))
+    ]
+    events = _replayed(turns)
+    rows = next(e for e in reversed(events) if e["event"] == "turn")["tokens"]
+    assert not {row["id"] for row in rows if row["role"] in ("user", "assistant")} & control
+    said = "".join(row["text"] for row in rows if row["role"] == "user")
+    assert all(token in said for token in tokens)

@@ -1,0 +1,152 @@
+"""The panel tells the truth: what is drawn equals a count over the events, read off the drawing."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pytest
+from rich.console import Console, RenderableType
+
+from chatting import session
+from counting import Count
+from sirchat.chat.events import Forgot
+from sirchat.chat.session import Session
+from sirchat.ui.compact_panel import draw_glance
+from sirchat.ui.panel import draw_panel
+from sirchat.ui.theme import theme_named
+
+_WIDTH = 100
+_THEME = theme_named("none", {})
+_SAYINGS = (
+    "My name is Anna.",
+    "I have a cat named Luna and I live in Lisbon.",
+    "Tell me a joke.",
+    "My favourite colour is green.",
+    "What is my name?",
+    "I want you to buy the GROCERY: [apples, rice, tea]",
+    "Where do I live?",
+)
+_GAUGE = re.compile(r"([\d,]+)/([\d,]+) held +([\d,]+) seen +([\d,]+) forgotten")
+
+
+def _talk(policy: str, seed: int) -> tuple[Session, Count]:
+    draw = random.Random(seed)
+    chat = session(
+        tokens=True,
+        policy=policy,
+        budget=draw.choice([64, 80, 128]),
+        recent=draw.choice([0, 8]),
+        decay=draw.choice([1.0, 0.8]),
+        max_new_tokens=40,
+        system=draw.choice([None, "You are a helpful assistant."]),
+    )
+    count = Count()
+    for _ in range(8):
+        count.see(list(chat.ask(draw.choice(_SAYINGS))))
+        if draw.random() < 0.3:
+            count.see(list(chat.switch("/budget", budget=draw.choice([64, 80, 128]))))
+    return chat, count
+
+
+def _drawn(drawing: RenderableType) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None).print(drawing)
+    return [line.strip("│╭╮╰╯─ ") for line in out.getvalue().splitlines()]
+
+
+def _panel(chat: Session) -> list[str]:
+    return _drawn(draw_panel(chat.snapshot(), _THEME, _WIDTH))
+
+
+def _glance(chat: Session) -> list[str]:
+    return _drawn(draw_glance(chat.snapshot(strongest=200), _THEME, _WIDTH))
+
+
+def _numbers(lines: list[str]) -> list[int]:
+    found = _GAUGE.search("\n".join(lines))
+    assert found
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+def _held_text(count: Count) -> str:
+    """What the panel should spell out, without blanks: held tokens, and gaps before each."""
+    text, before = "", -1
+    for position in count.held:
+        gap = position - before - 1
+        text += (f"⋯{gap}" if gap else "") + count.tokens[position].text
+        before = position
+    gap = count.ends[-1] - before - 1
+    return "".join((text + (f"⋯{gap}" if gap else "")).split())
+
+
+def _body(lines: list[str]) -> str:
+    """The held text as drawn, without labels, brackets and blanks."""
+    start = next(i for i, line in enumerate(lines) if "template" in line) + 1
+    end = lines.index("strongest")
+    body = [re.sub(r"^ *\d+ (system|you|model) ", "", line) for line in lines[start:end]]
+    return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
+
+
+@pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "reservoir", "anchor"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
+    chat, count = _talk(policy, seed)
+    held, seen = len(count.held), count.ends[-1]
+    expected = [held, chat.budget, seen, seen - held]
+    lines = _panel(chat)
+    assert _numbers(lines) == expected
+    assert _numbers(_glance(chat)) == expected
+    assert _body(lines) == _held_text(count)
+    table = [line.split() for line in lines[lines.index("turns") + 2 :] if line]
+    shares = [int(cells[3]) for cells in table]
+    assert [int(cells[2]) for cells in table] == [
+        end - start for start, end in zip([0, *count.ends], count.ends, strict=False)
+    ]
+    assert shares == [
+        sum(start <= p < end for p in count.held)
+        for start, end in zip([0, *count.ends], count.ends, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_threshold_is_true(seed: int) -> None:
+    chat, count = _talk("entropy", seed)
+    profile, seen = chat.profile, count.ends[-1]
+    rows = [r for r in (count.tokens[p] for p in count.held) if r.position >= profile.sinks]
+    pins = [row for row in rows if "pinned" in row.flags]
+    free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
+    block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
+    weakest = sorted(free, key=lambda row: (row.score, row.position))[:block]
+    said = re.search(r"needs ([\d.]+) nats to stay", "\n".join(_glance(chat)))
+    if count.gone and len(count.held) + 2 * block > profile.budget:
+        assert said
+        assert said.group(1) == f"{weakest[-1].score:.2f}"
+    else:
+        assert said is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
+    chat, count = _talk("entropy", seed)
+    strip = next(line for line in _glance(chat) if line.startswith("turns")).split()[1]
+    for glyph, start, end in zip(strip, [0, *count.ends], count.ends, strict=False):
+        share = sum(start <= p < end for p in count.held) / (end - start)
+        assert (glyph == "·") == (share == 0)
+        assert (glyph == "█") == (share == 1)
+        if share:
+            assert abs("▁▂▃▄▅▆▇█".index(glyph) / 7 - share) < 0.2
+    assert len(strip) == len(count.ends)
+
+
+def test_while_a_reply_is_generated_the_gauge_is_true_too() -> None:
+    chat = session(tokens=True, budget=64, recent=8, max_new_tokens=40)
+    gone: set[int] = set()
+    for saying in _SAYINGS:
+        for event in chat.ask(saying):
+            if isinstance(event, Forgot):
+                gone |= set(event.positions)
+                held, _, seen, forgotten = _numbers(_glance(chat))
+                assert (held, seen, forgotten) == (event.resident, event.seen, len(gone))
+    assert gone
