@@ -21,7 +21,7 @@ from sirchat.engine.scoring import surprisal
 from sirchat.memory.archive import Archive
 from sirchat.memory.recall import Query
 from sirchat.memory.segments import Rows
-from sirchat.models.attention_hook import Ear
+from sirchat.models.attention_hook import QueryRecorder
 from sirchat.models.model import LoadedModel
 from sirchat.training.rows import Renderer
 from sirchat.world.dialogue import Mix, dialogue
@@ -60,7 +60,7 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
         cache = model.new_cache(TOKENS)
         model.forward(ids[:start], cache)
         cache.commit(start)
-        ear = Ear()
+        ear = QueryRecorder()
         model.forward(ids[start:end], cache, listener=ear)
         cache.commit(end - start)
         slots = torch.arange(start, end)

@@ -11,13 +11,13 @@ import numpy as np
 
 from sirchat.bench.archived import SINKS, TOKENS, archived, questions
 from sirchat.bench.speed import BenchOptions, Ratio, compare
-from sirchat.chat.settings import build_memory
+from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import BEST_RECALL, Profile, changed
 from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available
 from sirchat.memory.ranking import Ranked, Ranking
-from sirchat.memory.recall import Query, Recall
+from sirchat.memory.recall import Query, RecallSettings
 from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel
 
@@ -33,7 +33,7 @@ class _Side:
     surprisal_of: SurprisalOf
     asked: list[Query]
     model: LoadedModel
-    recall: Recall
+    recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
         """The scores of all rows, or of those that the index proposes."""
@@ -105,8 +105,8 @@ def _measure(side: _Side, options: BenchOptions) -> Ratio:
     return replace(ratio, note=note, unit="search")
 
 
-def _recall(measure: str) -> Recall:
+def _recall(measure: str) -> RecallSettings:
     """The settings of recall by this measure, as they are by default."""
-    recall = build_memory(changed(Profile(), "bench", recall=measure)).recall
+    recall = build_cache_settings(changed(Profile(), "bench", recall=measure)).recall
     assert recall is not None
     return replace(recall, index="on")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Memory, Place
+from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
@@ -76,12 +76,12 @@ def print_limits(model: LoadedModel, tokens: int, limit: int, *, as_json: bool) 
 
 def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> Taken:
     files = folder / "archive" if folder else None
-    engine = Engine(model, Memory(Entropy(), 1024, archive=limit, folder=files))
+    engine = Engine(model, CacheSettings(Entropy(), 1024, archive=limit, folder=files))
     draw, start = random.Random(0), time.perf_counter()
     archive = disk = memory = before = 0
     for turn in range(-(-tokens // _ROUND)):
         ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
-        for _ in engine.feed(ids, [Role.USER] * len(ids), Place(turn, turn)):
+        for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn, turn)):
             archive = max(archive, engine.holding.archive_bytes)
         engine.close_round()
         disk = max(disk, _size(files))

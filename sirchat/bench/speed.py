@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Generated, Memory, Place
+from sirchat.engine.records import CacheSettings, Generated, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
@@ -28,12 +28,12 @@ from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.salience import Salience
-from sirchat.models.capabilities import uncountable
+from sirchat.models.capabilities import no_attention_reason
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream
 
-_PLACE = Place(turn=0, round=0)
+_PLACE = TurnRef(turn=0, round=0)
 _ARCHIVE = 2**30  # bytes, the default
 _POLICY = Entropy()
 
@@ -98,8 +98,8 @@ def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio
 
     Raises ModelError for a model whose attention can't be.
     """
-    if not model.tells_attention:
-        raise ModelError(uncountable(model), hint="try another model")
+    if not model.exposes_attention:
+        raise ModelError(no_attention_reason(model), hint="try another model")
     counting: dict[str, Policy] = {
         "attention of 4 layers": Attention(),
         "attention of all layers": Attention(layers=0),
@@ -231,7 +231,7 @@ def _engine(
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
 ) -> Engine:
-    memory = Memory(policy=policy, budget=options.cache, decay=0.9, archive=archive)
+    memory = CacheSettings(policy=policy, budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, memory)
     return Engine(model, memory, ends_sequence=ends_sequence(model.tokenizer, model.anchors))

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from sirchat.chat.events import Finish
-from sirchat.engine.records import Checkpoint
+from sirchat.engine.records import EngineCheckpoint
 
 UNDO_DEPTH = 64
 """Turns that can be undone, with an archive; without one, one."""
@@ -86,24 +86,24 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Moment:
+class UndoPoint:
     """The beginning of a user turn that says `text`: what to come back to when it is undone.
 
     Of the turns it has their number alone: those before it never change.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: EngineCheckpoint
     state: Conversation
     turns: int
     text: str
 
     @staticmethod
-    def of(now: Conversation, checkpoint: Checkpoint, text: str) -> Moment:
+    def of(now: Conversation, checkpoint: EngineCheckpoint, text: str) -> UndoPoint:
         """The present moment."""
         turns = now.turns
         now.turns = []
         try:
-            return Moment(checkpoint, deepcopy(now), len(turns), text)
+            return UndoPoint(checkpoint, deepcopy(now), len(turns), text)
         finally:
             now.turns = turns
 

@@ -97,7 +97,7 @@ class TurnDone(Event):
 
 
 @dataclass(frozen=True)
-class Forgot(Event):
+class Evicted(Event):
     """Tokens at these stream positions left the cache, while turn `turn` was read or generated."""
 
     kind: ClassVar[str] = "evict"
@@ -109,7 +109,7 @@ class Forgot(Event):
 
 
 @dataclass(frozen=True)
-class CameBack(Event):
+class Restored(Event):
     """Tokens at these stream positions are held again, after turn `turn`."""
 
     kind: ClassVar[str] = "restore"
@@ -162,7 +162,7 @@ class Pinned(Event):
 
 
 @dataclass(frozen=True)
-class Erased(Event):
+class Forgotten(Event):
     """So many tokens are gone for good, from memory, archive and the saved text."""
 
     kind: ClassVar[str] = "forget"

@@ -14,14 +14,14 @@ from sirchat.chat.reports import Reports
 from sirchat.chat.snapshot import Positions
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Found
+from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
-from sirchat.models.attention_hook import listening
+from sirchat.models.attention_hook import observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
 
 
-class Recollection:
+class TurnRecall:
     """What one engine brings back, and how well it fits."""
 
     def __init__(self, engine: Engine, model: LoadedModel) -> None:
@@ -39,7 +39,7 @@ class Recollection:
 
     def renew(self, turn: OpenTurn, ids: TurnIds, reports: Reports) -> Iterator[Event]:
         """Bring back what this turn looks for; what came back for the last one leaves."""
-        engine, recall = self._engine, self._engine.memory.recall
+        engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
             return
         released, start = engine.recalled_positions, time.perf_counter()
@@ -58,13 +58,13 @@ class Recollection:
         if len(chosen) or len(released):
             yield reports.recalled(turn.tally.index, recall.measure, scores, released)
 
-    def _search(self, turn: OpenTurn, ids: TurnIds) -> Found | None:
+    def _search(self, turn: OpenTurn, ids: TurnIds) -> SearchResult | None:
         model = self._model
-        hear = partial(listening, model.module)
+        hear = partial(observed_by, model.module)
         return search(self._engine, model.rotations, hear, ids.ids, ids.roles, turn.place)
 
 
-def _scores(found: Found | None, positions: Positions) -> tuple[float, ...]:
+def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
     """The scores of these positions, which are among those found."""
     if found is None or not len(positions):
         return ()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 
 from sirchat.chat.conversation import Tally
 from sirchat.chat.events import (
-    CameBack,
     Event,
-    Forgot,
+    Evicted,
     Notice,
     Recalled,
+    Restored,
     Switched,
     TokenRow,
     TurnDone,
@@ -27,8 +27,8 @@ from sirchat.chat.snapshot import (
 )
 from sirchat.config.profile import Profile, as_typed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Restored
-from sirchat.models.capabilities import uncountable
+from sirchat.engine.records import EvictedRows, RestoredRows
+from sirchat.models.capabilities import no_attention_reason
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import Anchors
 
@@ -57,17 +57,17 @@ class Reports:
         worth = None if log_worth is None else finite_exp(log_worth)
         return token_rows(self.engine.ledger, positions, self.texts, self.sinks, worth)
 
-    def forgot(self, turn: int, record: Evicted) -> Forgot:
+    def forgot(self, turn: int, record: EvictedRows) -> Evicted:
         """What left during a turn."""
-        return Forgot(turn, *self._place_of(record))
+        return Evicted(turn, *self._place_of(record))
 
-    def moved(self, turn: int, moves: Sequence[Evicted | Restored]) -> Iterator[Event]:
+    def moved(self, turn: int, moves: Sequence[EvictedRows | RestoredRows]) -> Iterator[Event]:
         """What left and what came back after a turn."""
         for record in moves:
-            if isinstance(record, Evicted):
+            if isinstance(record, EvictedRows):
                 yield self.forgot(turn, record)
             else:
-                yield CameBack(turn, *self._place_of(record))
+                yield Restored(turn, *self._place_of(record))
 
     def recalled(
         self, turn: int, measure: str, scores: tuple[float, ...], released: Positions
@@ -112,7 +112,7 @@ class Reports:
 
     def clamped(self, recall_n: int) -> Iterator[Notice]:
         """That fewer than `recall_n` tokens can come back, where that is so."""
-        memory, reserve = self.engine.memory, self.engine.reserve
+        memory, reserve = self.engine.settings, self.engine.reserve
         if memory.recall is not None and memory.policy.bounded and reserve < recall_n:
             yield Notice(
                 f"budget {self.engine.budget} has room for {reserve} recalled tokens, not for "
@@ -121,7 +121,7 @@ class Reports:
 
     def untrained(self, anchors: Anchors | None) -> Iterator[Notice]:
         """That the policy counts on anchors and the model knows none, where that is so."""
-        if self.engine.memory.policy.gathers and anchors is None:
+        if self.engine.settings.policy.compacts_at_anchors and anchors is None:
             yield Notice(
                 "this model was not trained to gather text in anchors and will forget nearly "
                 "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
@@ -130,10 +130,10 @@ class Reports:
 
     def uncounted(self, model: LoadedModel) -> Iterator[Notice]:
         """That the policy looks at attention and the model does not tell, where that is so."""
-        if self.engine.memory.counting is not None and not model.tells_attention:
+        if self.engine.settings.counting is not None and not model.exposes_attention:
             yield Notice(
-                f"{uncountable(model)}; policy "
-                f"{type(self.engine.memory.policy).__name__.lower()} goes without"
+                f"{no_attention_reason(model)}; policy "
+                f"{type(self.engine.settings.policy).__name__.lower()} goes without"
             )
 
     def troubles(self) -> Iterator[Notice]:
@@ -143,7 +143,7 @@ class Reports:
             yield Notice(troubles.pop(0))
 
     def _place_of(
-        self, record: Evicted | Restored
+        self, record: EvictedRows | RestoredRows
     ) -> tuple[tuple[int, ...], int, int, tuple[TokenRow, ...] | None]:
         """What an event tells of tokens that moved."""
         rows = self._wanted(record.positions)

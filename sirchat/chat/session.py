@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from sirchat import __version__
-from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Moment, Tally, Turn
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, Started, TokenRow, Undone
+from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Tally, Turn, UndoPoint
+from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, Started, TokenRow, Undone
 from sirchat.chat.forget import erase_text, tokens_to_erase
-from sirchat.chat.recall import Recollection
+from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
 from sirchat.chat.settings import (
-    build_memory,
+    build_cache_settings,
     build_sampling,
     check_attention,
     check_budget,
@@ -35,10 +35,10 @@ from sirchat.chat.targets import positions_of
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Restored, Saved, Weighed
+from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import UndoError
-from sirchat.memory.attention import Received
+from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -83,14 +83,14 @@ class Session:
         self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._engine = Engine(
             self.model,
-            build_memory(self.profile, self._folder),
+            build_cache_settings(self.profile, self._folder),
             seed=self.profile.seed,
             ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
         )
         self.epoch += 1
         self._now = Conversation()
-        self._moments: list[Moment] = []  # the beginnings of the turns that can be undone
-        self._recollection = Recollection(self._engine, self.model)
+        self._moments: list[UndoPoint] = []  # the beginnings of the turns that can be undone
+        self._recollection = TurnRecall(self._engine, self.model)
 
     @property
     def conversation(self) -> Conversation:
@@ -102,7 +102,7 @@ class Session:
         """What was said, turn by turn; for reading only."""
         return self._now.turns
 
-    def save(self) -> Saved:
+    def save(self) -> EngineState:
         """The engine's state, but keys and values; see `saving`."""
         return self._engine.save()
 
@@ -113,16 +113,16 @@ class Session:
         """
         return self._engine.holding.rows(limit)
 
-    def received(self, positions: Positions) -> Received:
+    def received(self, positions: Positions) -> AttentionCheckpoint:
         """What attention these tokens got, where it was counted; see `saving`."""
         return self._engine.ledger.attention.received(positions)
 
     def load(
         self,
-        saved: Saved,
+        saved: EngineState,
         conversation: Conversation,
         rows: Rows | None,
-        received: Received | None = None,
+        received: AttentionCheckpoint | None = None,
     ) -> None:
         """Go on where a saved session was; without `rows` the held tokens are read anew.
 
@@ -213,7 +213,7 @@ class Session:
         else:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
-        moment = Moment.of(self._now, self._engine.mark(), text)
+        moment = UndoPoint.of(self._now, self._engine.checkpoint(), text)
         self._moments = [*self._moments, moment][-self._undo_depth :]
         if system is not None:
             yield from self._read_system(system)
@@ -238,9 +238,9 @@ class Session:
         yield turn.done(text)
         yield from self._reports.troubles()
 
-    def weigh(self, reply: str) -> Weighed:
+    def score_continuation(self, reply: str) -> ContinuationScore:
         """How likely a reply would be now, or the beginning of one; nothing is said by it."""
-        return self._engine.weigh(self.template.assistant(reply).ids)
+        return self._engine.score_continuation(self.template.assistant(reply).ids)
 
     def undo(self) -> Iterator[Event]:
         """Take the last user turn back, with all that came after it: it has never been.
@@ -274,7 +274,7 @@ class Session:
         moves = list(self._engine.pin(positions, pinned))
         yield from self._reports.moved(self._now.last, moves)
         yield Pinned(len(positions), pinned, self.resident)
-        if not self._engine.memory.policy.honours_pins:
+        if not self._engine.settings.policy.honours_pins:
             yield Notice(f"policy {self.profile.policy} makes no use of pins")
 
     def forget(self, target: str) -> Iterator[Event]:
@@ -289,7 +289,7 @@ class Session:
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._moments = []
         self.erasures += 1
-        yield Erased(len(positions), self.resident)
+        yield Forgotten(len(positions), self.resident)
 
     def why(self, target: str) -> list[Standing]:
         """Where the tokens stand that `target` means, held or not; raises UsageError for none."""
@@ -315,7 +315,7 @@ class Session:
         "/budget".
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
-        memory = build_memory(profile, self._folder)
+        memory = build_cache_settings(profile, self._folder)
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self.template.system(profile.system) if replaced and profile.system else None
         size = len(prompt.ids) if prompt is not None else 0
@@ -328,7 +328,7 @@ class Session:
         if replaced:
             self._now.system, self._now.prompt = range(0), None
         yield from reports.moved(self._now.last, moves)
-        restored = sum(len(one.positions) for one in moves if isinstance(one, Restored))
+        restored = sum(len(one.positions) for one in moves if isinstance(one, RestoredRows))
         yield from reports.switched(before, profile, restored)
         if profile.policy != before.policy:
             yield from reports.untrained(self.model.anchors)

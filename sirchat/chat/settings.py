@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.config.profile import Profile, parse_size
-from sirchat.engine.records import Memory
+from sirchat.engine.records import CacheSettings
 from sirchat.engine.sampling import Sampling
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.recall import Recall
-from sirchat.models.capabilities import refuse_unheard, uncountable
+from sirchat.memory.recall import RecallSettings
+from sirchat.models.capabilities import no_attention_reason, require_comparable_queries
 from sirchat.models.model import LoadedModel
 
 FIXED = ("description", "model", "device", "dtype", "seed", "save")
@@ -85,9 +85,9 @@ def options_of(policy: str) -> list[Field[Any]]:
     return [f for f in fields(policy_class(policy)) if f.name != "recent"]
 
 
-def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
+def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
     """The engine's settings of a profile; an archive on disk lies in `folder`."""
-    return Memory(
+    return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
         sinks=profile.sinks,
@@ -102,10 +102,10 @@ def build_memory(profile: Profile, folder: Path | None = None) -> Memory:
     )
 
 
-def _recall(profile: Profile) -> Recall | None:
+def _recall(profile: Profile) -> RecallSettings | None:
     if profile.recall == "off":
         return None
-    return Recall(
+    return RecallSettings(
         measure=profile.recall,
         weight=profile.recall_weight,
         n=profile.recall_n,
@@ -138,7 +138,7 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
     if profile.recall != "attention":
         return
     try:
-        refuse_unheard(model)
+        require_comparable_queries(model)
     except ModelError as error:
         raise SettingError(f"{source}: recall can't be attention: {error}") from None
 
@@ -147,9 +147,9 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, blaming `source`, where attention must be counted and can't be."""
     name = "attention" if profile.attention == "on" else "policy"
     needed = policy_class(profile.policy).needs_attention or name == "attention"
-    if needed and not model.tells_attention:
+    if needed and not model.exposes_attention:
         raise SettingError(
-            f"{source}: {name} can't be {getattr(profile, name)}: {uncountable(model)}",
+            f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
             hint="auto counts where it can" if name == "attention" else "entropy does without",
         )
 

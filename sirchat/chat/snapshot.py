@@ -119,7 +119,7 @@ def take_snapshot(
     leaving = engine.next_to_go(in_round=in_round)
     log_worth = log_worth_of(log_factors_of(engine, held))
     by_nats = log_worth is None
-    strength = ledger.log_score_of(held) if log_worth is None else log_worth
+    strength = ledger.log_decayed_surprisal_of(held) if log_worth is None else log_worth
     needed = _needed(strength, held, leaving, engine, by_nats=by_nats)
     slots = _slots(strength, held, leaving, strongest)
     worth = None if log_worth is None else finite_exp(log_worth[slots])
@@ -149,7 +149,7 @@ def log_factors_of(engine: Engine, positions: Positions) -> dict[str, Floats]:
     Of the rows at `positions` [n], ascending: what the policy chose as it sees it, what was
     recalled as if it had been chosen, too, and any other row as if all of these had been.
     """
-    policy, held = engine.memory.policy, engine.ledger.held_positions
+    policy, held = engine.settings.policy, engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
     found: dict[str, Floats] = {}
     unknown = np.ones(len(positions), bool)
@@ -192,7 +192,7 @@ def token_rows(
     names = ("token_id", "turn", "role", "surprisal", "arrival_key", "flags")
     ids, *columns = (ledger.column(name)[positions].tolist() for name in names)
     at = positions.tolist()
-    scores = np.exp(ledger.log_score_of(positions)).tolist()
+    scores = np.exp(ledger.log_decayed_surprisal_of(positions)).tolist()
     counted = ledger.attention.is_counted
     attention = ledger.attention.of(positions, ledger.log_decay).tolist()
     worths = [None] * len(at) if worth is None else worth.tolist()
@@ -243,7 +243,7 @@ def _needed(
     ledger = engine.ledger
     if not len(leaving) or ledger.seen == ledger.held_count:
         return None
-    if by_nats and "decay" not in engine.memory.policy.uses:
+    if by_nats and "decay" not in engine.settings.policy.uses:
         return None
     return float(finite_exp(strength[np.searchsorted(held, leaving)]).max())
 

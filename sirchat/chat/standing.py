@@ -56,7 +56,7 @@ def standings(
     among = np.union1d(ledger.held_positions, positions)
     factors = log_factors_of(engine, among)
     worth = log_worth_of(factors)
-    log_scores = ledger.log_score_of(among) if worth is None else worth
+    log_scores = ledger.log_decayed_surprisal_of(among) if worth is None else worth
     asked = np.searchsorted(among, positions)
     held = np.sort(log_scores[np.searchsorted(among, ledger.held_positions)])
     above = len(held) - np.searchsorted(held, log_scores[asked], side="right")

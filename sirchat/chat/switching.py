@@ -31,7 +31,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
 @contextmanager
 def all_or_nothing(engine: Engine) -> Iterator[None]:
     """Give the engine its pins and settings back if anything in this block fails."""
-    memory, ledger = engine.memory, engine.ledger
+    memory, ledger = engine.settings, engine.ledger
     flags = ledger.column("flags")[: ledger.seen].copy()
     try:
         yield

@@ -13,7 +13,7 @@ from sirchat.chat.conversation import Conversation, Tally
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
 from sirchat.chat.reports import Reports
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Generated, Place, Read, Stopped
+from sirchat.engine.records import EvictedRows, Generated, Read, Stopped, TurnRef
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Role
 from sirchat.text.detokenizer import TextStream
@@ -37,7 +37,7 @@ class OpenTurn:
         self._engine = engine
         self._reports = reports
         self.tally = tally
-        self.place = Place(tally.index, now.round)
+        self.place = TurnRef(tally.index, now.round)
 
     def make_room(self, count: int, wanted: int) -> Iterator[Event]:
         """Make room for `count` ids and a reply of `wanted`, where that is done turn by turn."""
@@ -81,7 +81,7 @@ class OpenTurn:
 
     def answer(
         self,
-        records: Iterator[Generated | Evicted | Stopped],
+        records: Iterator[Generated | EvictedRows | Stopped],
         stream: TextStream,
         closing: Sequence[int],
     ) -> Iterator[Event]:
@@ -97,7 +97,7 @@ class OpenTurn:
                     said.append(stream.push(record.id))
                     if said[-1]:
                         yield Delta(said[-1])
-                elif isinstance(record, Evicted):
+                elif isinstance(record, EvictedRows):
                     yield self._forgot(record)
                 else:
                     self.tally.finish = record.reason
@@ -132,8 +132,8 @@ class OpenTurn:
         return self._reports.done(self.tally, text)
 
     def _timed(
-        self, records: Iterator[Generated | Evicted | Stopped]
-    ) -> Iterator[Generated | Evicted | Stopped]:
+        self, records: Iterator[Generated | EvictedRows | Stopped]
+    ) -> Iterator[Generated | EvictedRows | Stopped]:
         """The same records; the clock stops while the listener has one."""
         while True:
             start = time.perf_counter()
@@ -147,7 +147,7 @@ class OpenTurn:
         """Note what must still be read, after `done` ids, even if the text is given up."""
         self._now.owed = [*turn.ids[max(done, turn.content[1]) :], *after]
 
-    def _forgot(self, record: Evicted) -> Event:
+    def _forgot(self, record: EvictedRows) -> Event:
         self.tally.evicted += len(record.positions)
         return self._reports.forgot(self.tally.index, record)
 

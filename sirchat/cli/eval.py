@@ -50,11 +50,11 @@ def recall(
     ] = False,
 ) -> "Study":
     """Tell a fact, talk of other things, ask for it: the share of exact answers."""
-    from sirchat.tasks.recall import KIND_NAMES, Recall
+    from sirchat.tasks.recall import KIND_NAMES, RecallStudy
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
     distances = whole_numbers("between", between)
-    return Recall(*compared, distances, before, chosen, cast("Ask", ask), generate)
+    return RecallStudy(*compared, distances, before, chosen, cast("Ask", ask), generate)
 
 
 @study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of="Questions for each cell."))
@@ -227,9 +227,9 @@ def attention(
     ] = None,
 ) -> "Study":
     """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
-    from sirchat.tasks.attention import Attention
+    from sirchat.tasks.attention import AttentionStudy
 
-    return Attention(profile, limit, tokens, text)
+    return AttentionStudy(profile, limit, tokens, text)
 
 
 @study(

@@ -7,13 +7,13 @@ from typing import Protocol, Self
 
 import torch
 
-from sirchat.memory.attention import Counting, Pass
+from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
-from sirchat.models.attention_weights import Gaze
+from sirchat.models.attention_weights import PassWeights
 
 
-class Layered(Protocol):
+class AttendingModel(Protocol):
     """A model, as far as its layers look at something."""
 
     @property
@@ -25,7 +25,7 @@ class Layered(Protocol):
         """Numbers of the layers that see only a window of what is held."""
 
 
-class Watch:
+class AttentionTracker:
     """A block in which a text is read, in one forward pass or several.
 
     What is seen in them is counted as the block ends, all at once, so that the parts don't show.
@@ -37,11 +37,15 @@ class Watch:
     """
 
     def __init__(
-        self, counting: Counting | None, model: Layered, cache: BoundedCache, ledger: Ledger
+        self,
+        counting: AttentionStatsConfig | None,
+        model: AttendingModel,
+        cache: BoundedCache,
+        ledger: Ledger,
     ) -> None:
         self._counting, self._model = counting, model
         self._cache, self._ledger = cache, ledger
-        self._passes: list[Pass] = []
+        self._passes: list[PassAttention] = []
 
     def __enter__(self) -> Self:
         return self
@@ -64,15 +68,15 @@ class Watch:
         rows = self._cache.length + count
         return max(1, min(count, size // (4 * self._model.heads * rows)))
 
-    def gaze(self) -> Gaze | None:
+    def gaze(self) -> PassWeights | None:
         """What hears the next forward pass."""
         if self._counting is None:
             return None
-        return Gaze(self._counting, len(self._cache.layers), self._model.narrow_layers)
+        return PassWeights(self._counting, len(self._cache.layers), self._model.narrow_layers)
 
-    def note(self, gaze: Gaze | None) -> None:
+    def note(self, gaze: PassWeights | None) -> None:
         """Take note of a forward pass whose rows are in the cache by now."""
         weights = gaze.weights() if gaze is not None else None  # [m, n]
         if gaze is not None and weights is not None:
-            own = self._cache.slots_of(torch.arange(self._own)).numpy()
-            self._passes.append(Pass.of(weights[:, own], gaze.counting.window))
+            policy_rows = self._cache.slots_of(torch.arange(self._own)).numpy()
+            self._passes.append(PassAttention.of(weights[:, policy_rows], gaze.counting.window))

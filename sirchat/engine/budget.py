@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.records import Memory
+from sirchat.engine.records import CacheSettings
 from sirchat.errors import SettingError
-from sirchat.memory.ledger import Flag, Held, Ledger
+from sirchat.memory.ledger import Flag, HeldRows, Ledger
 
 Positions = NDArray[np.int64]
 
@@ -25,47 +25,47 @@ _LEAST = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """What the settings `memory` let a ledger's conversation hold.
+class Budget:
+    """What the settings `settings` let a ledger's conversation hold.
 
     `context_length` is the budget where nothing is forgotten.
     """
 
-    memory: Memory
+    settings: CacheSettings
     ledger: Ledger
     context_length: int
 
     @property
-    def grows(self) -> bool:
+    def unbounded(self) -> bool:
         """Whether nothing is ever forgotten."""
-        return not self.memory.policy.bounded
+        return not self.settings.policy.bounded
 
     @property
     def budget(self) -> int:
         """Rows that may be held: the setting, or the context length when nothing is forgotten."""
-        return self.context_length if self.grows else self.memory.budget
+        return self.context_length if self.unbounded else self.settings.budget
 
     @property
     def reserve(self) -> int:
         """Rows of the budget that are kept free for what is recalled."""
-        recall = self.memory.recall
-        if recall is None or self.grows:
+        recall = self.settings.recall
+        if recall is None or self.unbounded:
             return 0
         pins = self.pins(self.ledger.held_positions)
         return most_recalled(recall.n, self.budget - self.sinks - pins)
 
     @property
-    def base(self) -> int:
+    def policy_budget(self) -> int:
         """Rows that the policy may hold: the budget without the reserve."""
         return self.budget - self.reserve
 
     @property
-    def own(self) -> int:
+    def policy_rows(self) -> int:
         """Held rows that are not in the reserve."""
         return self.ledger.held_count - len(self.ledger.recalled)
 
     @property
-    def own_positions(self) -> Positions:
+    def policy_positions(self) -> Positions:
         """Stream positions [n], ascending, of the held rows that are not in the reserve."""
         held, recalled = self.ledger.held_positions, self.ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
@@ -73,30 +73,30 @@ class Room:
     @property
     def sinks(self) -> int:
         """First tokens of the stream that always stay, if the policy honours sinks."""
-        return self.memory.sinks if self.memory.policy.honours_sinks else 0
+        return self.settings.sinks if self.settings.policy.honours_sinks else 0
 
     @property
-    def block(self) -> int:
+    def eviction_block(self) -> int:
         """Rows freed at once while generating; never so many that protected rows would go."""
-        return min(max(8, self.base // 16), self.free() // 2)
+        return min(max(8, self.policy_budget // 16), self.evictable() // 2)
 
-    def free(self, at: Positions | None = None) -> int:
+    def evictable(self, at: Positions | None = None) -> int:
         """E: the rows that neither sinks nor pins, of the held ones or those at `at`, take."""
         pins = self.pins(self.ledger.held_positions if at is None else at)
-        return max(_LEAST, self.base - self.sinks - pins)
+        return max(_LEAST, self.policy_budget - self.sinks - pins)
 
     def pins(self, at: Positions) -> int:
         """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
 
     @property
-    def gathers(self) -> bool:
+    def compacts_at_anchors(self) -> bool:
         """Whether the policy lets rows go behind each anchor."""
-        return self.memory.policy.gathers
+        return self.settings.policy.compacts_at_anchors
 
-    def behind_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
+    def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
         """Where a piece that begins at `start` ends: behind its first anchor, or at `end`."""
-        if self.gathers:
+        if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
 
@@ -112,13 +112,13 @@ class Room:
 
     def pinned(self, at: Positions) -> NDArray[np.bool_]:
         """Mask [n] of the rows at `at` that are pinned; none, if the policy honours no pins."""
-        if not self.memory.policy.honours_pins:
+        if not self.settings.policy.honours_pins:
             return np.zeros(len(at), bool)
         return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     def check_pins(self, reachable: Positions, more: int) -> None:
         """Raise SettingError when the pins among `reachable` and `more` rows leave too little."""
-        if self.grows or not self.memory.policy.honours_pins:
+        if self.unbounded or not self.settings.policy.honours_pins:
             return
         pins = self.pins(reachable)
         pins += more - min(more, max(0, self.sinks - self.ledger.seen))
@@ -129,40 +129,40 @@ class Room:
                 hint="raise the budget, /unpin something, or set pin_system to false",
             )
 
-    def view(self, at: Positions, round: int | None) -> Held:
+    def view(self, at: Positions, round: int | None) -> HeldRows:
         """Rows at `at` [n] as the policy sees them, with what must stay.
 
         Of `round`, the one under way, the newest E/2 rows must, where the settings protect them.
         """
         protected = (at < self.sinks) | self.pinned(at)
-        if self.memory.protect and round is not None:
+        if self.settings.protect and round is not None:
             current = self.ledger.column("round")[at] == round
-            protected |= current & (at >= self.ledger.seen - self.free(at) // 2)
+            protected |= current & (at >= self.ledger.seen - self.evictable(at) // 2)
         return self.ledger.view(at, sinks=self.sinks, protected=protected)
 
-    def choose(self, rows: Held, num_keep: int) -> Tensor:
+    def choose(self, rows: HeldRows, num_keep: int) -> Tensor:
         """The policy's choice among `rows`, checked: ascending int64 [num_keep].
 
         Raises SettingError for a policy that breaks its contract.
         """
-        chosen = self.memory.policy.keep(rows, num_keep)
+        chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_choice(chosen, rows, num_keep):
             raise SettingError(
-                f"policy {type(self.memory.policy).__name__} breaks the contract of policies",
+                f"policy {type(self.settings.policy).__name__} breaks the contract of policies",
                 hint="`sirchat policies check` says how; /policy chooses another",
             )
         return chosen
 
 
-def most_recalled(n: int, room: int) -> int:
+def most_recalled(n: int, budget_rules: int) -> int:
     """How many of n rows the reserve gets, of the `room` beside sinks and pins.
 
     At most three quarters: the conversation itself needs room to be read.
     """
-    return max(0, min(n, 3 * room // 4, room - _LEAST))
+    return max(0, min(n, 3 * budget_rules // 4, budget_rules - _LEAST))
 
 
-def _is_choice(rows: Tensor, held: Held, num_keep: int) -> bool:
+def _is_choice(rows: Tensor, held: HeldRows, num_keep: int) -> bool:
     """Whether `rows` are `num_keep` ascending rows of the held ones, protected rows included."""
     if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
         return False

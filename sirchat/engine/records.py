@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.attention import Counting
-from sirchat.memory.key_value_store import Mark
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.recall import Recall
+from sirchat.memory.recall import RecallSettings
 
 
 @dataclass(frozen=True)
-class Memory:
+class CacheSettings:
     """The settings of what is remembered.
 
     Attributes:
@@ -46,13 +46,13 @@ class Memory:
     protect: bool = True
     evict: Literal["room", "turn"] = "room"
     in_stream: bool = False
-    recall: Recall | None = None
+    recall: RecallSettings | None = None
     counts: bool = False
 
     @property
-    def counting(self) -> Counting | None:
+    def counting(self) -> AttentionStatsConfig | None:
         """What is counted of the attention that rows get; None for nothing."""
-        return self.policy.counting or (Counting() if self.counts else None)
+        return self.policy.counting or (AttentionStatsConfig() if self.counts else None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Evicted:
+class EvictedRows:
     """Rows at these stream positions left the cache; `resident` stay, of `seen` ever read."""
 
     positions: NDArray[np.int64]
@@ -73,7 +73,7 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRows:
     """Rows at these stream positions came back; `resident` are held now, of `seen` ever read."""
 
     positions: NDArray[np.int64]
@@ -82,7 +82,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found: the candidates at `positions` [n], ascending, and their scores [n].
 
     `layers` has the scores of each layer [layers, n] where each makes a choice of its own.
@@ -110,7 +110,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class ContinuationScore:
     """How likely `ids` would be, were they to come next.
 
     Attributes:
@@ -125,7 +125,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class Place:
+class TurnRef:
     """Where in the conversation ids stand."""
 
     turn: int
@@ -133,7 +133,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What the cache holds.
 
     Attributes:
@@ -148,17 +148,17 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class EngineCheckpoint:
     """A moment of a conversation; `logits` [V] foretell the token that came next."""
 
-    mark: Mark
+    checkpoint: CacheCheckpoint
     logits: Tensor | None
     round: int
-    choice: Choice
+    choice: Selection
 
 
 @dataclass(frozen=True)
-class Saved:
+class EngineState:
     """A conversation's ledger and what else the next token depends on, but keys and values.
 
     Attributes:

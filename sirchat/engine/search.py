@@ -15,60 +15,60 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Found, Place
+from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.ranking import Ranking, wants_index
-from sirchat.memory.recall import Query, Recall
+from sirchat.memory.recall import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
-from sirchat.models.attention_hook import Ear
+from sirchat.models.attention_hook import QueryRecorder
 
-Listening = Callable[[Ear], AbstractContextManager[None]]
+Listening = Callable[[QueryRecorder], AbstractContextManager[None]]
 
 
 def search(
     engine: Engine,
     rotations: Sequence[LayerRotation],
-    listening: Listening,
+    observed_by: Listening,
     ids: Sequence[int],
     roles: Sequence[Role],
-    place: Place,
-) -> Found | None:
+    place: TurnRef,
+) -> SearchResult | None:
     """Score what is archived by what these ids look for; the engine is as it was afterwards.
 
     None where there is nothing to search. Of a turn longer than the policy's share of the budget
     only the end is read. Raises LookupError where the model's queries do not fit its cached keys.
     """
-    recall, start = engine.memory.recall, engine.ledger.seen
+    recall, start = engine.settings.recall, engine.ledger.seen
     longest = engine.budget - engine.reserve
     fits = engine.resident - engine.recalled + len(ids) <= longest
     if recall is None or not engine.reserve or (fits and not engine.holding.archived):
         return None
     if recall.query == "recent":
         return _score(engine, recall, _recent(engine), rotations, start)
-    mark = engine.mark()
+    checkpoint = engine.checkpoint()
     with engine.holding.unlimited():
         try:
-            ear = Ear()
-            with listening(ear) if recall.measure == "attention" else nullcontext():
+            ear = QueryRecorder()
+            with observed_by(ear) if recall.measure == "attention" else nullcontext():
                 for _ in engine.feed(ids[-longest:], roles[-longest:], place):
                     pass
             mine = np.flatnonzero(engine.ledger.held_positions >= start)
             query = Query(_first_written(engine, mine), ear.heard(rotations))
             found = _score(engine, recall, query, rotations, start)
         finally:
-            engine.undo(mark)
+            engine.undo(checkpoint)
     return _still_archived(engine, found) if recall.scope == "layer" else found
 
 
 def _score(
     engine: Engine,
-    recall: Recall,
+    recall: RecallSettings,
     query: Query,
     rotations: Sequence[LayerRotation],
     before: int,
-) -> Found | None:
+) -> SearchResult | None:
     """The archived rows among the first `before` of the stream, or the best, and their scores."""
     ledger = engine.ledger
     archived = np.flatnonzero(ledger.column("state")[:before] == State.ARCHIVED)
@@ -85,15 +85,15 @@ def _score(
     return _found(ranked.positions, ranked.scores, recall)
 
 
-def _found(positions: Positions, scores: Tensor, recall: Recall) -> Found:
-    return Found(positions, scores.mean(0), scores if recall.scope == "layer" else None)
+def _found(positions: Positions, scores: Tensor, recall: RecallSettings) -> SearchResult:
+    return SearchResult(positions, scores.mean(0), scores if recall.scope == "layer" else None)
 
 
 def _recent(engine: Engine) -> Query:
     """The recent window as it is now: the policy's, or all but the sinks."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
-    window = int(getattr(engine.memory.policy, "recent", 0)) or seen
-    recent = (held >= seen - window) & (held >= engine.memory.sinks)
+    window = int(getattr(engine.settings.policy, "recent", 0)) or seen
+    recent = (held >= seen - window) & (held >= engine.settings.sinks)
     return Query(_first_written(engine, np.flatnonzero(recent)))
 
 
@@ -102,7 +102,7 @@ def _first_written(engine: Engine, slots: Positions) -> Rows:
     return engine.cache.first_written(torch.from_numpy(slots), held[slots])
 
 
-def _still_archived(engine: Engine, found: Found | None) -> Found | None:
+def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
     """Without what is held again: a layer has it already."""
     if found is None or found.layers is None:
         return None
@@ -110,4 +110,4 @@ def _still_archived(engine: Engine, found: Found | None) -> Found | None:
     if not there.any():
         return None
     which = torch.from_numpy(there)
-    return Found(found.positions[there], found.scores[which], found.layers[:, which])
+    return SearchResult(found.positions[there], found.scores[which], found.layers[:, which])

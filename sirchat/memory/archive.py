@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.index import Index
-from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, Shelf
+from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, SegmentFiles
 
 
 class Archive:
@@ -28,7 +28,7 @@ class Archive:
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
-        self._shelf = Shelf(folder) if folder is not None else None
+        self._shelf = SegmentFiles(folder) if folder is not None else None
         self._segments: list[Segment | None] = []
         self.clear()
 

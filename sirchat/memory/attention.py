@@ -27,7 +27,7 @@ _RETURNS = 256  # are remembered, one for each moment to go back to: more than c
 
 
 @dataclass(frozen=True)
-class Counting:
+class AttentionStatsConfig:
     """What is counted.
 
     Attributes:
@@ -47,14 +47,14 @@ class Counting:
 
 
 @dataclass(frozen=True)
-class Looked:
+class QueryWindow:
     """What the rows at `positions` [n] got in one forward pass: from each query, weights [m, n]."""
 
     positions: Positions
     weights: NDArray[np.float32]
 
 
-class Pass(NamedTuple):
+class PassAttention(NamedTuple):
     """What one forward pass looked at, of the rows that were in the cache behind it.
 
     Attributes:
@@ -68,14 +68,14 @@ class Pass(NamedTuple):
     newest: NDArray[np.float32]
 
     @classmethod
-    def of(cls, weights: NDArray[np.float32], window: int = 0) -> Pass:
+    def of(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
         """By the weights [m, n] from each query to each row."""
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
 
 
 @dataclass(frozen=True)
-class Received:
+class AttentionCheckpoint:
     """What rows have received, to be saved or gone back to.
 
     Attributes:
@@ -88,19 +88,19 @@ class Received:
     positions: Positions
     total: Floats
     log_decay: Floats
-    window: tuple[Looked, ...] = ()
+    window: tuple[QueryWindow, ...] = ()
     returns: int | None = 0
 
 
-class Attention:
+class AttentionStats:
     """What every row of the stream has received."""
 
     def __init__(self) -> None:
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
-        self._window: tuple[Looked, ...] = ()
+        self._window: tuple[QueryWindow, ...] = ()
         # What rows had before they came back; all of them between two moments are one entry.
-        self._returned: deque[Received] = deque(maxlen=_RETURNS)
+        self._returned: deque[AttentionCheckpoint] = deque(maxlen=_RETURNS)
         self._returns = 0  # entries, those that are no longer remembered included
         self._is_marked = True
 
@@ -112,7 +112,7 @@ class Attention:
     def add(
         self,
         positions: Positions,
-        passes: Sequence[Pass],
+        passes: Sequence[PassAttention],
         log_decay: float,
         window: int = 0,
     ) -> None:
@@ -134,7 +134,7 @@ class Attention:
             total[late] = np.maximum(total[late], np.median(total[~late]))
         self._total[positions] = total
         self._log_decay[positions] = log_decay
-        newest = (Looked(positions[: len(one.sums)].copy(), one.newest) for one in passes)
+        newest = (QueryWindow(positions[: len(one.sums)].copy(), one.newest) for one in passes)
         self._window = _newest((*self._window, *newest), window)
 
     def of(self, positions: Positions, log_decay: float) -> Floats:
@@ -144,7 +144,7 @@ class Attention:
         out[known] = self._total[at] * np.exp(log_decay - self._log_decay[at])
         return out
 
-    def lately(self, positions: Positions) -> Floats:
+    def recent_attention(self, positions: Positions) -> Floats:
         """What rows [n], ascending, have received from the newest queries alone."""
         out = np.zeros(len(positions))
         for one in self._window:
@@ -167,21 +167,21 @@ class Attention:
             self._returned.append(_joined(last, new))
         self._is_marked = False
 
-    def received(self, positions: Positions) -> Received:
+    def received(self, positions: Positions) -> AttentionCheckpoint:
         """What rows [n], ascending, have received until now, to be gone back to: a copy."""
         self._is_marked = True
         if not self.is_counted:
             nothing = np.zeros(0)
-            return Received(positions[:0], nothing, nothing, returns=None)
+            return AttentionCheckpoint(positions[:0], nothing, nothing, returns=None)
         return replace(self._of(positions), window=self._window, returns=self._returns)
 
-    def _of(self, positions: Positions) -> Received:
+    def _of(self, positions: Positions) -> AttentionCheckpoint:
         known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         at = positions[known]
         total[known], log_decay[known] = self._total[at], self._log_decay[at]
-        return Received(positions, total, log_decay)
+        return AttentionCheckpoint(positions, total, log_decay)
 
-    def go_back(self, to: Received, seen: int) -> None:
+    def go_back(self, to: AttentionCheckpoint, seen: int) -> None:
         """Forget what was received since; rows from `seen` on have never been.
 
         `to` is what the rows that were held then had received.
@@ -200,7 +200,7 @@ class Attention:
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
 
-    def load(self, saved: Received) -> None:
+    def load(self, saved: AttentionCheckpoint) -> None:
         """Take over what was saved."""
         self._put(saved)
         self._window = saved.window
@@ -213,13 +213,13 @@ class Attention:
         """Keep nothing of what these rows got."""
         self._total[positions[positions < len(self._total)]] = 0
         self._window = tuple(
-            Looked(one.positions[stays], one.weights[:, stays])
+            QueryWindow(one.positions[stays], one.weights[:, stays])
             for one in self._window
             for stays in [~np.isin(one.positions, positions)]
         )
         self._returned.clear()
 
-    def _put(self, one: Received) -> None:
+    def _put(self, one: AttentionCheckpoint) -> None:
         if len(one.positions):
             self._reserve(int(one.positions[-1]) + 1)
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
@@ -242,21 +242,21 @@ def or_median(received: Tensor) -> Tensor:
     return torch.where(received > 0, received, usual)
 
 
-def _joined(one: Received, other: Received) -> Received:
+def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
     """Both, of other rows."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]
     log_decay = np.concatenate([one.log_decay, other.log_decay])[order]
-    return Received(positions[order], total, log_decay)
+    return AttentionCheckpoint(positions[order], total, log_decay)
 
 
-def _newest(passes: tuple[Looked, ...], window: int) -> tuple[Looked, ...]:
+def _newest(passes: tuple[QueryWindow, ...], window: int) -> tuple[QueryWindow, ...]:
     """The newest passes that have `window` queries together, the oldest of them cut."""
-    kept: list[Looked] = []
+    kept: list[QueryWindow] = []
     for one in reversed(passes):
         if window <= 0:
             break
-        kept.append(Looked(one.positions, one.weights[-window:]))
+        kept.append(QueryWindow(one.positions, one.weights[-window:]))
         window -= len(one.weights)
     return tuple(reversed(kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies.base import Policy
 
 _CASES = 50
@@ -49,7 +49,7 @@ def broken_promises(policy: Policy) -> list[str]:
     return list(found)
 
 
-def _random_rows(case: int, policy: Policy) -> tuple[Held, int]:
+def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
     """A ledger of several rounds with holes, as after evictions; and how many rows to keep."""
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 
 REPEATED = 0.7
 """What a row is worth for each later held row of the same token."""
@@ -23,8 +23,8 @@ WEIGHT = 2
 """To which power a round's company counts."""
 
 
-def among_others(
-    factors: dict[str, Tensor], rows: Held, novelty: bool, spans: bool
+def with_relative_factors(
+    factors: dict[str, Tensor], rows: HeldRows, novelty: bool, spans: bool
 ) -> dict[str, Tensor]:
     """Logarithms [n] of factors by name, and those that come of the rows beside each.
 
@@ -34,7 +34,7 @@ def among_others(
     if novelty:
         found["novelty"] = log_novelty(rows.token_id)
     if spans:
-        found["company"] = WEIGHT * log_company(sum_of(found) - rows.log_fade, rows.round)
+        found["company"] = WEIGHT * log_company(sum_of(found) - rows.log_decay_since, rows.round)
     return found
 
 
@@ -53,18 +53,18 @@ def log_novelty(token_id: Tensor) -> Tensor:
     return out
 
 
-def log_company(log_score: Tensor, round: Tensor) -> Tensor:
+def log_company(log_decayed_surprisal: Tensor, round: Tensor) -> Tensor:
     """The logarithm of the sum of the `BEST` highest scores among the rows of each one's round.
 
     Of scores [n] and rounds [n], which are ascending, as rows are in stream order.
     """
-    order = torch.argsort(log_score, descending=True, stable=True)
+    order = torch.argsort(log_decayed_surprisal, descending=True, stable=True)
     order = order[torch.argsort(round[order], stable=True)]  # by round, the highest first
     _, before = _others(round[order])
     _, group = torch.unique_consecutive(round, return_inverse=True)
-    highest = log_score[order[before == 0]]  # of each round
+    highest = log_decayed_surprisal[order[before == 0]]  # of each round
     highest = torch.where(highest.isinf(), 0.0, highest)
-    shares = (log_score - highest[group]).exp()
+    shares = (log_decayed_surprisal - highest[group]).exp()
     best = torch.where(before < BEST, shares[order], 0.0)
     sums = torch.zeros(len(highest), dtype=torch.float64).index_add(0, group[order], best)
     return (highest + sums.log())[group]

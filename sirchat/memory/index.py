@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.nearest import Nearest, sample_for
-from sirchat.memory.recall import Query, Recall
+from sirchat.memory.recall import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
 from sirchat.memory.vectors import Vectors
 
@@ -47,7 +47,7 @@ def is_available() -> bool:
 class Index:
     """The archived rows' vectors under one measure and weight."""
 
-    def __init__(self, recall: Recall, rotations: Sequence[LayerRotation]) -> None:
+    def __init__(self, recall: RecallSettings, rotations: Sequence[LayerRotation]) -> None:
         self._recall = recall
         self._rotations = rotations
         self._vectors: Vectors | None = None
@@ -63,7 +63,7 @@ class Index:
         """Memory of the index, in bytes."""
         return sum(one.nbytes for one in self._parts) + self._has.nbytes
 
-    def is_for(self, recall: Recall) -> bool:
+    def is_for(self, recall: RecallSettings) -> bool:
         """Whether it finds what this recall looks for."""
         mine = self._recall
         return all(getattr(mine, key) == getattr(recall, key) for key in _INDEXED)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.archive import Archive
-from sirchat.memory.attention import Received
+from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger, State
 from sirchat.memory.segments import Positions, Rows
@@ -27,16 +27,16 @@ JOURNAL_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Mark:
+class CacheCheckpoint:
     """A moment to come back to: tokens seen, those held [n], the decay so far, their attention."""
 
     seen: int
     held: Positions
     log_decay: float
-    attention: Received
+    attention: AttentionCheckpoint
 
 
-class Holding:
+class KeyValueStore:
     """Cache, ledger and archive of one conversation.
 
     Args:
@@ -137,36 +137,36 @@ class Holding:
         finally:
             self._archive.limit = limit
 
-    def mark(self) -> Mark:
+    def checkpoint(self) -> CacheCheckpoint:
         """The present moment, at the beginning of a turn."""
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
-        return Mark(ledger.seen, held, ledger.log_decay, ledger.attention.received(held))
+        return CacheCheckpoint(ledger.seen, held, ledger.log_decay, ledger.attention.received(held))
 
     def has(self, positions: Positions) -> bool:
         """Whether all of these rows are held or stored."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self._archive.has(missing).all())
 
-    def undo(self, mark: Mark) -> None:
+    def undo(self, checkpoint: CacheCheckpoint) -> None:
         """Go back to `mark`: what was read since has never been.
 
         Raises LookupError, changing nothing, when a row of then is gone.
         """
-        if not self.has(mark.held):
+        if not self.has(checkpoint.held):
             raise LookupError("some of the rows that were held then are gone")
         self.cache.remove()
         before = self.ledger.held_positions
-        since = before >= mark.seen
-        stays = np.isin(before, mark.held, assume_unique=True)
+        since = before >= checkpoint.seen
+        stays = np.isin(before, checkpoint.held, assume_unique=True)
         self._put_away(np.flatnonzero(~stays & ~since))
-        self._replace(np.flatnonzero(stays), mark.held)
-        self.ledger.hold(mark.held, self._away)
-        self._archive.truncate(mark.seen)
-        self.ledger.truncate(mark.seen, mark.log_decay)
-        self.ledger.attention.go_back(mark.attention, mark.seen)
+        self._replace(np.flatnonzero(stays), checkpoint.held)
+        self.ledger.hold(checkpoint.held, self._away)
+        self._archive.truncate(checkpoint.seen)
+        self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
+        self.ledger.attention.go_back(checkpoint.attention, checkpoint.seen)
 
     def rows(self, limit: int | None = None) -> Rows | None:
         """Everything that is held or archived, as first written, by ascending position, on the CPU.
@@ -231,7 +231,7 @@ class Holding:
         self.cache.replace(came)
 
     def _shrink(self) -> None:
-        gone = self._archive.shrink(self.ledger.log_score_of)
+        gone = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
         self.ledger.lose(gone)
         if len(gone) and self._archiving and not self._told:
             self._told = True

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.attention import Attention
+from sirchat.memory.attention import AttentionStats
 from sirchat.memory.draws import Purpose, uniform
 
 
@@ -68,7 +68,7 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRows:
     """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
 
     Every tensor has shape [n]. `surprisal` is in nats; `log_fade` is the logarithm of the decays
@@ -83,10 +83,10 @@ class Held:
     round: Tensor
     role: Tensor
     surprisal: Tensor
-    log_fade: Tensor
-    log_score: Tensor
+    log_decay_since: Tensor
+    log_decayed_surprisal: Tensor
     attention: Tensor
-    lately: Tensor
+    recent_attention: Tensor
     arrival_key: Tensor
     is_pinned: Tensor
     is_anchor: Tensor
@@ -119,7 +119,7 @@ class Ledger:
         self.seen = 0
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
-        self.attention = Attention()
+        self.attention = AttentionStats()
         self._rows = np.zeros(1024, ROW)
         self._draw_keys(0)
         self._held = np.zeros(1024, np.int64)
@@ -280,13 +280,13 @@ class Ledger:
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
-    def log_score_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    def log_decayed_surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """log(surprisal x decays since birth); log space, because 0.7^300 underflows."""
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
-    def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> Held:
+    def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
         """The rows at stream positions `at` [n], ascending, as policies see them.
 
         `protected` [n] marks those that must stay.
@@ -297,17 +297,17 @@ class Ledger:
         def tensor(array: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array))
 
-        return Held(
+        return HeldRows(
             position=tensor(at.copy()),
             token_id=tensor(columns["token_id"][at]),
             turn=tensor(columns["turn"][at]),
             round=tensor(columns["round"][at]),
             role=tensor(columns["role"][at]),
             surprisal=tensor(self.surprisal_of(at)),
-            log_fade=tensor(self.log_decay - columns["birth_decay"][at]),
-            log_score=tensor(self.log_score_of(at)),
+            log_decay_since=tensor(self.log_decay - columns["birth_decay"][at]),
+            log_decayed_surprisal=tensor(self.log_decayed_surprisal_of(at)),
             attention=tensor(self.attention.of(at, self.log_decay)),
-            lately=tensor(self.attention.lately(at)),
+            recent_attention=tensor(self.attention.recent_attention(at)),
             arrival_key=tensor(columns["arrival_key"][at]),
             is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
             is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),
@@ -317,7 +317,7 @@ class Ledger:
             seed=self.seed,
         )
 
-    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> Held:
+    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
         """The held rows as policies see them; arguments as in `view`."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_available, united
-from sirchat.memory.recall import Blocks, Query, Recall, score, softened, weighted
+from sirchat.memory.recall import Blocks, Query, RecallSettings, score, softened, weighted
 from sirchat.memory.segments import Positions, Rows
 
 SAMPLE = 32_768
@@ -39,7 +39,7 @@ class Ranked:
     scores: Tensor
 
 
-def wants_index(recall: Recall, rows: int) -> bool:
+def wants_index(recall: RecallSettings, rows: int) -> bool:
     """Whether this many archived rows are searched through an index."""
     if recall.index == "off" or recall.measure == "random" or recall.scope == "layer":
         return False
@@ -53,7 +53,7 @@ class Ranking:
     archive: Archive
     archived: Positions
     query: Query
-    recall: Recall
+    recall: RecallSettings
     rotations: Sequence[LayerRotation]
     surprisal_of: SurprisalOf
 

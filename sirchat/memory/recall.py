@@ -39,7 +39,7 @@ Blocks = Callable[[], Iterator[Rows]]
 
 
 @dataclass(frozen=True)
-class Recall:
+class RecallSettings:
     """How archived rows are brought back for a turn.
 
     Attributes:
@@ -67,7 +67,7 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class Heard:
+class LayerQueries:
     """A layer's queries: [H_q, m, D], rotation taken back, with the factor of its softmax.
 
     `heads` is how many heads the keys had that they were compared with.
@@ -87,9 +87,9 @@ class Query:
     """What is looked for: rows as first written, and what their layers asked, if it was heard."""
 
     rows: Rows
-    heard: Sequence[Heard] = ()
+    heard: Sequence[LayerQueries] = ()
 
-    def asked(self, layer: int) -> Heard:
+    def asked(self, layer: int) -> LayerQueries:
         """What a layer asked; LookupError where that can't be compared with what is cached."""
         keys = self.rows.tensors[2 * layer]
         if layer >= len(self.heard) or not self.heard[layer].fits(keys):
@@ -203,7 +203,7 @@ def _similarity(
 
 
 def _attention(
-    heard: Heard, pairs: Iterator[tuple[Tensor, Tensor]], shares: Tensor | None
+    heard: LayerQueries, pairs: Iterator[tuple[Tensor, Tensor]], shares: Tensor | None
 ) -> Tensor:
     """Softmax over all rows for each query, the turn's maximum, the heads' mean: [n]."""
     logits = []

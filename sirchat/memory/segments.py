@@ -99,7 +99,7 @@ class Segment:
         return not (self.positions >= 0).any()
 
 
-class Shelf:
+class SegmentFiles:
     """A private folder with a file for each full segment, written in a thread of its own.
 
     Files are read through memory maps, so that only what is looked at takes memory.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.recall import Query, Recall, pair, unit
+from sirchat.memory.recall import Query, RecallSettings, pair, unit
 from sirchat.memory.segments import Rows
 
 DIMS = 256
@@ -60,7 +60,9 @@ class Vectors:
         like: rows of the same model.
     """
 
-    def __init__(self, recall: Recall, rotations: Sequence[LayerRotation], like: Rows) -> None:
+    def __init__(
+        self, recall: RecallSettings, rotations: Sequence[LayerRotation], like: Rows
+    ) -> None:
         self._measure = recall.measure
         self._weighs = recall.weight == "surprisal"
         self._power = 2.0 if recall.soft else 1.0  # of the surprisal

@@ -20,26 +20,26 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.recall import Heard, unrotated
-from sirchat.models.attention_weights import Attended, Listener
+from sirchat.memory.recall import LayerQueries, unrotated
+from sirchat.models.attention_weights import AttentionCall, AttentionObserver
 
 _NAME = "sirchat_heard_"
 
 
-class Ear:
+class QueryRecorder:
     """Takes note of what each layer asks."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Tensor, int]]] = {}
         self._of: dict[int, tuple[float, int]] = {}  # factor of the softmax, heads of the keys
 
-    def hear(self, one: Attended) -> None:
+    def hear(self, one: AttentionCall) -> None:
         """Note the queries, and where they stand."""
         start = one.keys.shape[2] - one.queries.shape[2]
         self._parts.setdefault(one.layer, []).append((one.queries[0].clone(), start))
         self._of[one.layer] = one.scale, one.keys.shape[1]
 
-    def heard(self, rotations: Sequence[LayerRotation]) -> list[Heard]:
+    def heard(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
         """What each layer asked, its rotation taken back; fewer entries, if some did not ask."""
         out = []
         for layer, rotation in enumerate(rotations):
@@ -49,20 +49,20 @@ class Ear:
             ]
             if not parts:
                 break
-            out.append(Heard(torch.cat(parts, dim=1), *self._of[layer]))
+            out.append(LayerQueries(torch.cat(parts, dim=1), *self._of[layer]))
         return out
 
 
-_LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+_LISTENERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("listeners", default=())
 
 
 @contextmanager
-def listening(module: Any, listener: Listener) -> Iterator[None]:
+def observed_by(module: Any, listener: AttentionObserver) -> Iterator[None]:
     """Let `listener` hear every forward pass of a transformers model in this block.
 
     Nothing is heard of a model whose attention can't be chosen.
     """
-    make_audible(module)
+    install_hook(module)
     token = _LISTENERS.set((*_LISTENERS.get(), listener))
     try:
         yield
@@ -70,7 +70,7 @@ def listening(module: Any, listener: Listener) -> Iterator[None]:
         _LISTENERS.reset(token)
 
 
-def make_audible(module: Any) -> bool:
+def install_hook(module: Any) -> bool:
     """Let the model use a function of ours from now on; without listeners it only passes on.
 
     Tells whether the model lets its attention be chosen.
@@ -95,7 +95,7 @@ def _audible(usual: str) -> Callable[..., Any]:
         out = _usual(usual, module)(module, queries, keys, values, mask, **options)
         for listener in _LISTENERS.get():
             layer = int(module.layer_idx)
-            listener.hear(Attended(layer, queries, keys, mask, options, out[1]))
+            listener.hear(AttentionCall(layer, queries, keys, mask, options, out[1]))
         return out
 
     return attend

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.attention import Counting
+from sirchat.memory.attention import AttentionStatsConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
+class AttentionCall:
     """One layer's attention in one forward pass.
 
     Attributes:
@@ -45,14 +45,14 @@ class Attended:
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
 
-class Listener(Protocol):
+class AttentionObserver(Protocol):
     """Who listens."""
 
-    def hear(self, one: Attended) -> None:
+    def hear(self, one: AttentionCall) -> None:
         """Take note of what a layer did; what it is told must be copied to be kept."""
 
 
-class Gaze:
+class PassWeights:
     """Hears one forward pass.
 
     Args:
@@ -61,12 +61,14 @@ class Gaze:
         narrow: those of them that see only a window.
     """
 
-    def __init__(self, counting: Counting, layers: int, narrow: Collection[int] = ()) -> None:
+    def __init__(
+        self, counting: AttentionStatsConfig, layers: int, narrow: Collection[int] = ()
+    ) -> None:
         self.counting = counting
         self._counted = frozenset(counting.of(layers, narrow))
         self._sum: Tensor | None = None
 
-    def hear(self, one: Attended) -> None:
+    def hear(self, one: AttentionCall) -> None:
         """Add what a counted layer looked at."""
         if one.layer in self._counted:
             weights = _over_heads(one)  # [m, n]
@@ -83,14 +85,14 @@ class Gaze:
         return found
 
 
-def _over_heads(one: Attended) -> Tensor:
+def _over_heads(one: AttentionCall) -> Tensor:
     """A layer's weights [m, n], float32, the mean over its heads."""
     if one.weights is not None and one.weights.ndim == 4:  # some tell sums of them instead
         return one.weights[0].float().mean(0)
     return attention_weights(one).mean((0, 1))
 
 
-def attention_weights(one: Attended) -> Tensor:
+def attention_weights(one: AttentionCall) -> Tensor:
     """softmax(q k s), float32 [H, H_q / H, m, n], as the model's own attention has it.
 
     Each key's head serves a group of the queries' heads, one behind the other.
@@ -110,7 +112,7 @@ def attention_weights(one: Attended) -> Tensor:
     return torch.cat((logits, extra), dim=-1).softmax(-1)[..., :-1]
 
 
-def _masked(logits: Tensor, one: Attended) -> Tensor:
+def _masked(logits: Tensor, one: AttentionCall) -> Tensor:
     """Logits [H, group, m, n] where what a query does not see counts nothing."""
     heads, group, count, rows = logits.shape
     if isinstance(one.mask, Tensor):

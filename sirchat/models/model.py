@@ -15,11 +15,11 @@ from transformers.utils import logging as transformers_logging
 
 from sirchat import paths
 from sirchat.errors import ModelError
-from sirchat.memory.attention import Counting
+from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.sight import USUAL, Sight
-from sirchat.models.attention_hook import listening, make_audible
-from sirchat.models.attention_weights import Gaze, Listener
+from sirchat.models.attention_hook import install_hook, observed_by
+from sirchat.models.attention_weights import AttentionObserver, PassWeights
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -92,14 +92,14 @@ class LoadedModel:
         return BoundedCache(self.rotations, capacity)
 
     @cached_property
-    def is_audible(self) -> bool:
+    def has_attention_hook(self) -> bool:
         """Whether its attention can be listened to; from then on it is ready to be."""
-        return make_audible(self.module)
+        return install_hook(self.module)
 
     @cached_property
-    def tells_attention(self) -> bool:
+    def exposes_attention(self) -> bool:
         """Whether the attention that rows get can be counted; tried once."""
-        gaze = Gaze(Counting(), len(self.rotations))
+        gaze = PassWeights(AttentionStatsConfig(), len(self.rotations))
         self.forward([0], self.new_cache(1), listener=gaze)
         return gaze.weights() is not None
 
@@ -113,15 +113,15 @@ class LoadedModel:
         ids: Sequence[int],
         cache: BoundedCache,
         sight: Sight = USUAL,
-        listener: Listener | None = None,
+        listener: AttentionObserver | None = None,
     ) -> Tensor:
         """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
 
         A `listener` hears what each layer attends to, if the model lets it be heard.
         """
-        if listener is None or not self.is_audible:
+        if listener is None or not self.has_attention_hook:
             return self._logits(ids, cache, sight)
-        with listening(self.module, listener):
+        with observed_by(self.module, listener):
             return self._logits(ids, cache, sight)
 
     @torch.inference_mode()

@@ -22,9 +22,9 @@ from sirchat import __version__, paths
 from sirchat.chat.conversation import Conversation, Tally, Turn
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.records import Saved
+from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
-from sirchat.memory.attention import Looked, Received
+from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.ledger import ROW, Flag
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
@@ -62,7 +62,7 @@ def fingerprint(model: LoadedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-class Saving:
+class Autosave:
     """Keeps one session on disk; nothing is written before its first turn is finished.
 
     Args:
@@ -167,7 +167,7 @@ class Saving:
         folder = paths.private_dir(paths.sessions_dir())
         return SessionStore.create(folder, _meta(self._session.model))
 
-    def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: Saved) -> None:
+    def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: EngineState) -> None:
         """Take back what the session took back."""
         seen = _common(self._rows, saved.rows)
         same = [one == other for one, other in zip(self._turns, now, strict=False)]
@@ -261,7 +261,7 @@ def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None 
     store.replace(turns, saved.rows, _head(saved, session), meta)
 
 
-def _head(saved: Saved, session: Session, stamp: str = "") -> Head:
+def _head(saved: EngineState, session: Session, stamp: str = "") -> Head:
     now = session.conversation
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
@@ -295,13 +295,13 @@ def _same(head: Head, other: Head | None) -> bool:
     return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
 
 
-def _restored(store: SessionStore, head: Head) -> tuple[Saved, Conversation]:
+def _restored(store: SessionStore, head: Head) -> tuple[EngineState, Conversation]:
     fields = head.fields
     rows = store.rows(ROW)
     pinned = np.asarray(fields["pinned"], np.int64)
     rows["flags"] &= ~np.uint8(Flag.PINNED)
     rows["flags"][pinned] |= np.uint8(Flag.PINNED)
-    saved = Saved(
+    saved = EngineState(
         rows=rows,
         held=head.held,
         log_decay=fields["log_decay"],
@@ -345,7 +345,7 @@ def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
     return {**named, "positions": positions, "written_at": written_at}
 
 
-def _received_tensors(received: Received) -> dict[str, torch.Tensor]:
+def _received_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
     """What attention was counted; nothing where none was."""
     if not len(received.positions):
         return {}
@@ -359,15 +359,17 @@ def _received_tensors(received: Received) -> dict[str, torch.Tensor]:
     return {_ATTENTION + key: torch.from_numpy(one.copy()) for key, one in named.items()}
 
 
-def _received(tensors: dict[str, torch.Tensor]) -> Received | None:
+def _received(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
     """Take the attention out of saved tensors."""
     mine = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in mine}
     if not named:
         return None
     count = sum(key.endswith(".weights") for key in named)
-    window = [Looked(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
-    return Received(named["positions"], named["total"], named["log_decay"], tuple(window))
+    window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
+    return AttentionCheckpoint(
+        named["positions"], named["total"], named["log_decay"], tuple(window)
+    )
 
 
 def _rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:

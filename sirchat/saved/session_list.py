@@ -25,7 +25,7 @@ from sirchat.saved.database import (
 )
 from sirchat.saved.names import checked_name, same_name
 from sirchat.saved.store import SUFFIX, SessionStore
-from sirchat.text.transcript import Role, Turn, write_jsonl
+from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 _FIRST_LINE = 80  # characters
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
@@ -129,7 +129,11 @@ def export_session(path: Path, stream: BinaryIO) -> None:
     with SessionStore.open(path) as store:
         turns = store.turns()
     write_jsonl(
-        (Turn(cast(Role, turn.role), turn.text, line) for line, turn in enumerate(turns, 1)), stream
+        (
+            TranscriptTurn(cast(RoleName, turn.role), turn.text, line)
+            for line, turn in enumerate(turns, 1)
+        ),
+        stream,
     )
 
 

@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionStudy:
     """The study.
 
     Attributes:

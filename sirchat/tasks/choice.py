@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Literal
 
 from sirchat.chat.session import Session
-from sirchat.engine.records import Weighed
+from sirchat.engine.records import ContinuationScore
 from sirchat.tasks.asking import ask
 
 Scoring = Literal["paper", "released", "reply"]
@@ -53,13 +53,15 @@ def take(session: Session, question: Question, scoring: Scoring) -> int | None:
         pass
     taken = 0
     if len(question.replies) > 1:
-        taken = likeliest([session.weigh(reply) for reply in question.replies], scoring)
+        taken = likeliest(
+            [session.score_continuation(reply) for reply in question.replies], scoring
+        )
     for _ in session.read_reply(question.replies[taken]):
         pass
     return taken
 
 
-def likeliest(weighed: Sequence[Weighed], scoring: Scoring) -> int:
+def likeliest(weighed: Sequence[ContinuationScore], scoring: Scoring) -> int:
     """The number of the option that is taken; the first of equals."""
     if scoring == "released":
         for number, one in enumerate(weighed):
@@ -81,7 +83,7 @@ def named(said: str, replies: Sequence[str]) -> int | None:
     return None
 
 
-def _shared(weighed: Sequence[Weighed]) -> int:
+def _shared(weighed: Sequence[ContinuationScore]) -> int:
     """How many ids all options begin with."""
     columns = zip(*(one.ids for one in weighed), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -18,7 +18,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.perplexity import read, round_ids, talk
 from sirchat.tasks.report import Plot, Report, Table
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held
+from sirchat.tasks.study import Cell, Findings, Grid
 from sirchat.text.template import Template
 
 
@@ -88,7 +88,7 @@ class Context(Grid):
             if not left:
                 return
 
-    def _perplexities(self, held: Held) -> list[float]:
+    def _perplexities(self, held: Findings) -> list[float]:
         nats = np.sum([one["nats"] for one in held.all], axis=0)
         tokens = np.sum([one["tokens"] for one in held.all], axis=0)
         return [math.exp(each) for each in nats / tokens]

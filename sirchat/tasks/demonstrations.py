@@ -22,7 +22,7 @@ from sirchat.tasks.asking import placing, read
 from sirchat.tasks.choice import Question, likeliest
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held, Work, mean, refuse_unknown, share
+from sirchat.tasks.study import Cell, Findings, Grid, Work, mean, refuse_unknown, share
 from sirchat.text.anchor_placement import CHANCE, EVERY
 from sirchat.text.anchors import Per
 
@@ -123,7 +123,7 @@ class Demonstrations(Grid):
         )
         return Report(facts, (Table("Demonstrations", columns, rows, 2),), details=self.asked())
 
-    def _full(self, held: list[Held], cell: Cell) -> Held | None:
+    def _full(self, held: list[Findings], cell: Cell) -> Findings | None:
         """What `full` did with as many shots, if it was asked for."""
         for other, one in zip(self.cells(), held, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
@@ -146,7 +146,7 @@ class Demonstrations(Grid):
 def _takes(session: Session, one: Question) -> int:
     for _ in session.read_user(one.text):
         pass
-    return likeliest([session.weigh(reply) for reply in one.replies], "paper")
+    return likeliest([session.score_continuation(reply) for reply in one.replies], "paper")
 
 
 def _most_held(session: Session, one: Question) -> int:
@@ -158,7 +158,7 @@ def _most_held(session: Session, one: Question) -> int:
     return most
 
 
-def _row(one: Held, full: Held | None) -> tuple[Value, ...]:
+def _row(one: Findings, full: Findings | None) -> tuple[Value, ...]:
     demonstrations = mean([each["tokens"] for each in one.all]).value
     cached = mean([each["cached"] for each in one.all]).value
     seconds = _seconds(one, "seconds")
@@ -175,6 +175,6 @@ def _row(one: Held, full: Held | None) -> tuple[Value, ...]:
     )
 
 
-def _seconds(one: Held, key: str) -> float:
+def _seconds(one: Findings, key: str) -> float:
     every: list[float] = [seconds for each in one.all for seconds in each[key]]
     return sum(every) / len(every)

@@ -18,14 +18,14 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Generated, Place
+from sirchat.engine.records import Generated, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids, read_round
 from sirchat.tasks.report import Measured, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held, mean, share_of_draws
+from sirchat.tasks.study import Cell, Findings, Grid, mean, share_of_draws
 from sirchat.text.template import Template
 from sirchat.training.probe import PROBED, QUIET
 from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
@@ -72,7 +72,7 @@ class Facts(Grid):
         count, number = map(int, unit.split())
         return _hold(session.model, cell, self.conversation(count, number), self.between)
 
-    def conversation(self, count: int, number: int) -> Conversation:
+    def conversation(self, count: int, number: int) -> FactsTalk:
         """Conversation `number` with so many facts; the same seed gives the same one."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, QUIET), Style.draw(rng)
@@ -81,7 +81,7 @@ class Facts(Grid):
         told = [talk.tell_one(fact, style) for fact in facts]
         later = [talk.small_talk() for _ in range(max(self.between))]
         asked = [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
-        return Conversation(told, later, asked)
+        return FactsTalk(told, later, asked)
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right by setting, number of facts and distance; what a token costs."""
@@ -94,7 +94,7 @@ class Facts(Grid):
         )
         return Report(facts, (self._right(held), self._nats(held)), details=self.asked())
 
-    def _right(self, held: Sequence[Held]) -> Table:
+    def _right(self, held: Sequence[Findings]) -> Table:
         cells = [(count, between) for count in self.facts for between in self.between]
         columns = [f"{count} told, {between} rounds" for count, between in cells]
         rows: list[tuple[Value, ...]] = [
@@ -102,7 +102,7 @@ class Facts(Grid):
         ]
         return Table("Facts recalled", ("setting", *columns), tuple(rows), digits=2)
 
-    def _nats(self, held: Sequence[Held]) -> Table:
+    def _nats(self, held: Sequence[Findings]) -> Table:
         rows: list[tuple[Value, ...]] = []
         for one in held:
             nats = mean([each["nats"] for each in one.all])
@@ -112,7 +112,7 @@ class Facts(Grid):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class FactsTalk:
     """Facts that are `told`, small talk `later`, and a question and answer for each fact."""
 
     told: list[Round]
@@ -120,7 +120,7 @@ class Conversation:
     asked: list[Round]
 
 
-def share_right(held: Held, count: int, between: int) -> Measured:
+def share_right(held: Findings, count: int, between: int) -> Measured:
     """The share of right answers where so many facts were told so long before.
 
     Questions of one conversation share its luck: the interval is the wider of Wilson's over
@@ -130,7 +130,7 @@ def share_right(held: Held, count: int, between: int) -> Measured:
     return share_of_draws([one["right"][str(between)] for one in records])
 
 
-def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[int, ...]) -> Record:
+def _hold(model: LoadedModel, cell: Cell, talk: FactsTalk, distances: tuple[int, ...]) -> Record:
     template, engine = Template(model.tokenizer, model.anchors), open_engine(model, cell.setting)
     rounds, right = [*talk.told, *talk.later], dict[str, list[bool]]()
     starts: list[int] = []
@@ -153,13 +153,13 @@ def _hold(model: LoadedModel, cell: Cell, talk: Conversation, distances: tuple[i
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
     """Ask, and take question and answer back: whether the whole answer was right."""
     question, answer = one
-    mark = engine.mark()
+    mark = engine.checkpoint()
     wanted = [*template.assistant(answer.text).ids, template.closing[0]]
     turn = template.user(question.text)
     read_ids(engine, turn.ids, number, len(wanted), turn.roles)
     said = engine.generate(
         Sampler(Sampling()),
-        Place(number, number),
+        TurnRef(number, number),
         stop_ids=frozenset(),
         max_new_tokens=len(wanted),
     )

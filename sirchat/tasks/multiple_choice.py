@@ -21,7 +21,7 @@ from sirchat.tasks.asking import read
 from sirchat.tasks.choice import Question, Scoring, take
 from sirchat.tasks.report import Measured, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held, refuse_unknown, share_of_draws
+from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_of_draws
 
 _SOURCES = {
     "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, "dailydialog.jsonl"),
@@ -132,7 +132,7 @@ class MultipleChoice(Grid):
             return (paper_tables.dailydialog(),)
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
-    def _plots(self, held: list[Held], groups: list[str]) -> tuple[Plot, ...]:
+    def _plots(self, held: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
         """The shares by decay (the paper's Figure 6), where several decays are compared."""
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), held, strict=True):
@@ -154,7 +154,7 @@ def _answered(one: Question) -> Question:
     return replace(one, replies=(one.answer,), right=0)
 
 
-def _right(held: Held, group: str) -> Measured:
+def _right(held: Findings, group: str) -> Measured:
     draws = [
         [right for one in draw for right in one["right"].get(group, [])] for draw in held.draws
     ]

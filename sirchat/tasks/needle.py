@@ -35,7 +35,7 @@ _NUMBERED = "In story"
 
 
 @dataclass(frozen=True)
-class Told:
+class NeedleDialogue:
     """A conversation and its question.
 
     Attributes:
@@ -60,7 +60,7 @@ class Told:
         return self.within or counted(self.answer).startswith(counted(begun))
 
 
-def told(task: str, seed: int, number: int) -> Told:
+def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
     """Conversation `number` of a task; the same seed gives the same one."""
     rng = Random(f"retrieval/{seed}/{task}/{number}")
     talk, count = Dialogue(rng, QUIET), TASKS[task]
@@ -74,10 +74,10 @@ def told(task: str, seed: int, number: int) -> Told:
     fact = draw_fact(rng, PROBED[kind], style)
     rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
     question, answer = talk.ask((kind, fact.subject))
-    return Told(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+    return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
-def released(path: Path) -> list[Told]:
+def read_dialogues(path: Path) -> list[NeedleDialogue]:
     """The conversations of a file; those that ask for what was not told are left out.
 
     Raises SettingError when the file can't be read, or has none.
@@ -109,7 +109,7 @@ def counted(text: str) -> str:
     return text[numbered.end() :] if numbered else ""
 
 
-def _stories(talk: Dialogue, count: int) -> Told:
+def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
     """Numbered stories, each with a hero; of three the second is asked for, as in the paper."""
     stories: dict[str, tuple[str, str]] = {}
     while len(stories) < count:
@@ -119,24 +119,24 @@ def _stories(talk: Dialogue, count: int) -> Told:
             stories[fact.subject] = user.text, reply.text
     asked = list(stories)[1 if count == 3 else talk.rng.randrange(count - 2)]
     question, answer = talk.ask((STORY.key, asked))
-    return Told(tuple(stories.values()), question.text, answer.text)
+    return NeedleDialogue(tuple(stories.values()), question.text, answer.text)
 
 
-def _items(talk: Dialogue, count: int) -> Told:
+def _items(talk: Dialogue, count: int) -> NeedleDialogue:
     """Facts of different kinds in a row; one of them, but the last two, is asked for."""
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
     asked = facts[talk.rng.randrange(count - 2)]
     question, answer = talk.ask((asked.kind.key, asked.subject))
-    return Told(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+    return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
-def _lines(rng: Random, count: int) -> Told:
+def _lines(rng: Random, count: int) -> NeedleDialogue:
     """Lines such as `Line 3: 270328`; one of them, but the last two, is asked for."""
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
     asked = rng.randrange(count - 2)
-    return Told(
+    return NeedleDialogue(
         tuple((f"Line {line}: {number}", "OK.") for line, number in enumerate(numbers)),
         f"What is the number in Line {asked}?",
         numbers[asked],
@@ -144,13 +144,13 @@ def _lines(rng: Random, count: int) -> Told:
     )
 
 
-def _released(turns: list[str], reference: list[str] | None) -> Told | None:
+def _released(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
     """None where the question is not for one of the lines told before it."""
     *lines, question = turns
     answer = str(reference[0]) if reference else _asked_for(question, lines)
     if not answer or not any(answer in line for line in lines):
         return None
-    return Told(tuple((line, "OK.") for line in lines), question, answer, within=True)
+    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, within=True)
 
 
 def _asked_for(question: str, lines: list[str]) -> str:

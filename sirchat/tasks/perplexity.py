@@ -25,7 +25,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids, whole_round
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held, mean
+from sirchat.tasks.study import Cell, Findings, Grid, mean
 from sirchat.text.template import Template
 from sirchat.world.dialogue import Dialogue, Mix
 
@@ -155,7 +155,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
     return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])
 
 
-def _row(one: Held) -> tuple[Value, ...]:
+def _row(one: Findings) -> tuple[Value, ...]:
     """Over several readings and draws of the lots, means."""
     draws = [each["nats"] for each in one.all]
     tenth = max(1, len(draws[0]) // 10)

@@ -19,7 +19,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated
 from sirchat.tasks.asking import switch
 from sirchat.tasks.choice import take
-from sirchat.tasks.needle import TASKS, Told, told
+from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.retrieval import hear
@@ -69,7 +69,7 @@ class Privacy:
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
-            one = told(self.task, self.profile.seed, int(key))
+            one = needle_dialogue(self.task, self.profile.seed, int(key))
             switch(session, budget=self.base, recall="off")
             hear(session, one)
             return {str(n): self._ask(session, n, one, key) for n in self.counts}
@@ -97,14 +97,14 @@ class Privacy:
         plot = Plot("privacy against utility", "tokens brought back", "share", lines)
         return Report(facts, (Table("Privacy", columns, tuple(rows)),), (plot,), self.asked())
 
-    def _ask(self, session: Session, n: int, one: Told, key: str) -> Record:
+    def _ask(self, session: Session, n: int, one: NeedleDialogue, key: str) -> Record:
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}
         if n:
             settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
         switch(session, **settings)
         for _ in session.read_user(one.question):
             pass
-        weighed = session.weigh(one.answer)
+        weighed = session.score_continuation(one.answer)
         list(session.undo())
         quiz = generated.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
         right = take(session, quiz, "paper") == quiz.right

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sirchat.chat.settings import build_memory
+from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Place
+from sirchat.engine.records import TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
@@ -19,7 +19,7 @@ def open_engine(model: LoadedModel, setting: Profile) -> Engine:
     """An engine that has read nothing yet; what it forgets is not kept."""
     return Engine(
         model,
-        replace(build_memory(setting), archive=0, folder=None),
+        replace(build_cache_settings(setting), archive=0, folder=None),
         seed=setting.seed,
         ends_sequence=ends_sequence(model.tokenizer, model.anchors),
     )
@@ -38,7 +38,7 @@ def read_ids(
 
     Raises ContextFullError when they do not fit and none may be forgotten.
     """
-    place = Place(number, number)
+    place = TurnRef(number, number)
     for _ in engine.open_turn(len(ids), to_come, place):
         pass
     for _ in engine.feed(ids, roles or [Role.USER] * len(ids), place):

@@ -17,7 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.tasks.asking import ask, read
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown
+from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.training.probe import PROBED, QUIET
 from sirchat.world.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 
@@ -29,7 +29,7 @@ _CHOICES = 5
 
 
 @dataclass(frozen=True)
-class Recall(Grid):
+class RecallStudy(Grid):
     """The study; `limit` is conversations for each setting.
 
     Attributes:
@@ -69,7 +69,7 @@ class Recall(Grid):
         """Conversations, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def conversation(self, number: int) -> Conversation:
+    def conversation(self, number: int) -> RecallTalk:
         """Conversation `number`; the same seed gives the same one."""
         kinds, distances = self.asked_kinds, self.between
         kind = kinds[number % len(kinds)]
@@ -113,7 +113,7 @@ class Recall(Grid):
         tables = (self._by_setting(held), self._by_kind(held))
         return Report(facts, tables, details=self.asked() | {"wrong": wrong})
 
-    def _by_setting(self, held: Sequence[Held]) -> Table:
+    def _by_setting(self, held: Sequence[Findings]) -> Table:
         distances = self.between if len(self.between) > 1 else ()
         columns = ["setting", "exact answers", "held", "reduction"]
         columns += [f"{n} rounds between" for n in distances]
@@ -130,7 +130,7 @@ class Recall(Grid):
         columns += ["right letters between"] if self.generate else []
         return Table("Recall", tuple(columns), tuple(rows))
 
-    def _by_kind(self, held: Sequence[Held]) -> Table:
+    def _by_kind(self, held: Sequence[Findings]) -> Table:
         columns = ("kind of fact", *(one.name for one in held))
         rows: list[tuple[Value, ...]] = [
             (kind, *(one.share("right", kind=kind).value for one in held))
@@ -140,7 +140,7 @@ class Recall(Grid):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecallTalk:
     """Rounds, then a question; `answer` is what it must get.
 
     `kind` of fact, with `between` rounds after it; of the rounds, those of the `quizzes` have a
@@ -155,7 +155,7 @@ class Conversation:
     answer: str
 
 
-def _conversation(kind: str, between: int, options: Recall, rng: Random) -> Conversation:
+def _conversation(kind: str, between: int, options: RecallStudy, rng: Random) -> RecallTalk:
     talk, style = Dialogue(rng, QUIET), Style.draw(rng)
     fact = draw_fact(rng, PROBED[kind], style)
     earlier = [quiz(rng, _CHOICES) for _ in range(options.before)]
@@ -168,7 +168,7 @@ def _conversation(kind: str, between: int, options: Recall, rng: Random) -> Conv
         talk.ask_untold() if options.ask == "untold" else talk.ask((kind, fact.subject))
     )
     rounds = [*earlier, told[0], *later]
-    return Conversation(
+    return RecallTalk(
         kind=kind,
         between=between,
         rounds=tuple((user.text, reply.text) for user, reply in rounds),

@@ -15,7 +15,7 @@ from sirchat.errors import SettingError
 Record = dict[str, Any]
 
 
-class Journal:
+class ResultsLog:
     """Finished units by key, in memory and, with a `path`, in a file.
 
     `about` says what was asked; a file that answers something else is refused with SettingError.

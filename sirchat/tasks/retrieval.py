@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile, changed
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import read, switch
-from sirchat.tasks.needle import TASKS, Told, released, told
+from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue, read_dialogues
 from sirchat.tasks.report import Measured, Plot, Report, Table
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Work, fields_of, refuse_unknown, share
@@ -78,7 +78,7 @@ class Retrieval:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.released
+        _ = self.read_dialogues
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for measure, weight in product(self.measures, self.weights):
             changed(self.profile, "eval", recall=measure, recall_weight=weight)
@@ -101,19 +101,19 @@ class Retrieval:
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
-    def released(self) -> list[Told]:
+    def read_dialogues(self) -> list[NeedleDialogue]:
         """The conversations of the file, if there is one."""
-        return [] if self.data is None else released(Path(self.data))[: self.limit]
+        return [] if self.data is None else read_dialogues(Path(self.data))[: self.limit]
 
-    def conversation(self, number: int) -> Told:
+    def conversation(self, number: int) -> NeedleDialogue:
         """Conversation `number`; the same seed gives the same one."""
         if self.data is not None:
-            return self.released[number]
-        return told(self.task, self.profile.seed, number)
+            return self.read_dialogues[number]
+        return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
         """Conversations, by number."""
-        count = self.limit if self.data is None else len(self.released)
+        count = self.limit if self.data is None else len(self.read_dialogues)
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> Work:
@@ -162,7 +162,7 @@ class Retrieval:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RetrievalCell:
     """One setting: the row of the table it belongs to, base budget, tokens beside it, settings."""
 
     row: str
@@ -179,16 +179,18 @@ class Cell:
 FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
 
 
-def cells(options: Retrieval) -> list[Cell]:
+def cells(options: Retrieval) -> list[RetrievalCell]:
     """All settings but `full`, in the order of the table."""
     return [cell for base in options.bases for cell in _cells(options, base)]
 
 
-def _cells(options: Retrieval, base: int) -> list[Cell]:
+def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
     off: dict[str, object] = {"recall": "off"}
     which = f", base {base}" if len(options.bases) > 1 else ""
-    made = [Cell(BASE + which, base, 0, {"budget": base, **off})]
-    made += [Cell(MORE + which, base, n, {"budget": base + n, **off}) for n in options.counts]
+    made = [RetrievalCell(BASE + which, base, 0, {"budget": base, **off})]
+    made += [
+        RetrievalCell(MORE + which, base, n, {"budget": base + n, **off}) for n in options.counts
+    ]
     for way, n in product(options.ways, options.counts):
         settings: dict[str, object] = {
             "budget": base + n,
@@ -198,11 +200,13 @@ def _cells(options: Retrieval, base: int) -> list[Cell]:
             "recall_soft": way.soft,
             "recall_n": n,
         }
-        made.append(Cell(way.name + which, base, n, settings))
+        made.append(RetrievalCell(way.name + which, base, n, settings))
     return made
 
 
-def _hold(session: Session, one: Told, options: Retrieval, every: Sequence[Cell]) -> Record:
+def _hold(
+    session: Session, one: NeedleDialogue, options: Retrieval, every: Sequence[RetrievalCell]
+) -> Record:
     found: Record = {}
     switch(session, policy="full", recall="off")
     hear(session, one)
@@ -225,14 +229,14 @@ def _right(found: Sequence[Record], key: str) -> Measured:
     return share(one[key] for one in found)
 
 
-def hear(session: Session, one: Told) -> None:
+def hear(session: Session, one: NeedleDialogue) -> None:
     """Read a conversation from its beginning."""
     session.reset()
     for user, reply in one.rounds:
         read(session, user, reply)
 
 
-def answers(session: Session, one: Told) -> bool:
+def answers(session: Session, one: NeedleDialogue) -> bool:
     """Whether the reply is the right one; a wrong one is cut short."""
     said: list[str] = []
     for event in session.ask(one.question, lambda: not one.may_answer("".join(said))):

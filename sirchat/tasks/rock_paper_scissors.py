@@ -24,7 +24,7 @@ from sirchat.tasks.choice import Question, Scoring, take
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.sirllm_files import moves
-from sirchat.tasks.study import Cell, Grid, Held, mean, refuse_unknown
+from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.world.dialogue import BEATS, game_opening, game_round, outcome
 
 MOVES = tuple(BEATS)
@@ -145,7 +145,7 @@ class RockPaperScissors(Grid):
         tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())
         return Report(facts, tables, details=self.asked())
 
-    def _row(self, one: Held, last: Held) -> tuple[Value, ...]:
+    def _row(self, one: Findings, last: Findings) -> tuple[Value, ...]:
         each_player = (
             mean([each["won"] for each in one.all if each["player"] == player])
             for player in self.players

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.output import print_json, print_report, record_of, write_report
 from sirchat.tasks.report import about, revision
-from sirchat.tasks.results_log import Journal, Record
+from sirchat.tasks.results_log import Record, ResultsLog
 from sirchat.tasks.study import Study
 
 Elsewhere = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
@@ -53,7 +53,7 @@ def findings(
     """What every unit found, by its key; what a journal in `out` knows is not done again."""
     asked = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
-    journal = Journal(path, asked | study.asked())
+    journal = ResultsLog(path, asked | study.asked())
     keys = study.keys()
     missing = journal.missing(keys)
     for key, one in _watched(_done(study, model, missing, elsewhere), keys, missing, study.name):

@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Held:
+class Findings:
     """What was found under one setting: for each seed, one record for each unit."""
 
     name: str
@@ -159,10 +159,10 @@ class Grid(ABC):
 
         return work
 
-    def held(self, found: Mapping[str, Record]) -> list[Held]:
+    def held(self, found: Mapping[str, Record]) -> list[Findings]:
         """What was found under each setting."""
         return [
-            Held(cell.name, [self._of(found, row, seed) for seed in cell.seeds])
+            Findings(cell.name, [self._of(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
         ]
 

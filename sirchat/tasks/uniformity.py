@@ -19,7 +19,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.tasks.asking import read
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, Held
+from sirchat.tasks.study import Cell, Findings, Grid
 from sirchat.world.dialogue import quiz
 
 PARTS = 10
@@ -91,12 +91,12 @@ class Uniformity(Grid):
         return tuple(range(self.seed, self.seed + self.limit)) if draws else (self.seed,)
 
 
-def _shares(one: Held) -> list[float]:
+def _shares(one: Findings) -> list[float]:
     held = np.sum([each["held"] for each in one.all], axis=0)
     return (held / np.sum([each["of"] for each in one.all], axis=0)).tolist()  # type: ignore[no-any-return]
 
 
-def _uniform(one: Held) -> tuple[float, float]:
+def _uniform(one: Findings) -> tuple[float, float]:
     """Pearson's statistic over tenths and its p-value, that all tenths are held equally often.
 
     A sample without replacement varies less than independent draws by 1 - share held; the statistic

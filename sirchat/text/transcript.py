@@ -17,26 +17,26 @@ from typing import Any, BinaryIO, Literal
 
 from sirchat.errors import TranscriptError, UsageError, nearest
 
-Role = Literal["system", "user", "assistant"]
+RoleName = Literal["system", "user", "assistant"]
 Line = tuple[int, str]  # number (from 1), text without its line end
 
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
-_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-_SHAREGPT_ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
+_ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": "assistant"}
+_SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
 _PREFIX = re.compile(r"(USER|ASSISTANT|SYSTEM): ?(.*)")
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
-class Turn:
+class TranscriptTurn:
     """One message and the line it starts on (from 1)."""
 
-    role: Role
+    role: RoleName
     content: str
     line: int
 
 
-def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Turn]:
+def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
     """The turns of a UTF-8 `stream`, each as soon as its format lets it be known.
 
     `name` is what errors call the stream; `format` is one of `FORMATS`. Raises UsageError for an
@@ -51,12 +51,12 @@ def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tu
     return _detected(lines, name) if format == "auto" else _parsed(lines, name, format)
 
 
-def read_transcript(data: bytes, name: str, format: str = "auto") -> list[Turn]:
+def read_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
     """All turns of a transcript held in memory; arguments and errors as in `read_turns`."""
     return list(read_turns(io.BytesIO(data), name, format))
 
 
-def write_jsonl(turns: Iterable[Turn], stream: BinaryIO) -> None:
+def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
     """Write one `{"role", "content"}` object a line, as UTF-8."""
     for turn in turns:
         record = {"role": turn.role, "content": turn.content}
@@ -79,7 +79,7 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
     return TranscriptError(f"{name}, line {line}: {problem}")
 
 
-def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Turn]:
+def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptTurn]:
     match format:
         case "jsonl":
             return _jsonl(lines, name)
@@ -91,7 +91,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Turn]:
             return _plain(lines)
 
 
-def _detected(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Decide by the first line that is not blank; read on only where that can't decide."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
@@ -137,13 +137,13 @@ def _is_conversation(value: object) -> bool:
     return isinstance(value, dict) and "conversations" in value
 
 
-def _plain(lines: Iterator[Line]) -> Iterator[Turn]:
-    return (Turn("user", text, number) for number, text in lines if text.strip())
+def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
+    return (TranscriptTurn("user", text, number) for number, text in lines if text.strip())
 
 
-def _text(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Prefixed turns; one that says nothing, such as a last bare `ASSISTANT:`, is left out."""
-    role: Role | None = None
+    role: RoleName | None = None
     start, said = 0, list[str]()
     for number, text in lines:
         if prefixed := _PREFIX.fullmatch(text):
@@ -158,19 +158,19 @@ def _text(lines: Iterator[Line], name: str) -> Iterator[Turn]:
         yield from _said(role, said, start)
 
 
-def _said(role: Role, said: list[str], start: int) -> Iterator[Turn]:
+def _said(role: RoleName, said: list[str], start: int) -> Iterator[TranscriptTurn]:
     content = "\n".join(said).strip("\n")
     if content.strip():
-        yield Turn(role, content, start)
+        yield TranscriptTurn(role, content, start)
 
 
-def _jsonl(lines: Iterator[Line], name: str) -> Iterator[Turn]:
+def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     for number, text in lines:
         if text.strip():
             yield _turn(_PlacedJson(text, name, number).only_value(), name, number)
 
 
-def _sharegpt(document: _PlacedJson) -> Iterator[Turn]:
+def _sharegpt(document: _PlacedJson) -> Iterator[TranscriptTurn]:
     """Every message of every conversation; documents may follow each other, one a line, too."""
     for at, value in document.values():
         for spot, message in _messages(document, at, value):
@@ -193,7 +193,7 @@ def _messages(document: _PlacedJson, at: int, value: object) -> Iterator[tuple[i
             raise _error(document.name, document.line(at), "not a conversation in ShareGPT form")
 
 
-def _turn(message: object, name: str, line: int) -> Turn:
+def _turn(message: object, name: str, line: int) -> TranscriptTurn:
     if not isinstance(message, dict):
         raise _error(name, line, "a message must be a JSON object")
     sharegpt = "from" in message and "role" not in message
@@ -206,7 +206,9 @@ def _turn(message: object, name: str, line: int) -> Turn:
     if not isinstance(role, str) or role not in roles:
         shown = json.dumps(role, ensure_ascii=False)[:60]
         raise _error(name, line, f'"{role_key}" can\'t be {shown}; it must be {_either(roles)}')
-    return Turn(roles[role], _content(message[content_key], content_key, name, line), line)
+    return TranscriptTurn(
+        roles[role], _content(message[content_key], content_key, name, line), line
+    )
 
 
 def _either(names: Iterable[str]) -> str:

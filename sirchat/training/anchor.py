@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.models.model import locate, unloadable
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
-from sirchat.training.anchor_rows import Generated, Read, Row, Writer
+from sirchat.training.anchor_rows import Row, TalkRows, TextRows, Writer
 from sirchat.training.ansan import blocks, place_in, visible
 from sirchat.world.dialogue import Mix
 
@@ -237,9 +237,9 @@ def collate(rows: list[Row], sinks: int, attention: Attention = "sdpa") -> Row:
 
 def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
     if options.data:
-        return Read(writer, options.data, options.tokens)
+        return TextRows(writer, options.data, options.tokens)
     rows = (1000 if options.steps is None else options.steps) * options.batch
-    return Generated(writer, options.mix, rows, options.tokens, options.seed)
+    return TalkRows(writer, options.mix, rows, options.tokens, options.seed)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Writer:
         return Document(ids, is_anchor, weight)
 
 
-class Generated(Dataset[Row]):
+class TalkRows(Dataset[Row]):
     """Talk of the bundled model's world, made up row by row: row i depends on seed and i alone."""
 
     def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
@@ -134,7 +134,7 @@ class Generated(Dataset[Row]):
             yield one
 
 
-class Read(Dataset[Row]):
+class TextRows(Dataset[Row]):
     """Documents from files, end to end, cut into rows; what does not fill a row is left out.
 
     A `.jsonl` file has a conversation (`{"messages": [{"role", "content"}, ...]}`) or a text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sirchat.training.probe import DISTANCES, Recall
+from sirchat.training.probe import DISTANCES, ProbedRecall
 from sirchat.world import bank
 
 _FRONT = """\
@@ -136,7 +136,7 @@ positions in the cache it reads on without end.
 
 
 def anchor_card(
-    *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[Recall]
+    *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[ProbedRecall]
 ) -> str:
     """The card of `tiny-anchor`, whose first phase took `gathering` steps."""
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
@@ -146,7 +146,7 @@ def anchor_card(
     return card + ANCHOR_LIMITS
 
 
-def recall_table(recalls: Sequence[Recall]) -> Iterable[str]:
+def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
     """A Markdown table: a line for each kind, a column for each distance, the mean last."""
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
@@ -164,7 +164,13 @@ def recall_table(recalls: Sequence[Recall]) -> Iterable[str]:
 
 
 def model_card(
-    *, command: str, parameters: int, vocab: int, tokens: int, seed: int, recalls: Sequence[Recall]
+    *,
+    command: str,
+    parameters: int,
+    vocab: int,
+    tokens: int,
+    seed: int,
+    recalls: Sequence[ProbedRecall],
 ) -> str:
     """The card's text."""
     card = HEAD.format(

@@ -24,7 +24,7 @@ PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class ProbedRecall:
     """Exact-match recall of one kind of fact with `between` rounds of small talk after it."""
 
     kind: str
@@ -72,7 +72,7 @@ def probe(
     distances: tuple[int, ...] = DISTANCES,
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
-) -> Iterator[Recall]:
+) -> Iterator[ProbedRecall]:
     """Measure `dialogues` fresh conversations for each kind and distance."""
     for between in distances:
         for key in kinds:
@@ -81,4 +81,4 @@ def probe(
                 renderer.render(probe_dialogue(rng, PROBED[key], between)) for _ in range(dialogues)
             ]
             mean = sum(len(one.ids) for one in made) / dialogues
-            yield Recall(key, between, sum(matches(model, made, visible)), dialogues, mean)
+            yield ProbedRecall(key, between, sum(matches(model, made, visible)), dialogues, mean)

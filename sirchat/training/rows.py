@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
-from sirchat.world.dialogue import Key, Message, Mix, Role, dialogue, draw_length
+from sirchat.world.dialogue import Key, Message, Mix, Speaker, dialogue, draw_length
 
 TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
 
@@ -51,7 +51,7 @@ class Renderer:
         self,
         tokenizer: PreTrainedTokenizerFast,
         anchor: int | None = None,
-        gathered: tuple[Role, ...] = (),
+        gathered: tuple[Speaker, ...] = (),
     ) -> None:
         self.tokenizer, self.anchor, self.gathered = tokenizer, anchor, gathered
         self.encode = tokenizer.backend_tokenizer.encode

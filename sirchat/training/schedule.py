@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sirchat.world.dialogue import Mix, Role
+from sirchat.world.dialogue import Mix, Speaker
 
 SizeName = Literal["micro", "small", "medium"]
 
@@ -59,7 +59,7 @@ class Phase:
     stages: tuple[Stage, ...]
     peak: float = 1.0
     keep: float = 0.0
-    gathered: tuple[Role, ...] = ()
+    gathered: tuple[Speaker, ...] = ()
 
 
 # Short dialogues full of facts come first: a small model finds copying there, and only there.
@@ -130,11 +130,11 @@ RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 # `tiny` then learns to gather. A small model finds that where every reply depends on it: first an
 # anchor stands behind what the user says, too, and a reply sees nothing else of what it answers.
 _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
-_MESSAGES: tuple[Role, ...] = ("system", "user", "assistant")
+_MESSAGES: tuple[Speaker, ...] = ("system", "user", "assistant")
 GATHERING = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
 
 # Then it stands behind each round, as in a chat.
-_ROUNDS: tuple[Role, ...] = ("system", "assistant")
+_ROUNDS: tuple[Speaker, ...] = ("system", "assistant")
 ROUNDS = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
 
 # Values of many tokens (codes, made-up names, lists) are what is hardest to put into one.
@@ -163,7 +163,7 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ScheduledStep:
     """Where in the recipe a step is: step number `step` (from 0) of the `steps` of a phase."""
 
     phase: Phase
@@ -184,7 +184,7 @@ class Moment:
         return self.phase.peak * warm * max(0.03, min(1.0, left))
 
 
-def moment_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> Moment:
+def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
     """The moment of step number `step` (from 0) of `steps`, which all phases share."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
@@ -192,6 +192,6 @@ def moment_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> Mome
         planned += phase.steps
         end = round(steps * planned / whole)
         if step < end or phase is phases[-1]:
-            return Moment(phase, step - start, end - start)
+            return ScheduledStep(phase, step - start, end - start)
         start = end
     raise AssertionError("there is always a last phase")

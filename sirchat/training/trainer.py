@@ -30,10 +30,10 @@ from sirchat.training.schedule import (
     PHASES,
     RECIPE_STEPS,
     SIZES,
-    Moment,
     Phase,
+    ScheduledStep,
     SizeName,
-    moment_at,
+    scheduled_step_at,
 )
 from sirchat.training.tokenizer import build_tokenizer
 
@@ -106,9 +106,9 @@ class Trainer:
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
 
-    def moment(self, step: int) -> Moment:
+    def moment(self, step: int) -> ScheduledStep:
         """Where in the recipe a step is."""
-        return moment_at(step, self.options.steps, self.phases)
+        return scheduled_step_at(step, self.options.steps, self.phases)
 
     def renderer(self, step: int) -> Renderer:
         """Writes the conversations of a step."""
@@ -218,7 +218,7 @@ def summary(
     return float(losses.mean()), float(losses[batch.answer[:, 1:]].mean()), recall
 
 
-class Pace:
+class TrainingSpeed:
     """Seconds per step, smoothed; the first steps are slow and soon forgotten."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[Trai
         torch.set_num_threads(options.threads)
     trainer = kind(options)
     first = trainer.restore() if options.resume else 0
-    pace = Pace()
+    pace = TrainingSpeed()
     for step in range(first, options.steps):
         loss, answer_loss, recall = trainer.step(step)
         done = step + 1

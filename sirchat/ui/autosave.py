@@ -6,7 +6,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
 from sirchat.errors import SessionError, shown
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Saving, check_model, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, check_model, saved_profile, take_up
 from sirchat.saved.session_list import find_session, free_name, list_sessions, remove_session
 from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.screen import Screen
@@ -16,7 +16,7 @@ _OF_THE_SESSION = ("description", "seed")
 """Of what holds for a whole conversation, all but these belongs to the running program."""
 
 
-class Shelving:
+class SavedChat:
     """Saves the chat, if its settings say so, until a disk that is full prevents it.
 
     Args:
@@ -37,7 +37,7 @@ class Shelving:
         self._session = session
         self._screen = screen
         self._debug = debug
-        self._saving = Saving(session, store)
+        self._saving = Autosave(session, store)
         self._is_on = session.profile.save
 
     def update(self) -> None:
@@ -85,7 +85,7 @@ class Shelving:
         store = SessionStore.open(path)
         try:
             session = self._taken_up(store)
-            saving = Saving(session, store)
+            saving = Autosave(session, store)
             self._leave()
         except BaseException:
             store.close()
@@ -140,7 +140,7 @@ class Shelving:
             self._write_anew()
 
     def _write_anew(self) -> None:
-        old, new = self._saving, Saving(self._session)
+        old, new = self._saving, Autosave(self._session)
         try:
             new.update()
         except BaseException:
@@ -192,5 +192,5 @@ class Shelving:
             ) from error
 
 
-def _called(saving: Saving) -> str:
+def _called(saving: Autosave) -> str:
     return f", called {shown(saving.name)}" if saving.name else ""

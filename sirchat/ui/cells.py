@@ -35,7 +35,7 @@ _LONGEST_WORD = 24
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 
-class Piece(NamedTuple):
+class StyledRun(NamedTuple):
     """A styled run of shown text; a `whole` one is not broken across lines."""
 
     text: str
@@ -116,19 +116,19 @@ def cut(text: str, width: int) -> str:
     return _split(text, max(0, width - 1))[0] + "…"[:width]
 
 
-def line_of(pieces: Iterable[Piece]) -> Text:
+def line_of(runs: Iterable[StyledRun]) -> Text:
     """One line; neighbours of the same style are joined, which keeps a frame small."""
     line = Text(no_wrap=True, overflow="ignore")
-    for style, run in groupby(pieces, key=lambda piece: piece.style):
+    for style, run in groupby(runs, key=lambda piece: piece.style):
         line.append("".join(piece.text for piece in run), style or None)
     return line
 
 
-def lay_out(pieces: Iterable[Piece], width: int) -> list[Text]:
+def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
     """Lines of at most `width` cells, broken after spaces where that leaves no large hole."""
-    lines: list[list[Piece]] = [[]]
+    lines: list[list[StyledRun]] = [[]]
     room = width = max(width, 2)  # or a wide character would fit nowhere
-    for word, size in _words(pieces):
+    for word, size in _words(runs):
         if size > room and size <= min(_LONGEST_WORD, width):
             lines.append([])
             room = width
@@ -137,7 +137,7 @@ def lay_out(pieces: Iterable[Piece], width: int) -> list[Text]:
     return [line_of(line) for line in lines if line]
 
 
-def _place(piece: Piece, lines: list[list[Piece]], room: int, width: int) -> int:
+def _place(piece: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
     """Put a piece on the last line, cut where it must be; returns the cells left on it."""
     text = piece.text
     while (size := cell_len(text)) > room:
@@ -160,11 +160,11 @@ def _split(text: str, width: int) -> tuple[str, str]:
     return text, ""
 
 
-def _words(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
+def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
     """The pieces in groups after which a line may break, and the cells of each group."""
-    word: list[Piece] = []
+    word: list[StyledRun] = []
     size = 0
-    for piece in pieces:
+    for piece in runs:
         if piece.whole and word:
             yield word, size
             word, size = [], 0

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import Erased, TokenRow, Undone
+from sirchat.chat.events import Forgotten, TokenRow, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_meant, unquoted
 from sirchat.config.profile import policy_names, short
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.ui.autosave import Shelving
+from sirchat.ui.autosave import SavedChat
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
@@ -51,7 +51,7 @@ class Commands:
     """The commands of one chat."""
 
     def __init__(
-        self, session: Session, screen: Screen, history: Typed, shelving: Shelving
+        self, session: Session, screen: Screen, history: Typed, shelving: SavedChat
     ) -> None:
         self._session = session
         self._history = history
@@ -215,7 +215,7 @@ class Commands:
                 self._screen.note(f"erased from what was typed: {typed:,} lines; it was never read")
             return
         for event in events:
-            if isinstance(event, Erased):
+            if isinstance(event, Forgotten):
                 self._screen.note(
                     f"{event.tokens:,} tokens erased; "
                     f"holds {event.resident:,}/{self._session.budget:,}"

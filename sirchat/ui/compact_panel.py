@@ -18,7 +18,16 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Snapshot, TurnShare
 from sirchat.config.profile import short
-from sirchat.ui.cells import Piece, cut, lay_out, line_of, quoted, shown, shown_line, significant
+from sirchat.ui.cells import (
+    StyledRun,
+    cut,
+    lay_out,
+    line_of,
+    quoted,
+    shown,
+    shown_line,
+    significant,
+)
 from sirchat.ui.theme import Theme
 
 _ROWS = 3
@@ -32,7 +41,7 @@ _NOTHING: Final = "·"
 _ALL: Final = "█"
 
 
-def draw_glance(
+def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, flash: Sequence[TokenRow] = ()
 ) -> RenderableType:
     """Title, gauge, turns, who goes next, and the strongest held text; `flash` has just left."""
@@ -57,11 +66,11 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A short rule: one across the whole screen would be a tenth of a frame's bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
-    rule = Piece("──", theme.border)
-    pieces = [rule, Piece(f" {name} ", theme.quiet), rule]
+    rule = StyledRun("──", theme.border)
+    runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
     if speed:
-        pieces += [Piece(f" {speed} ", theme.quiet), rule]
-    return line_of(pieces)
+        runs += [StyledRun(f" {speed} ", theme.quiet), rule]
+    return line_of(runs)
 
 
 def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
@@ -77,14 +86,14 @@ def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         counts.pop(1)
     told = cut("  ".join(counts), width - 2)
     bar_width = min(max(width // 3, 8), width - len(told) - 2)
-    pieces = bar(bar_width, snapshot.resident / max(1, snapshot.budget), theme)
-    return line_of([*pieces, Piece(f"  {told}", theme.quiet)])
+    runs = bar(bar_width, snapshot.resident / max(1, snapshot.budget), theme)
+    return line_of([*runs, StyledRun(f"  {told}", theme.quiet)])
 
 
-def bar(width: int, share: float, theme: Theme) -> list[Piece]:
+def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
     """A bar of `width` cells; full and empty part differ in weight, not only in colour."""
     full = round(width * min(1.0, max(0.0, share)))
-    return [Piece("━" * full, theme.gauge), Piece("─" * (width - full), theme.rest)]
+    return [StyledRun("━" * full, theme.gauge), StyledRun("─" * (width - full), theme.rest)]
 
 
 def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
@@ -97,9 +106,13 @@ def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
         room = max(1, room - len(f"⋯{len(turns)} "))
         left_out = f"⋯{len(turns) - room} "
         turns = turns[-room:]
-    cells = [Piece(share_glyph(turn), theme.role(turn.role)) for turn in turns]
+    cells = [StyledRun(share_glyph(turn), theme.role(turn.role)) for turn in turns]
     return line_of(
-        [Piece(f"turns {left_out}", theme.quiet), *cells, Piece(told if cells else "", theme.quiet)]
+        [
+            StyledRun(f"turns {left_out}", theme.quiet),
+            *cells,
+            StyledRun(told if cells else "", theme.quiet),
+        ]
     )
 
 
@@ -129,7 +142,7 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     ]
     if texts:
         told.append(f"next to go: {' '.join(texts[: width // 3])}")
-    return line_of([Piece(cut("; ".join(told), width), theme.quiet)])
+    return line_of([StyledRun(cut("; ".join(told), width), theme.quiet)])
 
 
 class _Token(NamedTuple):
@@ -137,7 +150,7 @@ class _Token(NamedTuple):
 
     position: int
     slot: int | None
-    piece: Piece
+    piece: StyledRun
     score: float
 
 
@@ -145,24 +158,24 @@ def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow
     """The strongest held text that fits in the rows, with the strongest that just left."""
     left = _flashes(flash, theme, width)
     tokens = [
-        _Token(row.position, slot, Piece(shown(row.text), theme.token(row)), row.strength)
+        _Token(row.position, slot, StyledRun(shown(row.text), theme.token(row)), row.strength)
         for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
     ]
     ranked = sorted(tokens, key=lambda token: -token.score)
 
-    def pieces(count: int) -> list[Piece]:
+    def runs(count: int) -> list[StyledRun]:
         chosen = sorted([*ranked[:count], *left], key=lambda token: token.position)
         return list(_with_gaps(chosen, snapshot, theme))
 
-    return _most(pieces, len(ranked), width)
+    return _most(runs, len(ranked), width)
 
 
-def _most(pieces: Callable[[int], list[Piece]], count: int, width: int) -> list[Text]:
+def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
     """Lines of nearly as many of `count` tokens as fit; each try guesses from the one before."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
-        drawn = pieces(count)
+        drawn = runs(count)
         over = _over(drawn, width)
         lines = lay_out(drawn, width) if over <= 1 else []
         if over <= 1 and len(lines) <= _ROWS:
@@ -170,14 +183,14 @@ def _most(pieces: Callable[[int], list[Piece]], count: int, width: int) -> list[
         else:
             too_many, over = count, max(over, 1.02)
         if too_many - few <= 1 + few // 32:
-            return best or lay_out(pieces(1), width)[:_ROWS]
+            return best or lay_out(runs(1), width)[:_ROWS]
         count = min(max(int(count / max(over, 0.1)), few + 1), too_many - 1)
 
 
-def _over(pieces: Iterable[Piece], width: int) -> float:
+def _over(runs: Iterable[StyledRun], width: int) -> float:
     """How much of the rows' cells, or of a frame's bytes if that is more, the pieces take."""
     cells, size, style = 0, 0, Style.null()
-    for piece in pieces:
+    for piece in runs:
         if piece.style is not style:
             style = piece.style
             size += _switch(style)
@@ -194,15 +207,15 @@ def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token
         width -= cell_len(text) + 1
         if width < 0:
             break
-        tokens.append(_Token(row.position, None, Piece(text, theme.flash), row.strength))
+        tokens.append(_Token(row.position, None, StyledRun(text, theme.flash), row.strength))
     return tokens
 
 
-def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> Iterator[Piece]:
+def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
     """The tokens' pieces, and a mark where others stood between them."""
     position = slot = -1
-    waiting: list[Piece] = []
-    end = _Token(snapshot.seen, snapshot.in_common, Piece("", Style.null()), 0.0)
+    waiting: list[StyledRun] = []
+    end = _Token(snapshot.seen, snapshot.in_common, StyledRun("", Style.null()), 0.0)
     for token in (*tokens, end):
         if token.slot is None:
             waiting.append(token.piece)
@@ -216,12 +229,12 @@ def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> It
         position, slot = token.position, token.slot
 
 
-def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[Piece]:
+def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
     """`⋯n` for n forgotten tokens, else `…` for held ones that are not shown, else nothing."""
     mark = f"⋯{forgotten}" if forgotten > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # or the count would run on into the text
         mark += "·"
-    return [Piece(mark, theme.gap, whole=True)] if mark else []
+    return [StyledRun(mark, theme.gap, whole=True)] if mark else []
 
 
 def _switch(style: Style) -> int:

@@ -19,7 +19,7 @@ from sirchat.saved.session_list import list_sessions
 from sirchat.ui.commands import Commands
 from sirchat.ui.text import displayable_line, shorten
 
-Choice = tuple[str, str]
+Selection = tuple[str, str]
 """A value and what it means."""
 
 _PANEL = (
@@ -43,8 +43,8 @@ class SlashCompleter(Completer):
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
-        self._profiles: list[Choice] = []  # as read when their place in the line was reached
-        self._saved: list[Choice] = []  # in the same way
+        self._profiles: list[Selection] = []  # as read when their place in the line was reached
+        self._saved: list[Selection] = []  # in the same way
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -63,7 +63,7 @@ class SlashCompleter(Completer):
                     value, -len(word), display=displayable_line(value), display_meta=meaning
                 )
 
-    def _choices(self, before: list[str]) -> Iterator[Choice]:
+    def _choices(self, before: list[str]) -> Iterator[Selection]:
         """What can come after these words; the first is the command."""
         before = [word for word in before if word]
         match before:
@@ -91,17 +91,17 @@ class SlashCompleter(Completer):
                 yield from self._values(name)
 
     @cached_property
-    def _policies(self) -> list[Choice]:
+    def _policies(self) -> list[Selection]:
         """Asked for once: each policy's help reads the registry of plugins."""
         return [(name, _policy_help(name)) for name in policy_names()]
 
-    def _settings(self) -> Iterator[Choice]:
+    def _settings(self) -> Iterator[Selection]:
         for name, field in Profile.model_fields.items():
             if name not in FIXED:
                 yield name, field.description or ""
         yield from _options(self._session().profile.policy)
 
-    def _values(self, setting: str) -> Iterator[Choice]:
+    def _values(self, setting: str) -> Iterator[Selection]:
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
@@ -110,7 +110,7 @@ class SlashCompleter(Completer):
                 yield "on", "the measure that recalls best"
 
 
-def _saved_chats() -> Iterator[Choice]:
+def _saved_chats() -> Iterator[Selection]:
     """Names and ids of the chats that can be loaded, newest first, with how they begin."""
     yield "last", "the one written to last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
@@ -129,7 +129,7 @@ def _policy_help(name: str) -> str:
     return displayable_line(text.strip().split("\n\n")[0])
 
 
-def _options(policy: str) -> Iterator[Choice]:
+def _options(policy: str) -> Iterator[Selection]:
     """The options of a policy, but those that are settings of their own."""
     try:
         options = options_of(policy)

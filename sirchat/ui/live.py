@@ -13,11 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sirchat.chat.events import Delta, Event, Forgot, Notice, Reading, TurnDone
+from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
-from sirchat.ui.compact_panel import draw_glance
+from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.pace import Pace
 from sirchat.ui.rows import take_rows
 from sirchat.ui.screen import Screen
@@ -64,7 +64,7 @@ class LiveTurn:
             self._reading = event if event.done < event.total else None
             if self._reading or self._draws_memory:
                 self._draw_when_due()
-        elif isinstance(event, Forgot):
+        elif isinstance(event, Evicted):
             self._forgot(event)
         elif isinstance(event, Notice):
             self._note(event.text)
@@ -85,7 +85,7 @@ class LiveTurn:
             else:
                 self._draw_in_time()
 
-    def _forgot(self, event: Forgot) -> None:
+    def _forgot(self, event: Evicted) -> None:
         if self._draws_memory:
             self._gone = [*self._gone, *event.positions][-FLASHES:]
             self._draw_when_due()
@@ -99,7 +99,9 @@ class LiveTurn:
         self._end_answer()
         self._note(describe_round(self._user, turn, self._session.budget))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
-            self._screen.show(draw_glance(self._glance(), self._screen.theme, self._screen.width))
+            self._screen.show(
+                draw_compact_panel(self._glance(), self._screen.theme, self._screen.width)
+            )
 
     def _note(self, text: str) -> None:
         if self._live is None:
@@ -145,7 +147,7 @@ class LiveTurn:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
         if self._draws_memory:
             flash = self._session.tokens(sorted(self._gone))
-            parts.append(draw_glance(self._glance(), theme, width, flash=flash))
+            parts.append(draw_compact_panel(self._glance(), theme, width, flash=flash))
             self._gone = []
         return parts
 

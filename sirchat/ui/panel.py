@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Snapshot
-from sirchat.ui.cells import Piece, cut, lay_out, line_of, shown
+from sirchat.ui.cells import StyledRun, cut, lay_out, line_of, shown
 from sirchat.ui.compact_panel import gap, gauge, headline
 from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
@@ -45,7 +45,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     ]
     return Panel(
         Group(*sections),
-        title=line_of([Piece(headline(snapshot), theme.heading)]),
+        title=line_of([StyledRun(headline(snapshot), theme.heading)]),
         title_align="left",
         border_style=theme.border,
         width=width,
@@ -60,14 +60,14 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     rows = list(zip(snapshot.rows, gaps[:-1], strict=True))
     blocks = [(turn, list(block)) for turn, block in groupby(rows, key=lambda row: row[0].turn)]
     for number, (turn, block) in enumerate(blocks):
-        pieces = list(_block(block, theme))
+        runs = list(_block(block, theme))
         if number == len(blocks) - 1:
-            pieces += gap(gaps[-1], 0, "", theme)
+            runs += gap(gaps[-1], 0, "", theme)
         label = _label(turn, roles.get(turn, ""), theme)
-        lines += _beside(label, lay_out(pieces, width - _MARGIN))
+        lines += _beside(label, lay_out(runs, width - _MARGIN))
     if not blocks:
-        pieces = [Piece("nothing held", theme.quiet), *gap(gaps[-1], 0, "", theme)]
-        return [line_of(pieces)]
+        runs = [StyledRun("nothing held", theme.quiet), *gap(gaps[-1], 0, "", theme)]
+        return [line_of(runs)]
     return lines
 
 
@@ -79,22 +79,22 @@ def _gaps(snapshot: Snapshot) -> list[int]:
     return [(b - a) - (to - of) for (a, of), (b, to) in pairwise(places)]
 
 
-def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Piece]:
+def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
     """A turn's tokens with the gaps before them; brackets for sinks, pins, and what came back."""
     open_run: tuple[str, str] | None = None
     for row, forgotten in rows:
         run = _brackets(row)
         if open_run and (run != open_run or forgotten):
-            yield Piece(open_run[1], theme.mark)
+            yield StyledRun(open_run[1], theme.mark)
             open_run = None
         text = shown(row.text)
         yield from gap(forgotten, 0, text, theme)
         if run and not open_run:
-            yield Piece(run[0], theme.mark)
+            yield StyledRun(run[0], theme.mark)
         open_run = run
-        yield Piece(text, theme.token(row))
+        yield StyledRun(text, theme.token(row))
     if open_run:
-        yield Piece(open_run[1], theme.mark)
+        yield StyledRun(open_run[1], theme.mark)
 
 
 def _brackets(row: TokenRow) -> tuple[str, str] | None:
@@ -107,7 +107,7 @@ def _brackets(row: TokenRow) -> tuple[str, str] | None:
 
 def _label(turn: int, role: str, theme: Theme) -> Text:
     number, name = f"{turn:>4} ", cut(shown(ROLE_NAMES.get(role, role)), _MARGIN - 6)
-    label = line_of([Piece(cut(number, 6), theme.quiet), Piece(name, theme.role(role))])
+    label = line_of([StyledRun(cut(number, 6), theme.quiet), StyledRun(name, theme.role(role))])
     label.pad_right(_MARGIN - label.cell_len)
     return label
 
@@ -163,18 +163,18 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """What colours and marks mean."""
-    space = Piece("  ", theme.quiet)
-    pieces = [Piece("nats ", theme.quiet)]
+    space = StyledRun("  ", theme.quiet)
+    runs = [StyledRun("nats ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
         name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
-        pieces += [Piece(name, shades[0], whole=True), space]
-    pieces.append(Piece("left after decay ", theme.quiet))
+        runs += [StyledRun(name, shades[0], whole=True), space]
+    runs.append(StyledRun("left after decay ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
-        pieces += [Piece(name, style, whole=True), space]
-    pieces += [Piece("⋯7", theme.gap, whole=True), Piece(" forgotten  ", theme.quiet)]
+        runs += [StyledRun(name, style, whole=True), space]
+    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" forgotten  ", theme.quiet)]
     marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_CAME_BACK, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
-        pieces += [Piece(opening, theme.mark), Piece(name, theme.quiet)]
-        pieces += [Piece(closing, theme.mark), space]
-    pieces.append(Piece("template", theme.template, whole=True))
-    return lay_out(pieces, width)
+        runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
+        runs += [StyledRun(closing, theme.mark), space]
+    runs.append(StyledRun("template", theme.template, whole=True))
+    return lay_out(runs, width)

@@ -14,7 +14,7 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
 from sirchat.saved.store import SessionStore
-from sirchat.ui.autosave import Shelving
+from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Another, Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import input_history
@@ -48,7 +48,7 @@ def chat(
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        shelving = Shelving(session, screen, store, debug=debug)
+        shelving = SavedChat(session, screen, store, debug=debug)
         _Chat(session, screen, keys, keyboard, shelving, debug).run()
 
 
@@ -61,7 +61,7 @@ class _Chat:
         screen: Screen,
         keys: Input,
         keyboard: Keyboard,
-        shelving: Shelving,
+        shelving: SavedChat,
         debug: bool,
     ) -> None:
         self._session = session

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
-from sirchat.text.transcript import Turn
+from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.summary import describe_turn
@@ -25,7 +25,7 @@ class ReplayOptions:
 
 def replay(
     session: Session,
-    turns: Iterable[Turn],
+    turns: Iterable[TranscriptTurn],
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
@@ -46,7 +46,9 @@ def replay(
         show(session.end())
 
 
-def _events(session: Session, turns: Iterable[Turn], options: ReplayOptions) -> Iterator[Event]:
+def _events(
+    session: Session, turns: Iterable[TranscriptTurn], options: ReplayOptions
+) -> Iterator[Event]:
     previous = ""
     for turn, following in _with_next(turns, look_ahead=options.feed):
         if turn.role == "system":
@@ -73,19 +75,21 @@ def _stop_if(interrupted: Interrupt) -> None:
         raise KeyboardInterrupt
 
 
-def _system(session: Session, turn: Turn, name: str) -> Iterator[Event]:
+def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event]:
     if session.seen:
         yield Notice(f"{name}, line {turn.line}: a system turn after the first turn is left out")
     else:
         yield from session.switch(f"{name}, line {turn.line}", system=turn.content)
 
 
-def _with_next(turns: Iterable[Turn], *, look_ahead: bool) -> Iterator[tuple[Turn, Turn | None]]:
+def _with_next(
+    turns: Iterable[TranscriptTurn], *, look_ahead: bool
+) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
     """Each turn with the one after it; without look-ahead at once, for input that is typed."""
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
         return
-    held: Turn | None = None
+    held: TranscriptTurn | None = None
     for turn in turns:
         if held is not None:
             yield held, turn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.chat.events import CameBack, Event, Forgot, Notice, Pinned, Switched, TurnDone
+from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, how_else, options_of
 from sirchat.config.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
@@ -77,9 +77,9 @@ class Switching:
         """Pin what `target` means, or let it go, and say what that moved."""
         gone = back = 0
         for event in self._session.pin(target, pinned):
-            if isinstance(event, Forgot):
+            if isinstance(event, Evicted):
                 gone += len(event.positions)
-            elif isinstance(event, CameBack):
+            elif isinstance(event, Restored):
                 back += len(event.positions)
             elif isinstance(event, Pinned):
                 what = "pinned" if event.pinned else "no longer pinned"
@@ -117,7 +117,7 @@ class Switching:
                 if isinstance(event, Switched):
                     changed.append(event.what)
                     back += event.restored
-                elif isinstance(event, Forgot):
+                elif isinstance(event, Evicted):
                     gone += len(event.positions)
         self._screen.use_theme(self._session.profile.theme)
         if not changed:

@@ -15,7 +15,7 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import EDGES, Histogram, TurnShare
 from sirchat.chat.standing import Standing
-from sirchat.ui.cells import Piece, cut, line_of, quoted, significant
+from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
@@ -136,7 +136,7 @@ def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
     """A row for each bin of surprisal: the held part of the bar heavy, the forgotten part light."""
-    lines = [line_of([Piece(_bin("nats", "held", "forgotten"), theme.quiet)])]
+    lines = [line_of([StyledRun(_bin("nats", "held", "forgotten"), theme.quiet)])]
     marks = [_stays(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.forgotten, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two for parts that are rounded up
@@ -145,13 +145,13 @@ def draw_histogram(
     )
     for (low, high), (held, forgotten), mark in zip(pairwise(EDGES), counts, marks, strict=True):
         name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
-        pieces = [
-            Piece(_bin(name, f"{held:,}", f"{forgotten:,}"), Style.null()),
-            Piece("━" * _length(held * scale), theme.gauge),
-            Piece("─" * _length(forgotten * scale), theme.rest),
-            Piece(mark, theme.mark),
+        runs = [
+            StyledRun(_bin(name, f"{held:,}", f"{forgotten:,}"), Style.null()),
+            StyledRun("━" * _length(held * scale), theme.gauge),
+            StyledRun("─" * _length(forgotten * scale), theme.rest),
+            StyledRun(mark, theme.mark),
         ]
-        lines.append(line_of(pieces))
+        lines.append(line_of(runs))
     return lines
 
 
@@ -187,4 +187,4 @@ def _columns(table: Table, *names: str) -> None:
 
 def heading(text: str, theme: Theme, width: int) -> Text:
     """A section's title."""
-    return line_of([Piece(cut(text, width), theme.heading)])
+    return line_of([StyledRun(cut(text, width), theme.heading)])

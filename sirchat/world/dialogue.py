@@ -17,7 +17,7 @@ from sirchat.world import words as w
 from sirchat.world.bank import TOPICS
 from sirchat.world.facts import KINDS, STORY, FactKind, item_list, made_up
 
-Role = Literal["system", "user", "assistant"]
+Speaker = Literal["system", "user", "assistant"]
 Key = tuple[str, str]  # a fact's kind and subject
 
 UNTOLD = "You have not told me."
@@ -34,7 +34,7 @@ class Message:
     brings back.
     """
 
-    role: Role
+    role: Speaker
     text: str
     recall: str | None = None
     fact: Key | None = None

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from chatting import babbler, session
-from sirchat.chat.events import Erased
+from sirchat.chat.events import Forgotten
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
-from sirchat.saved.autosave import Saving, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, saved_profile, take_up
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.history import InMemory, input_history
@@ -51,7 +51,7 @@ def test_it_is_gone_from_memory_and_archive_and_cannot_come_back(archive: str) -
     resident = chat.resident
     meant = len(chat.why(SECRET))
     held = sum(one.state == "held" for one in chat.why(SECRET))
-    (event,) = (e for e in chat.forget(SECRET) if isinstance(e, Erased))
+    (event,) = (e for e in chat.forget(SECRET) if isinstance(e, Forgotten))
     assert (event.tokens, event.resident) == (meant, resident - held)
     assert SECRET.lower() not in everything_seen(chat).lower()
     assert not any(SECRET.lower() in turn.text.lower() for turn in chat.turns)
@@ -103,7 +103,7 @@ def test_what_is_nowhere_is_refused_and_nothing_changes() -> None:
 
 def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
     chat = session(babbler(), system=f"Mind the {SECRET}.", **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     for text in (f"The word is {SECRET}.", "other words " * 20, f"{SECRET} again"):
         list(chat.ask(text))
         saving.update()
@@ -156,7 +156,7 @@ def test_a_system_prompt_is_forgotten_with_its_turn() -> None:
 
 def test_what_was_said_but_never_read_is_forgotten_too(home: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     list(chat.ask("red"))
     list(chat.ask("word " * 300 + SECRET, lambda: True))
     saving.update()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chatting import answer, babbler, session
-from sirchat.chat.events import CameBack, Pinned
+from sirchat.chat.events import Pinned, Restored
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, UsageError
 from sirchat.memory.policies import policy_class, policy_names
@@ -47,7 +47,7 @@ def test_what_had_been_forgotten_comes_back_when_it_is_pinned() -> None:
     assert "7351" not in held_text(chat)
     events = list(chat.pin(FACT))
     assert FACT in held_text(chat)
-    assert any(isinstance(event, CameBack) for event in events)
+    assert any(isinstance(event, Restored) for event in events)
     assert chat.resident <= 96
     (pinned,) = (event for event in events if isinstance(event, Pinned))
     assert pinned.tokens == len(chat.why(FACT))

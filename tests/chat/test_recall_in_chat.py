@@ -16,8 +16,8 @@ from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall
 from sirchat.config.profile import Profile, changed
 from sirchat.errors import SettingError
-from sirchat.models.attention_hook import Ear, listening
-from sirchat.models.capabilities import refuse_unheard
+from sirchat.models.attention_hook import QueryRecorder, observed_by
+from sirchat.models.capabilities import require_comparable_queries
 
 UNHEARD = {"falcon", "deepseek-mla"}
 
@@ -27,15 +27,15 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     model = loaded(family)
     ids = some_ids(3, 9)
     usual = model.forward(ids, model.new_cache(16))
-    ear = Ear()
-    with listening(model.module, ear):
+    ear = QueryRecorder()
+    with observed_by(model.module, ear):
         heard = model.forward(ids, model.new_cache(16))
     torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
     queries = ear.heard(model.rotations)
     assert len(queries) == len(model.rotations)
     assert all(one.queries.shape[1] == 9 for one in queries)
     assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
-    refuse_unheard(model)
+    require_comparable_queries(model)
 
 
 @pytest.mark.parametrize("family", sorted(UNHEARD))
@@ -86,7 +86,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.chat.recall.listening", lambda module, ear: nullcontext())
+        patch.setattr("sirchat.chat.recall.observed_by", lambda module, ear: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "nothing can be recalled" in notice.text

@@ -10,13 +10,13 @@ import pytest
 
 from chatting import answer, babbler, session, tiny
 from sirchat.chat.events import (
-    CameBack,
     Delta,
-    Erased,
     Event,
-    Forgot,
+    Evicted,
+    Forgotten,
     Notice,
     Pinned,
+    Restored,
     Switched,
     TurnDone,
     to_json,
@@ -118,7 +118,7 @@ def test_a_paste_longer_than_the_budget_is_read_whole() -> None:
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
     events = list(chat.ask("word " * 300))
     assert chat.seen > 300
-    assert all(e.resident <= 64 for e in events if isinstance(e, (Forgot, TurnDone)))
+    assert all(e.resident <= 64 for e in events if isinstance(e, (Evicted, TurnDone)))
 
 
 def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
@@ -156,7 +156,7 @@ def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str)
     list(chat.ask("word " * 60))
     held = chat.resident
     events = list(chat.switch("/policy", policy=policy))
-    assert not any(isinstance(event, Forgot) for event in events)
+    assert not any(isinstance(event, Evicted) for event in events)
     assert chat.resident == held
     events = list(chat.switch("/budget", budget=64))
     assert chat.resident == 64
@@ -164,7 +164,7 @@ def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str)
     assert [(e.what, e.old, e.new) for e in switched] == [("budget", 1024, 64)]
     events = list(chat.switch("/budget", budget=2048))
     assert chat.resident == held
-    (back,) = (e for e in events if isinstance(e, CameBack))
+    (back,) = (e for e in events if isinstance(e, Restored))
     assert len(back.positions) == held - 64
     assert [e.restored for e in events if isinstance(e, Switched)] == [held - 64]
     assert _turns(list(chat.ask("Go on.")))[-1].resident > 64
@@ -226,8 +226,8 @@ def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> No
     chat = session(babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20)
     for _ in range(6):
         events = list(chat.ask("word " * 20))
-        kinds = [type(e) for e in events if isinstance(e, (Forgot, TurnDone))]
-        assert Forgot not in kinds[1:]
+        kinds = [type(e) for e in events if isinstance(e, (Evicted, TurnDone))]
+        assert Evicted not in kinds[1:]
         assert chat.resident <= 128
 
 
@@ -362,7 +362,7 @@ def test_a_switch_that_nobody_listens_to_the_end_of_is_whole() -> None:
     for _ in range(8):
         list(chat.ask("Tell me a joke."))
     first = next(iter(chat.switch("/budget", budget=64)))
-    assert isinstance(first, Forgot)
+    assert isinstance(first, Evicted)
     assert chat.profile.budget == chat.budget == 64
 
 
@@ -381,4 +381,4 @@ def test_counts_of_tokens_are_numbers_in_json() -> None:
         "pinned": True,
         "resident": 9,
     }
-    assert to_json(Erased(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}
+    assert to_json(Forgotten(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}

@@ -10,7 +10,7 @@ import pytest
 
 from chatting import babbler, session
 from counting import Count
-from sirchat.chat.events import Forgot
+from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import EDGES
 
@@ -97,7 +97,7 @@ def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
     view = chat.snapshot()
     block = len(view.next_to_go)
     gone = list(chat.switch("/budget", budget=chat.resident - block + 1, protect=False))
-    left = {p for e in gone if isinstance(e, Forgot) for p in e.positions}
+    left = {p for e in gone if isinstance(e, Evicted) for p in e.positions}
     assert left
     assert left <= set(view.next_to_go)
 

@@ -21,7 +21,7 @@ from sirchat.chat.events import Event, Notice
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Generated, Memory, Place
+from sirchat.engine.records import CacheSettings, EvictedRows, Generated, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.cache import BoundedCache
@@ -96,7 +96,7 @@ def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
 
 
 @dataclass(frozen=True)
-class Heard(LoadedModel):
+class LayerQueries(LoadedModel):
     """A model that notes every row of logits it computes."""
 
     rows: list[Tensor] = field(default_factory=list)
@@ -107,9 +107,9 @@ class Heard(LoadedModel):
         return logits
 
 
-def heard(family: str) -> Heard:
+def heard(family: str) -> LayerQueries:
     model = loaded(family)
-    return Heard(**{name: getattr(model, name) for name in LoadedModel.__dataclass_fields__})
+    return LayerQueries(**{name: getattr(model, name) for name in LoadedModel.__dataclass_fields__})
 
 
 def is_anchor(token_id: int) -> bool:
@@ -121,13 +121,13 @@ def is_anchor(token_id: int) -> bool:
 def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int) -> None:
     model, rng = heard(family), random.Random(f"{family} {sinks}")
     ids = [rng.randrange(3, 128) for _ in range(FAMILIES[family])]
-    memory = Memory(Anchor(), budget=512, sinks=sinks, in_stream=True)
+    memory = CacheSettings(Anchor(), budget=512, sinks=sinks, in_stream=True)
     engine = Engine(model, memory, ends_sequence=is_anchor)
     start = 0
     while start < len(ids):
         end = start + rng.choice((1, 1, 3, 8, 20))
-        piece = ids[start:end]
-        for _ in engine.feed(piece, [Role.USER] * len(piece), Place(0, 0)):
+        chunk = ids[start:end]
+        for _ in engine.feed(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)):
             pass
         start = end
     anchors = torch.tensor([[is_anchor(one) for one in ids]])
@@ -146,12 +146,12 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int)
 
 
 def test_generated_anchors_reduce_what_is_held() -> None:
-    engine = Engine(loaded("llama"), Memory(Anchor(), budget=512), ends_sequence=is_anchor)
+    engine = Engine(loaded("llama"), CacheSettings(Anchor(), budget=512), ends_sequence=is_anchor)
     ids = [1, 5, 6, 7, 8, 9, 10, 11]
-    list(engine.feed(ids, [Role.USER] * 8, Place(0, 0)))
+    list(engine.feed(ids, [Role.USER] * 8, TurnRef(0, 0)))
     sampler = Sampler(Sampling(temperature=1.0, seed=2))
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
-    reply = engine.generate(sampler, Place(1, 0), stop_ids=frozenset(), max_new_tokens=60)
+    reply = engine.generate(sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
     for record in reply:
         if isinstance(record, Generated):
             assert gone == []
@@ -159,7 +159,7 @@ def test_generated_anchors_reduce_what_is_held() -> None:
             if is_anchor(record.id):
                 gone = [one for one in held[:-1] if one >= since]
                 held, since = [one for one in held if one not in gone], record.position + 1
-        elif isinstance(record, Evicted):
+        elif isinstance(record, EvictedRows):
             assert record.positions.tolist() == gone
             gone = []
     assert since > 20
@@ -173,18 +173,20 @@ def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
         (Anchor(lazy=True), list(range(16))),
     ):
         engine = Engine(
-            loaded("llama"), Memory(policy, budget=64, sinks=1), ends_sequence=is_anchor
+            loaded("llama"), CacheSettings(policy, budget=64, sinks=1), ends_sequence=is_anchor
         )
-        list(engine.feed(ids[:2], [Role.USER] * 2, Place(0, 0)))
-        list(engine.feed(ids[2:4], [Role.USER] * 2, Place(0, 0), pinned=True))
-        list(engine.feed(ids[4:], [Role.USER] * 12, Place(0, 0)))
+        list(engine.feed(ids[:2], [Role.USER] * 2, TurnRef(0, 0)))
+        list(engine.feed(ids[2:4], [Role.USER] * 2, TurnRef(0, 0), pinned=True))
+        list(engine.feed(ids[4:], [Role.USER] * 12, TurnRef(0, 0)))
         assert engine.ledger.held_positions.tolist() == held
 
 
 def test_more_anchors_than_room_leave_the_oldest_first() -> None:
-    engine = Engine(loaded("llama"), Memory(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor)
+    engine = Engine(
+        loaded("llama"), CacheSettings(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor
+    )
     ids = [1, *[9, 10] * 60]
-    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     held = engine.ledger.held_positions
     assert len(held) <= 32
     assert held[0] == 0
@@ -194,15 +196,15 @@ def test_more_anchors_than_room_leave_the_oldest_first() -> None:
 
 def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     model = loaded("llama")
-    engine = Engine(model, Memory(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
+    engine = Engine(model, CacheSettings(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
-    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     before = engine.cache.layer_keys(0).clone()
-    list(engine.switch(Memory(Anchor(), budget=64, archive=2**20)))
+    list(engine.switch(CacheSettings(Anchor(), budget=64, archive=2**20)))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
     expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
     assert engine.ledger.held_positions.tolist() == expected
-    list(engine.switch(Memory(Sink(), budget=64, archive=2**20)))
+    list(engine.switch(CacheSettings(Sink(), budget=64, archive=2**20)))
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
@@ -210,33 +212,33 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
 def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     """Rows that left leave gaps; switched to the cache and back, keys are as they were."""
     model = heard(family)
-    engine = Engine(model, Memory(Sink(), budget=24, in_stream=True))
+    engine = Engine(model, CacheSettings(Sink(), budget=24, in_stream=True))
     ids = random.Random(1).choices(range(3, 128), k=60)
-    list(engine.feed(ids, [Role.USER] * 60, Place(0, 0)))
+    list(engine.feed(ids, [Role.USER] * 60, TurnRef(0, 0)))
     held = engine.ledger.held_positions.copy()
     keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
     fresh = model.new_cache(64)
     model.forward([ids[at] for at in held], fresh, Sight(positions=held.tolist()))
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    list(engine.switch(Memory(Sink(), budget=24)))
+    list(engine.switch(CacheSettings(Sink(), budget=24)))
     assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    list(engine.switch(Memory(Sink(), budget=24, in_stream=True)))
+    list(engine.switch(CacheSettings(Sink(), budget=24, in_stream=True)))
     for layer, key in enumerate(keys):
         torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 
 
 def test_positions_of_the_stream_end_with_the_models_context() -> None:
     model = loaded("llama")
-    engine = Engine(model, Memory(Sink(), budget=24, in_stream=True))
+    engine = Engine(model, CacheSettings(Sink(), budget=24, in_stream=True))
     with pytest.raises(ContextFullError, match="positions"):
-        list(engine.feed([5] * 1025, [Role.USER] * 1025, Place(0, 0)))
+        list(engine.feed([5] * 1025, [Role.USER] * 1025, TurnRef(0, 0)))
     assert engine.ledger.seen == 0
-    list(engine.feed([5] * 1024, [Role.USER] * 1024, Place(0, 0)))
+    list(engine.feed([5] * 1024, [Role.USER] * 1024, TurnRef(0, 0)))
     with pytest.raises(ContextFullError):
         list(
             engine.generate(
-                Sampler(Sampling()), Place(1, 0), stop_ids=frozenset(), max_new_tokens=2
+                Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=2
             )
         )
 
@@ -256,7 +258,7 @@ def test_positions_and_lazy_are_settings() -> None:
 def test_sentences_joined_are_the_text(text: str) -> None:
     pieces = sentences(text)
     assert "".join(pieces) == text
-    assert all(piece.strip() for piece in pieces[1:])
+    assert all(chunk.strip() for chunk in pieces[1:])
 
 
 def test_sentences_are_split_by_their_meaning() -> None:

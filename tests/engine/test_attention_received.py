@@ -19,19 +19,19 @@ from families import HELD, loaded
 from sirchat.chat.settings import check_attention
 from sirchat.config.profile import Profile, changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Found, Memory, Place
+from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import SettingError
-from sirchat.memory.attention import Attention, Counting, Pass
+from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.attention import Attention as AttentionPolicy
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
-from sirchat.memory.recall import Recall
+from sirchat.memory.recall import RecallSettings
 from sirchat.memory.sight import USUAL, Sight
-from sirchat.models.attention_hook import Ear, listening
+from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 
 UNTOLD = {"falcon"}
@@ -87,7 +87,7 @@ class Sums:
     def decay(self, factor: float) -> None:
         self.total = {position: factor * total for position, total in self.total.items()}
 
-    def lately(self, position: int) -> float:
+    def recent_attention(self, position: int) -> float:
         newest = self.passes[-self.window :] if self.window else []
         return sum(float(row[at.index(position)]) for at, row in newest if position in at)
 
@@ -101,7 +101,7 @@ def talk(
     """
     own = loaded(family)
     model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
-    settings = Memory(policy=policy, budget=48, decay=decay, archive=2**20, **more)
+    settings = CacheSettings(policy=policy, budget=48, decay=decay, archive=2**20, **more)
     engine = Engine(model, settings, seed=3)
     assert policy.counting is not None
     sums = Sums(policy.counting.of(len(model.rotations)), policy.counting.window)
@@ -111,13 +111,13 @@ def talk(
     for number in range(5):
         ids = torch.randint(3, 128, (17,), generator=generator).tolist()
         records = chain(
-            engine.feed(ids, [Role.USER] * len(ids), Place(2 * number, number)),
+            engine.feed(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),
             engine.generate(
-                sampler, Place(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
+                sampler, TurnRef(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
             ),
         )
         for _ in records:
-            sinks, foreign = engine.memory.sinks, engine.cache.foreign
+            sinks, foreign = engine.settings.sinks, engine.cache.foreign
             for told in model.told:  # of the pass that this record is about
                 held = engine.ledger.held_positions.tolist()
                 every = range(len(held) + foreign)
@@ -128,7 +128,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            engine.bring(Found(gone, scores.mean(0), scores))
+            engine.bring(SearchResult(gone, scores.mean(0), scores))
             assert engine.cache.foreign == of_layers
         sums.decay(decay)
     return engine, sums
@@ -144,8 +144,10 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
     wanted = np.array([sums.total[position] for position in everything.tolist()])
     assert counted == pytest.approx(wanted, abs=1e-4)
     held = ledger.held_positions
-    lately = [sums.lately(position) for position in held.tolist()]
-    assert ledger.attention.lately(held) == pytest.approx(np.array(lately), abs=1e-4)
+    recent_attention = [sums.recent_attention(position) for position in held.tolist()]
+    assert ledger.attention.recent_attention(held) == pytest.approx(
+        np.array(recent_attention), abs=1e-4
+    )
     assert wanted.std() > 0.1
 
 
@@ -153,7 +155,7 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
     "more",
     [
         {"in_stream": True},
-        {"recall": Recall("mips", n=6, scope="layer"), "of_layers": 6},
+        {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6},
         {"evict": "turn"},
     ],
 )
@@ -168,7 +170,9 @@ def test_what_is_counted_is_so_however_rows_are_held(more: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
 def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
-    assert Counting(layers).of(4) == (wanted if isinstance(wanted, list) else list(range(wanted)))
+    assert AttentionStatsConfig(layers).of(4) == (
+        wanted if isinstance(wanted, list) else list(range(wanted))
+    )
 
 
 @pytest.mark.parametrize("at_a_time", [1, 7])
@@ -222,27 +226,27 @@ def test_what_was_undone_was_never_looked_at() -> None:
     engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
     for number in range(4):
         list(feed(engine, 23, number))
-    before, mark = received(engine), engine.mark()
+    before, checkpoint = received(engine), engine.checkpoint()
     for number in range(4, 8):
         list(feed(engine, 23, number))
     # rows that were archived by then come back, are looked at, and leave again
-    archived = np.setdiff1d(np.arange(92), mark.mark.held)[:5]
+    archived = np.setdiff1d(np.arange(92), checkpoint.checkpoint.held)[:5]
     list(engine.pin(archived, True))
     list(feed(engine, 23, 8))
     list(engine.pin(archived, False))
     list(feed(engine, 23, 9))
     assert not same(received(engine), before)
-    engine.undo(mark)
+    engine.undo(checkpoint)
     assert same(received(engine), before)
 
 
 def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(feed(engine, 30, 0))
-    mark = engine.mark()
+    checkpoint = engine.checkpoint()
     list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
     list(feed(engine, 23, 1))
-    engine.undo(mark)
+    engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
     list(feed(engine, 23, 1))
     assert received(engine)[0].any()
@@ -259,8 +263,8 @@ def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> Non
 
 
 def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
-    column, rows = Attention(), np.arange(4)
-    column.add(rows, [Pass.of(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
+    column, rows = AttentionStats(), np.arange(4)
+    column.add(rows, [PassAttention.of(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
     for _ in range(2000):
         column.came_back(rows)
     assert len(column._returned) <= 256
@@ -268,9 +272,9 @@ def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
 
 
 def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
-    assert Counting(2).of(6, narrow={0, 1, 3, 4}) == [2, 5]
-    assert Counting(2).of(4, narrow={0, 1, 2, 3}) == [1, 3]
-    assert Counting(0).of(3, narrow={1}) == [0, 1, 2]
+    assert AttentionStatsConfig(2).of(6, narrow={0, 1, 3, 4}) == [2, 5]
+    assert AttentionStatsConfig(2).of(4, narrow={0, 1, 2, 3}) == [1, 3]
+    assert AttentionStatsConfig(0).of(3, narrow={1}) == [0, 1, 2]
 
 
 def test_what_is_erased_was_never_looked_at() -> None:
@@ -279,12 +283,12 @@ def test_what_is_erased_was_never_looked_at() -> None:
     at = np.array([5, 6])
     engine.forget(at)
     assert not engine.ledger.attention.of(at, 0).any()
-    assert not engine.ledger.attention.lately(at).any()
+    assert not engine.ledger.attention.recent_attention(at).any()
     assert engine.ledger.attention.of(np.array([4]), 0).all()
 
 
 def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
-    column = Attention()
+    column = AttentionStats()
     column.add(np.array([0, 1]), [looks(0.5, 0.5)], 0.0)
     column.add(np.array([1]), [looks(1.0)], math.log(0.5))
     column.add(np.array([0, 1]), [looks(0.25, 0.75)], math.log(0.25))
@@ -293,14 +297,14 @@ def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
     )
 
 
-def looks(*weights: float) -> Pass:
+def looks(*weights: float) -> PassAttention:
     """What one query looked at."""
-    return Pass.of(np.array([weights], np.float32))
+    return PassAttention.of(np.array([weights], np.float32))
 
 
 def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
-    column = Attention()
-    column.add(np.arange(4), [Pass.of(np.eye(4, dtype=np.float32))], 0.0)
+    column = AttentionStats()
+    column.add(np.arange(4), [PassAttention.of(np.eye(4, dtype=np.float32))], 0.0)
     before = column.received(np.array([0, 1]))
     for _ in range(300):
         column.came_back(np.array([2, 3]))
@@ -310,21 +314,21 @@ def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
 
 
 def test_two_listeners_hear_the_same_pass() -> None:
-    model, inner, outer = loaded("llama"), Ear(), Ear()
-    with listening(model.module, outer):
+    model, inner, outer = loaded("llama"), QueryRecorder(), QueryRecorder()
+    with observed_by(model.module, outer):
         model.forward([5, 6, 7], model.new_cache(8), listener=inner)
     model.forward([5, 6, 7], model.new_cache(8))
     for ear in (inner, outer):
         assert [one.queries.shape[1] for one in ear.heard(model.rotations)] == [3] * 4
 
 
-def memory(policy: Policy, budget: int = 48) -> Memory:
-    return Memory(policy=policy, budget=budget, decay=0.8, archive=2**20)
+def memory(policy: Policy, budget: int = 48) -> CacheSettings:
+    return CacheSettings(policy=policy, budget=budget, decay=0.8, archive=2**20)
 
 
 def feed(engine: Engine, count: int, number: int) -> Iterator[object]:
     ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(number)).tolist()
-    yield from engine.feed(ids, [Role.USER] * count, Place(number, number))
+    yield from engine.feed(ids, [Role.USER] * count, TurnRef(number, number))
     engine.close_round()
 
 
@@ -332,7 +336,7 @@ def received(engine: Engine) -> list[np.ndarray]:
     """Everything that was counted, of all tokens."""
     ledger, everything = engine.ledger, np.arange(engine.ledger.seen)
     attention = ledger.attention
-    return [attention.of(everything, ledger.log_decay), attention.lately(everything)]
+    return [attention.of(everything, ledger.log_decay), attention.recent_attention(everything)]
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:

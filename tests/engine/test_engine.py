@@ -26,10 +26,18 @@ from driving import (
 )
 from families import HELD, BigramModel, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Checkpoint, Evicted, Generated, Memory, Place, Read, Stopped
+from sirchat.engine.records import (
+    CacheSettings,
+    EngineCheckpoint,
+    EvictedRows,
+    Generated,
+    Read,
+    Stopped,
+    TurnRef,
+)
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.memory.ledger import Flag, Held, Role
+from sirchat.memory.ledger import Flag, HeldRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
@@ -75,12 +83,12 @@ def test_no_conversation_ever_exceeds_its_budget(
     first: dict[str, Any], plan: list[tuple[str, Any]]
 ) -> None:
     model = BigramModel()
-    engine = Engine(model, Memory(**first))
+    engine = Engine(model, CacheSettings(**first))
     round_number = 0
-    marks: list[tuple[Checkpoint, tuple[Any, ...]]] = []
+    marks: list[tuple[EngineCheckpoint, tuple[Any, ...]]] = []
     for step, what in plan:
         if step == "mark":
-            marks.append((engine.mark(), whole_of(engine)))
+            marks.append((engine.checkpoint(), whole_of(engine)))
             continue
         if step == "undo" and marks:
             undo(engine, *marks.pop())
@@ -89,15 +97,15 @@ def test_no_conversation_ever_exceeds_its_budget(
             engine.close_round()
             round_number += 1
             continue
-        for record in records_of(engine, model, step, what, Place(0, round_number)):
+        for record in records_of(engine, model, step, what, TurnRef(0, round_number)):
             check_whole(engine)
-            if isinstance(record, Evicted):
+            if isinstance(record, EvictedRows):
                 check_protected(engine, record, round_number)
         check_whole(engine)
 
 
 def records_of(
-    engine: Engine, model: BigramModel, step: str, what: Any, place: Place
+    engine: Engine, model: BigramModel, step: str, what: Any, place: TurnRef
 ) -> Iterator[Record]:
     """One step of a conversation; what can't be done changes nothing."""
     before = state_of(engine)
@@ -116,9 +124,9 @@ def records_of(
                 SAMPLER, place, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
             )
         elif step == "switch":
-            yield from engine.switch(Memory(**what))
+            yield from engine.switch(CacheSettings(**what))
         elif step == "full":
-            yield from engine.switch(replace(engine.memory, policy=Full()))
+            yield from engine.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
                 list(engine.feed(ids[:1], roles[:1], place))
@@ -126,7 +134,7 @@ def records_of(
         assert step == "generate" or state_of(engine) == before
 
 
-def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
+def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
     """Go back to a mark, or find that something is gone and change nothing."""
     before = whole_of(engine)
     try:
@@ -135,13 +143,13 @@ def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
         assert whole_of(engine) == before
         return
     check_whole(engine)
-    if len(to.mark.held) <= engine.budget:
+    if len(to.checkpoint.held) <= engine.budget:
         assert whole_of(engine) == then
 
 
-def check_protected(engine: Engine, record: Evicted, round_number: int) -> None:
+def check_protected(engine: Engine, record: EvictedRows, round_number: int) -> None:
     """Neither sinks, nor pins, nor the newest E/2 rows of this round have left."""
-    ledger, memory, policy = engine.ledger, engine.memory, engine.memory.policy
+    ledger, memory, policy = engine.ledger, engine.settings, engine.settings.policy
     assert (record.resident, record.seen) == (engine.resident, ledger.seen)
     sinks = memory.sinks if policy.honours_sinks else 0
     held = ledger.held_positions.tolist()
@@ -168,7 +176,7 @@ def whole_of(engine: Engine) -> tuple[Any, ...]:
 
 def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
     model = BigramModel()
-    engine = Engine(model, Memory(Entropy(), budget=68, sinks=4))  # E = 64
+    engine = Engine(model, CacheSettings(Entropy(), budget=68, sinks=4))  # E = 64
     records = feed(engine, some_ids(100))
     assert [len(ids) for ids in model.passes] == [16] * 6 + [4]
     assert [len(gone) for gone in evicted(records)] == [64 + 16 - 68, 16, 4]
@@ -176,7 +184,7 @@ def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
 
 
 def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=160))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=160))
     feed(engine, some_ids(150))
     records = generate(engine, 30)
     kinds = "".join(type(record).__name__[0] for record in records)
@@ -186,7 +194,7 @@ def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
 
 def test_a_reply_protects_the_newest_of_its_own_round() -> None:
     """Policy interval, left alone, drops every second row."""
-    engine = Engine(BigramModel(), Memory(policy_class("interval")(), budget=32, sinks=0))
+    engine = Engine(BigramModel(), CacheSettings(policy_class("interval")(), budget=32, sinks=0))
     feed(engine, some_ids(10), turn=0)
     generate(engine, 40, turn=3)
     assert set(engine.ledger.held_positions.tolist()) >= set(range(50 - 16, 50))
@@ -194,7 +202,7 @@ def test_a_reply_protects_the_newest_of_its_own_round() -> None:
 
 def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
     model = BigramModel()
-    engine = Engine(model, Memory(Sink(), budget=48, sinks=4))
+    engine = Engine(model, CacheSettings(Sink(), budget=48, sinks=4))
     feed(engine, some_ids(20), pinned=True)
     model.passes.clear()
     feed(engine, some_ids(400), turn=2)
@@ -203,7 +211,7 @@ def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
 
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
-    engine = Engine(BigramModel(), Memory(Sink(), budget=48, sinks=4))
+    engine = Engine(BigramModel(), CacheSettings(Sink(), budget=48, sinks=4))
     engine.check_pins(4 + 24)  # the first four are sinks anyway
     feed(engine, some_ids(10))
     engine.check_pins(24)
@@ -217,7 +225,7 @@ class Careless(Policy):
 
     rows: tuple[int, ...]
 
-    def keep(self, rows: Held, num_keep: int) -> Tensor:
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         return torch.tensor(self.rows)
 
 
@@ -228,46 +236,46 @@ class Careless(Policy):
 def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     rows: Sequence[int],
 ) -> None:
-    engine = Engine(BigramModel(), Memory(Careless(tuple(rows)), budget=64, protect=False))
+    engine = Engine(BigramModel(), CacheSettings(Careless(tuple(rows)), budget=64, protect=False))
     feed(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        list(engine.switch(replace(engine.memory, budget=12)))
+        list(engine.switch(replace(engine.settings, budget=12)))
     assert state_of(engine) == before
-    list(engine.switch(Memory(Careless(tuple(range(12))), budget=12, protect=False)))
+    list(engine.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False)))
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
 def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
-    engine = Engine(BigramModel(), Memory(Sink(), budget=64))
+    engine = Engine(BigramModel(), CacheSettings(Sink(), budget=64))
     feed(engine, some_ids(30), pinned=True)
     before = state_of(engine)
     with pytest.raises(SettingError):
-        list(engine.switch(replace(engine.memory, budget=40)))
+        list(engine.switch(replace(engine.settings, budget=40)))
     assert state_of(engine) == before
 
 
 def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=64, sinks=2))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64, sinks=2))
     feed(engine, some_ids(60))
     engine.close_round()
     feed(engine, some_ids(1), turn=2)
-    gone = evicted(list(engine.switch(Memory(Sink(), budget=20, sinks=2))))
+    gone = evicted(list(engine.switch(CacheSettings(Sink(), budget=20, sinks=2))))
     assert gone == [list(range(2, 61 - 18))]
     check_whole(engine)
 
 
 def test_a_larger_budget_is_used() -> None:
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=32))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
     feed(engine, some_ids(60))
-    assert not list(engine.switch(replace(engine.memory, budget=200)))
+    assert not list(engine.switch(replace(engine.settings, budget=200)))
     assert not evicted(feed(engine, some_ids(200 - engine.resident)))
     assert engine.resident == 200
     check_whole(engine)
 
 
 def test_full_forgets_nothing_and_grows_past_its_first_buffers() -> None:
-    engine = Engine(BigramModel(context_length=2500), Memory(Full(), budget=32))
+    engine = Engine(BigramModel(context_length=2500), CacheSettings(Full(), budget=32))
     feed(engine, some_ids(2400))
     generate(engine, 100)
     assert engine.resident == engine.ledger.seen == 2500
@@ -275,7 +283,7 @@ def test_full_forgets_nothing_and_grows_past_its_first_buffers() -> None:
 
 
 def test_full_refuses_what_does_not_fit_before_reading_any_of_it() -> None:
-    engine = Engine(BigramModel(context_length=300), Memory(Full(), budget=32))
+    engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
     feed(engine, some_ids(100))
     before = state_of(engine)
     with pytest.raises(ContextFullError):
@@ -286,7 +294,7 @@ def test_full_refuses_what_does_not_fit_before_reading_any_of_it() -> None:
 
 
 def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
-    engine = Engine(BigramModel(context_length=300), Memory(Full(), budget=32))
+    engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
     feed(engine, some_ids(290))
     with pytest.raises(ContextFullError):
         generate(engine, 20, reserve=4)
@@ -296,12 +304,12 @@ def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
 
 
 def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -> None:
-    memory = Memory(Entropy(recent=0), budget=100, protect=False, evict="turn")
+    memory = CacheSettings(Entropy(recent=0), budget=100, protect=False, evict="turn")
     engine, reply = Engine(BigramModel(), memory), 20
     for turn in range(0, 20, 2):
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
-        gone = evicted(list(engine.open_turn(len(ids), reply, Place(turn, turn // 2))))
+        gone = evicted(list(engine.open_turn(len(ids), reply, TurnRef(turn, turn // 2))))
         assert len(gone) == (0 if fits else 1)
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
@@ -312,16 +320,16 @@ def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -
 
 
 def test_otherwise_nothing_is_forgotten_when_a_turn_opens() -> None:
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=40))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     feed(engine, some_ids(40))
-    assert not list(engine.open_turn(10, 20, Place(2, 1)))
+    assert not list(engine.open_turn(10, 20, TurnRef(2, 1)))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
-    memory = Memory(Entropy(recent=0), budget=40, protect=False, evict="turn")
+    memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="turn")
     engine = Engine(BigramModel(), memory)
-    list(engine.open_turn(100, 20, Place(0, 0)))
+    list(engine.open_turn(100, 20, TurnRef(0, 0)))
     assert evicted(feed(engine, some_ids(100)))
     check_whole(engine)
 
@@ -330,10 +338,10 @@ def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
 
 
 def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
-    probe = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    probe = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
     feed(probe, [5])
     drawn = [record.id for record in generate(probe, 10) if isinstance(record, Generated)]
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
     feed(engine, [5])
     records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
     until = drawn.index(drawn[4])
@@ -343,7 +351,7 @@ def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
 
 
 def test_generation_ends_at_its_length_or_when_interrupted() -> None:
-    engine = Engine(BigramModel(), Memory(Entropy(), budget=64))
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
     feed(engine, [5])
     assert generate(engine, 3)[-1] == Stopped("length")
     assert generate(engine, 0) == [Stopped("length")]
@@ -355,7 +363,9 @@ def test_generation_ends_at_its_length_or_when_interrupted() -> None:
 
 def test_the_same_seed_tells_the_same_conversation() -> None:
     def conversation(seed: int) -> list[int]:
-        engine = Engine(BigramModel(), Memory(policy_class("random")(), budget=40), seed=seed)
+        engine = Engine(
+            BigramModel(), CacheSettings(policy_class("random")(), budget=40), seed=seed
+        )
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))
         for turn in range(0, 6, 2):
             feed(engine, some_ids(25, turn), turn)
@@ -369,7 +379,9 @@ def test_the_same_seed_tells_the_same_conversation() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 @settings(max_examples=20)
 def test_the_anchor_flag_marks_what_ends_a_sentence(ids: list[int]) -> None:
-    engine = Engine(BigramModel(), Memory(Sink(), budget=64), ends_sequence=lambda i: i % 3 == 0)
+    engine = Engine(
+        BigramModel(), CacheSettings(Sink(), budget=64), ends_sequence=lambda i: i % 3 == 0
+    )
     feed(engine, ids)
     flags = engine.ledger.column("flags")
     assert [bool(flag & Flag.ANCHOR) for flag in flags] == [i % 3 == 0 for i in ids]
@@ -380,13 +392,13 @@ def test_on_a_gpu_the_budget_holds_and_the_draws_are_those_of_the_cpu() -> None:
     module = build(*HELD["llama"], torch.bfloat16)
     there = wrap_model("llama", module.to("cuda"), None)
     engines = [
-        Engine(model, Memory(policy_class("reservoir")(), budget=64), seed=5)
+        Engine(model, CacheSettings(policy_class("reservoir")(), budget=64), seed=5)
         for model in (there, loaded("llama"))
     ]
     for engine in engines:
         for turn in range(0, 6, 2):
             for record in [*feed(engine, some_ids(70, turn), turn), *generate(engine, 40)]:
-                if isinstance(record, Evicted):
+                if isinstance(record, EvictedRows):
                     assert record.resident <= 64
             assert engine.resident <= 64
             engine.close_round()

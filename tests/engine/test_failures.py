@@ -10,14 +10,14 @@ import torch
 from driving import check_whole, evicted, failing, feed, some_ids, state_of
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Memory
+from sirchat.engine.records import CacheSettings
 from sirchat.memory.policies.entropy import Entropy
 
 
 @pytest.mark.parametrize("layer", range(BigramModel.layers))
 def test_a_failed_pass_leaves_no_trace(layer: int) -> None:
     model, spared = BigramModel(), BigramModel()
-    engine, other = (Engine(m, Memory(Entropy(), budget=64)) for m in (model, spared))
+    engine, other = (Engine(m, CacheSettings(Entropy(), budget=64)) for m in (model, spared))
     for e in (engine, other):
         feed(e, some_ids(40))
     before = state_of(engine)
@@ -40,7 +40,9 @@ def test_out_of_memory_halves_the_pass_and_forgets_the_same(fits: int) -> None:
             raise torch.OutOfMemoryError
 
     small.before_layer = out_of_memory  # type: ignore[method-assign]
-    engine, other = (Engine(m, Memory(Entropy(), budget=64, sinks=0)) for m in (small, large))
+    engine, other = (
+        Engine(m, CacheSettings(Entropy(), budget=64, sinks=0)) for m in (small, large)
+    )
     for turn in range(0, 8, 2):
         ids = some_ids(50, turn)
         assert evicted(feed(engine, ids, turn)) == evicted(feed(other, ids, turn))
@@ -56,7 +58,7 @@ def test_out_of_memory_with_a_single_token_is_an_error() -> None:
         raise torch.OutOfMemoryError
 
     model.before_layer = out_of_memory  # type: ignore[method-assign]
-    engine = Engine(model, Memory(Entropy(), budget=64))
+    engine = Engine(model, CacheSettings(Entropy(), budget=64))
     with pytest.raises(torch.OutOfMemoryError):
         feed(engine, some_ids(20))
     assert engine.ledger.seen == engine.resident == 0

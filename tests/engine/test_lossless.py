@@ -14,7 +14,7 @@ import torch
 from contents import contents, same
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Memory, Place, Restored
+from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.sink import Sink
@@ -23,11 +23,11 @@ BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 PLENTY = 10**9
 
 
-def memory(policy: str = "entropy", budget: int = 64, archive: int = PLENTY) -> Memory:
-    return Memory(policy_class(policy)(), budget, archive=archive)
+def memory(policy: str = "entropy", budget: int = 64, archive: int = PLENTY) -> CacheSettings:
+    return CacheSettings(policy_class(policy)(), budget, archive=archive)
 
 
-def talked(first: Memory, family: str = "llama", rounds: int = 6, **options: Any) -> Engine:
+def talked(first: CacheSettings, family: str = "llama", rounds: int = 6, **options: Any) -> Engine:
     """An engine after some rounds of 40 ids."""
     engine = Engine(loaded(family, **options), first)
     for turn in range(rounds):
@@ -37,7 +37,7 @@ def talked(first: Memory, family: str = "llama", rounds: int = 6, **options: Any
 
 def talk(engine: Engine, turn: int, count: int = 40) -> None:
     ids = random.Random(turn).choices(range(3, 128), k=count)
-    list(engine.feed(ids, [Role.USER] * count, Place(turn, turn)))
+    list(engine.feed(ids, [Role.USER] * count, TurnRef(turn, turn)))
     engine.close_round()
 
 
@@ -71,12 +71,12 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
     seen = engine.ledger.seen
     records = list(engine.switch(memory(policy, 150)))
     at = np.arange(seen)
-    sinks = engine.memory.sinks if engine.memory.policy.honours_sinks else 0
+    sinks = engine.settings.sinks if engine.settings.policy.honours_sinks else 0
     newest = at >= seen - (150 - sinks) // 2
     protected = (at < sinks) | (newest & (engine.ledger.column("round") == 5))
     view = engine.ledger.view(at, sinks=sinks, protected=protected)
-    assert engine.ledger.held_positions.tolist() == engine.memory.policy.keep(view, 150).tolist()
-    assert sum(len(r.positions) for r in records if isinstance(r, Restored)) >= 86
+    assert engine.ledger.held_positions.tolist() == engine.settings.policy.keep(view, 150).tolist()
+    assert sum(len(r.positions) for r in records if isinstance(r, RestoredRows)) >= 86
 
 
 def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
@@ -86,7 +86,7 @@ def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
     assert roomy.resident == 24
     assert not np.isin(np.arange(30, 100), roomy.ledger.held_positions).any()
     records = list(roomy.switch(memory("sink", 260)))
-    assert [type(record) for record in records] == [Restored]
+    assert [type(record) for record in records] == [RestoredRows]
     assert same(contents(roomy), full)
 
 
@@ -151,9 +151,9 @@ def test_turns_undone_leave_nothing_in_the_archive() -> None:
     engine = talked(memory("sink", 64))
     before = engine.holding.archive_bytes
     for turn in range(30):
-        mark = engine.mark()
+        checkpoint = engine.checkpoint()
         talk(engine, 7 + turn, count=100)
-        engine.undo(mark)
+        engine.undo(checkpoint)
     assert engine.holding.archive_bytes <= 2 * before
 
 
@@ -172,7 +172,7 @@ def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
     engine = Engine(loaded("llama", dtype), memory(policy))
     marks, before = [], []
     for turn in range(6):
-        marks.append(engine.mark())
+        marks.append(engine.checkpoint())
         before.append(contents(engine) if turn else [])
         talk(engine, turn)
     end, logits = contents(engine), engine.logits
@@ -191,7 +191,7 @@ def test_without_an_archive_one_turn_can_be_undone() -> None:
     engine = Engine(loaded("llama"), memory("entropy", archive=0))
     marks = []
     for turn in range(6):
-        marks.append(engine.mark())
+        marks.append(engine.checkpoint())
         before = contents(engine) if turn == 5 else []
         talk(engine, turn)
     engine.undo(marks[5])
@@ -203,20 +203,20 @@ def test_without_an_archive_one_turn_can_be_undone() -> None:
 
 def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
     engine = talked(memory("sink", 64))
-    mark = engine.mark()
+    checkpoint = engine.checkpoint()
     seen = engine.ledger.seen
     talk(engine, 7, count=90)
-    engine.undo(mark)
+    engine.undo(checkpoint)
     list(engine.switch(memory("sink", 300)))
     assert engine.ledger.held_positions.tolist() == list(range(seen))
 
 
 def test_undo_under_a_smaller_budget_keeps_within_it() -> None:
     engine = talked(memory("sink", 64))
-    mark = engine.mark()
+    checkpoint = engine.checkpoint()
     talk(engine, 7)
     list(engine.switch(memory("entropy", 32)))
-    engine.undo(mark)
+    engine.undo(checkpoint)
     assert engine.resident <= 32
 
 
@@ -224,11 +224,11 @@ def test_a_switch_tells_what_left_and_what_came() -> None:
     engine = talked(memory("sink", 64))
     before = set(engine.ledger.held_positions.tolist())
     records = list(engine.switch(replace(memory(), policy=policy_class("entropy")())))
-    gone = {p for r in records if isinstance(r, Evicted) for p in r.positions.tolist()}
-    came = {p for r in records if isinstance(r, Restored) for p in r.positions.tolist()}
+    gone = {p for r in records if isinstance(r, EvictedRows) for p in r.positions.tolist()}
+    came = {p for r in records if isinstance(r, RestoredRows) for p in r.positions.tolist()}
     assert (before - gone) | came == set(engine.ledger.held_positions.tolist())
     assert gone <= before
     assert not came & before
     assert came
-    assert isinstance(engine.memory.policy, policy_class("entropy"))
-    assert not isinstance(engine.memory.policy, Sink)
+    assert isinstance(engine.settings.policy, policy_class("entropy"))
+    assert not isinstance(engine.settings.policy, Sink)

@@ -18,10 +18,10 @@ from families import loaded
 from recalling import find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Memory, Place, Restored
+from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import Measure, Recall, Scope
+from sirchat.memory.recall import Measure, RecallSettings, Scope
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 
@@ -80,8 +80,8 @@ def are_the_best(scores: list[float], chosen: list[int], n: int) -> bool:
 
 def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, Rows]:
     """What a search sees: the turn's rows, and what is archived once the turn is read."""
-    mark, start = engine.mark(), engine.ledger.seen
-    list(engine.feed(ids, [Role.USER] * len(ids), Place(99, 99)))
+    checkpoint, start = engine.checkpoint(), engine.ledger.seen
+    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
     slots = np.flatnonzero(engine.ledger.held_positions >= start)
     held = engine.ledger.held_positions
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -94,7 +94,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
     )
     order = np.argsort(rows.positions)
     theirs = rows.take(order)
-    engine.undo(mark)
+    engine.undo(checkpoint)
     return ours, theirs
 
 
@@ -204,13 +204,13 @@ def test_a_search_leaves_everything_as_it_was(policy: str, measure: Measure, sco
 @pytest.mark.parametrize("measure", ["mips", "attention"])
 def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> None:
     small, model = talked(memory("sink", 64, n=1), rounds=6)
-    never = Engine(model, Memory(policy_class("sink")(), 1000))
+    never = Engine(model, CacheSettings(policy_class("sink")(), 1000))
     for turn in range(6):
-        list(never.feed(some_ids(turn, 20), [Role.USER] * 20, Place(turn, turn)))
+        list(never.feed(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
     # What was read while rows were missing is not what it would be otherwise: read all, then evict.
     roomy = Engine(model, replace(memory("sink", 1000), recall=None))
     for turn in range(6):
-        list(roomy.feed(some_ids(turn, 20), [Role.USER] * 20, Place(turn, turn)))
+        list(roomy.feed(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
     list(roomy.switch(memory("sink", 24, n=1)))
     assert small.resident <= 64
     assert roomy.resident < 30
@@ -222,7 +222,7 @@ def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> 
         found = find(engine, model, ids, 77)
         if found is not None:
             engine.bring(found)
-        list(engine.feed(ids, [Role.USER] * 9, Place(77, 77)))
+        list(engine.feed(ids, [Role.USER] * 9, TurnRef(77, 77)))
     assert roomy.resident == never.resident == 129
     assert roomy.logits is not None
     assert never.logits is not None
@@ -262,8 +262,8 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
     engine = Engine(model, memory("entropy", 80))
     for turn in range(6):
         change = data.draw(st.sampled_from(["say", "policy", "budget", "n", "scope", "off"]))
-        now = engine.memory
-        recall = now.recall or Recall("mips", n=10)
+        now = engine.settings
+        recall = now.recall or RecallSettings("mips", n=10)
         if change == "policy":
             name = data.draw(st.sampled_from(["sink", "window", "reservoir", "full", "entropy"]))
             now = replace(now, policy=policy_class(name)())
@@ -301,10 +301,10 @@ def test_undo_brings_what_had_come_back_before_the_turn() -> None:
     for scope in ("token", "layer"):
         engine, model = talked(memory("entropy", 96, scope=scope))
         before, recalled = contents(engine), engine.recalled_positions.tolist()
-        mark = engine.mark()
+        checkpoint = engine.checkpoint()
         say(engine, model, 60)
         first = contents(engine)
-        engine.undo(mark)
+        engine.undo(checkpoint)
         assert same(contents(engine), before)
         assert engine.recalled_positions.tolist() == recalled
         say(engine, model, 60)
@@ -340,5 +340,5 @@ def test_records_of_a_switch_are_of_what_moved() -> None:
     engine, _ = talked(memory("sink", 96))
     moved = list(engine.switch(replace(memory("sink", 66), recall=None)))
     kinds = {type(one) for one in moved}
-    assert kinds <= {Evicted, Restored}
+    assert kinds <= {EvictedRows, RestoredRows}
     assert engine.recalled == 0

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from driving import Record, feed, generate, some_ids
 from families import BigramModel, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Generated, Memory, Read
+from sirchat.engine.records import CacheSettings, EvictedRows, Generated, Read
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 
@@ -25,7 +25,7 @@ from sirchat.models.model import LoadedModel
 @pytest.mark.parametrize("rows_per_pass", [1, 7, 10**6])
 def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
     model = loaded("llama")
-    engine = Engine(model, Memory(Entropy(), budget=256))
+    engine = Engine(model, CacheSettings(Entropy(), budget=256))
     engine._reader._rows_per_pass = rows_per_pass
     shown: list[float] = []
     for turn in (0, 2):
@@ -50,7 +50,7 @@ def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
 ) -> None:
     """In a bigram model the surprisal of a token is known, whatever is held."""
     model = BigramModel()
-    engine = Engine(model, Memory(Entropy(), budget))
+    engine = Engine(model, CacheSettings(Entropy(), budget))
     for turn, count in enumerate(turns):
         feed(engine, some_ids(count, turn, model.vocab_size), 2 * turn)
         generate(engine, 10, 2 * turn + 1)
@@ -62,7 +62,7 @@ def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
 def test_with_evictions_a_model_sees_what_is_held_and_nothing_else() -> None:
     """An oracle over transformers' own cache and rotation reads the same conversation."""
     model = loaded("llama")
-    engine, oracle = Engine(model, Memory(Entropy(), budget=48)), Oracle(model)
+    engine, oracle = Engine(model, CacheSettings(Entropy(), budget=48)), Oracle(model)
     for turn in range(0, 8, 2):
         oracle.follow(feed(engine, some_ids(40, turn), turn), engine)
         oracle.follow(generate(engine, 20, turn + 1), engine)
@@ -87,7 +87,7 @@ class Oracle:
     def follow(self, records: list[Record], engine: Engine) -> None:
         stream: list[int] = engine.ledger.column("token_id").tolist()
         for record in records:
-            if isinstance(record, Evicted):
+            if isinstance(record, EvictedRows):
                 gone = set(record.positions.tolist())
                 stays = [i for i, position in enumerate(self.held) if position not in gone]
                 self.held = [self.held[i] for i in stays]
@@ -131,7 +131,7 @@ class Oracle:
 @pytest.mark.parametrize("count", [1, 2, 9, 200])
 def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
     model = BigramModel()
-    engine = Engine(model, Memory(Entropy(), budget=64, sinks=0))  # chunks of 16
+    engine = Engine(model, CacheSettings(Entropy(), budget=64, sinks=0))  # chunks of 16
     engine._reader._rows_per_pass = rows_per_pass
     feed(engine, some_ids(count))
     nats = engine.ledger.column("surprisal")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chatting import session
 from sirchat.config.profile import Profile, choices
-from sirchat.memory.attention import Pass
+from sirchat.memory.attention import PassAttention
 from sirchat.memory.decay import automatic_decay
 from sirchat.memory.ledger import Ledger
 
@@ -40,10 +40,10 @@ def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
     for number, score in ((1, 3.0), (2, 8.0)):
         ledger.append([5], [score], turn=0, round=number, roles=[1], flags=[0])
         looks = np.ones((1, number), np.float32)
-        ledger.attention.add(np.arange(number), [Pass.of(looks)], ledger.log_decay)
+        ledger.attention.add(np.arange(number), [PassAttention.of(looks)], ledger.log_decay)
     ledger.close_round(0.25, spared=2)
     at = np.arange(2)
-    assert np.exp(ledger.log_score_of(at)) == pytest.approx([0.75, 8.0])
+    assert np.exp(ledger.log_decayed_surprisal_of(at)) == pytest.approx([0.75, 8.0])
     assert ledger.attention.of(at, ledger.log_decay) == pytest.approx([0.5, 1.0])
 
 

@@ -17,7 +17,7 @@ from contents import contents, same
 from import_graph import SOURCES, imports
 from recalling import find, memory, say, some_ids, talked
 from sirchat.chat.events import Recalled
-from sirchat.chat.settings import build_memory
+from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import Profile, changed
 from sirchat.errors import SettingError
 from sirchat.memory import index as index_module
@@ -26,7 +26,16 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import WORTHWHILE, Index
 from sirchat.memory.ranking import Ranked, Ranking, wants_index
-from sirchat.memory.recall import Heard, Measure, Query, Recall, Weight, score, softened, weighted
+from sirchat.memory.recall import (
+    LayerQueries,
+    Measure,
+    Query,
+    RecallSettings,
+    Weight,
+    score,
+    softened,
+    weighted,
+)
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
 from sirchat.memory.vectors import Vectors
@@ -57,7 +66,9 @@ def some_rows(count: int, first: int = 0, seed: int = 0) -> Rows:
 def some_query(seed: int = 1, tokens: int = 5) -> Query:
     generator = torch.Generator().manual_seed(seed)
     asked = [2 * torch.randn(2 * HEADS, tokens, DIMS, generator=generator) for _ in range(LAYERS)]
-    return Query(some_rows(tokens, seed=seed), [Heard(one, DIMS**-0.5, HEADS) for one in asked])
+    return Query(
+        some_rows(tokens, seed=seed), [LayerQueries(one, DIMS**-0.5, HEADS) for one in asked]
+    )
 
 
 def surprisal_of(positions: Positions) -> np.ndarray:
@@ -65,7 +76,11 @@ def surprisal_of(positions: Positions) -> np.ndarray:
 
 
 def best(
-    how: Callable[[Ranking], Ranked], archive: Archive, query: Query, recall: Recall, n: int = 100
+    how: Callable[[Ranking], Ranked],
+    archive: Archive,
+    query: Query,
+    recall: RecallSettings,
+    n: int = 100,
 ) -> set[int]:
     every = archive.positions
     ranked = how(Ranking(archive, every, query, recall, ROTATIONS, surprisal_of))
@@ -79,7 +94,7 @@ def filled(count: int = 6000) -> Archive:
     return archive
 
 
-def indexed(archive: Archive, recall: Recall) -> Index:
+def indexed(archive: Archive, recall: RecallSettings) -> Index:
     best(Ranking.proposed, archive, some_query(), recall)
     assert archive.index is not None
     assert set(proposed(archive.index)) <= set(archive.positions.tolist())
@@ -112,7 +127,7 @@ def test_an_index_finds_what_looking_at_every_row_finds(
 ) -> None:
     monkeypatch.setattr(index_module, "PROPOSALS", 500)
     monkeypatch.setattr(index_module, "HITS", 25)
-    archive, recall = filled(), Recall(measure, weight, soft=soft, index="on")
+    archive, recall = filled(), RecallSettings(measure, weight, soft=soft, index="on")
     shares = []
     for seed in range(1, 6):
         exact = best(Ranking.all, archive, some_query(seed), recall, 50)
@@ -127,7 +142,7 @@ def test_an_index_finds_what_looking_at_every_row_finds(
 @pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
 def test_inner_products_with_a_token_are_its_scores(measure: Measure, weight: Weight) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=1), torch.linspace(0.1, 3.0, 300)
-    vectors = Vectors(Recall(measure, weight), ROTATIONS, rows)
+    vectors = Vectors(RecallSettings(measure, weight), ROTATIONS, rows)
     vectors.learn(rows)
     scores = score(measure, query, lambda: iter([rows]), ROTATIONS).mean(0)
     (stored,), (asked,) = vectors.of_rows(rows, nats), vectors.of_query(query, -0.7)
@@ -141,7 +156,7 @@ def test_inner_products_with_a_token_are_its_scores(measure: Measure, weight: We
 @pytest.mark.parametrize(("weight", "soft"), WEIGHED)
 def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: bool) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=3), torch.linspace(0.1, 3.0, 300)
-    vectors = Vectors(Recall("attention", weight, soft=soft), ROTATIONS, rows)
+    vectors = Vectors(RecallSettings("attention", weight, soft=soft), ROTATIONS, rows)
     vectors.learn(rows)
     stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
     bare = vectors.of_softmax(query) or asked
@@ -162,7 +177,7 @@ def test_scores_are_softened_and_then_weighted(measure: Measure) -> None:
         Ranking(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
         .all()
         .scores
-        for recall in (Recall(measure), Recall(measure, "surprisal", soft=True))
+        for recall in (RecallSettings(measure), RecallSettings(measure, "surprisal", soft=True))
     )
     plain = weighted(softened(bare, archive.positions), surprisal_of(archive.positions))
     torch.testing.assert_close(found, plain)
@@ -175,7 +190,7 @@ def test_what_is_proposed_is_scored_exactly(
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
     monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
-    archive, recall = filled(3000), Recall(measure, "surprisal", soft=soft, index="on")
+    archive, recall = filled(3000), RecallSettings(measure, "surprisal", soft=soft, index="on")
     every = archive.positions
     exact = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()
     found = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).proposed()
@@ -195,7 +210,7 @@ def test_a_row_that_stands_for_three_counts_as_three() -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
-    archive, recall = filled(), Recall(measure, "surprisal", index="on")
+    archive, recall = filled(), RecallSettings(measure, "surprisal", index="on")
     index = indexed(archive, recall)
     assert max(proposed(index)) >= 4000
     archive.truncate(4000)
@@ -205,7 +220,7 @@ def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
 
 
 def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
-    archive, recall, query = filled(), Recall("attention", index="on"), some_query()
+    archive, recall, query = filled(), RecallSettings("attention", index="on"), some_query()
     indexed(archive, recall)
     archive.truncate(4000)
     archive.add(some_rows(2000, first=4000, seed=7))
@@ -218,7 +233,7 @@ def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
 
 def test_forgetting_leaves_no_index_behind() -> None:
     """Its axes and centroids, too, came from the rows."""
-    archive, recall = filled(), Recall("attention", "surprisal", index="on")
+    archive, recall = filled(), RecallSettings("attention", "surprisal", index="on")
     indexed(archive, recall)
     archive.remove(np.arange(100, 200))
     assert archive.index is None
@@ -228,7 +243,7 @@ def test_forgetting_leaves_no_index_behind() -> None:
 
 
 def test_rows_that_are_lost_at_the_limit_are_not_proposed() -> None:
-    archive, recall = filled(), Recall("mips", "surprisal", index="on")
+    archive, recall = filled(), RecallSettings("mips", "surprisal", index="on")
     index = indexed(archive, recall)
     archive.limit = archive.nbytes // 2
     lost = archive.shrink(lambda positions: positions.astype(float))
@@ -246,7 +261,7 @@ def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.Monkey
         learn(self, rows)
 
     monkeypatch.setattr(Vectors, "learn", note)
-    archive, recall = filled(500), Recall("attention", "surprisal", index="on")
+    archive, recall = filled(500), RecallSettings("attention", "surprisal", index="on")
     first = indexed(archive, recall).nbytes
     for start in (500, 1500, 4000):
         archive.add(some_rows(2500, first=start, seed=start))
@@ -259,14 +274,14 @@ def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.Monkey
 
 def test_another_measure_gets_an_index_of_its_own() -> None:
     archive = filled(2000)
-    first = indexed(archive, Recall("mips", "surprisal", index="on"))
-    assert indexed(archive, Recall("mips", "surprisal", n=7, index="on")) is first
-    assert indexed(archive, Recall("mips", "surprisal", soft=True, index="on")) is not first
-    assert indexed(archive, Recall("mips", "none", index="on")) is not first
+    first = indexed(archive, RecallSettings("mips", "surprisal", index="on"))
+    assert indexed(archive, RecallSettings("mips", "surprisal", n=7, index="on")) is first
+    assert indexed(archive, RecallSettings("mips", "surprisal", soft=True, index="on")) is not first
+    assert indexed(archive, RecallSettings("mips", "none", index="on")) is not first
 
 
 def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    archive, recall = filled(), Recall("mips", span=2, index="on")
+    archive, recall = filled(), RecallSettings("mips", span=2, index="on")
     index = indexed(archive, recall)
     some = np.array([0, 40, 5999])
     monkeypatch.setattr(index, "propose", lambda query, lowest: some)
@@ -297,17 +312,17 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranking, "SAMPLE", 1)
     engine, model = talked(memory("sink", measure="attention", index="on"))
     for turn in range(20, 24):
-        mark = engine.mark()
+        checkpoint = engine.checkpoint()
         found = say(engine, model, turn, count=40)
         assert found is not None
-        assert found.positions.max() < mark.mark.seen
-        engine.undo(mark)
+        assert found.positions.max() < checkpoint.checkpoint.seen
+        engine.undo(checkpoint)
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
-        mine = engine._room
-        engine._room = replace(mine, memory=memory("sink", measure="attention"))
+        mine = engine._budget
+        engine._budget = replace(mine, settings=memory("sink", measure="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
-        engine._room = mine
+        engine._budget = mine
         assert again is not None
         assert exact is not None
         assert set(again.positions) <= set(exact.positions)
@@ -316,16 +331,16 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
 def test_no_index_stays_where_none_is_wanted() -> None:
     engine, model = talked(memory("sink", index="on"))
     assert engine.holding.archive.index is not None
-    recall = engine.memory.recall
+    recall = engine.settings.recall
     assert recall is not None
-    list(engine.switch(replace(engine.memory, recall=replace(recall, index="off"))))
+    list(engine.switch(replace(engine.settings, recall=replace(recall, index="off"))))
     assert engine.holding.archive.index is None
     say(engine, model, 30)
     assert engine.holding.archive.index is None
 
 
 def test_auto_takes_an_index_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = Recall("attention", index="auto")
+    auto = RecallSettings("attention", index="auto")
     assert wants_index(auto, WORTHWHILE + 1)
     assert not wants_index(auto, WORTHWHILE)
     assert not wants_index(replace(auto, scope="layer"), WORTHWHILE + 1)
@@ -355,7 +370,7 @@ def test_tiny_answers_from_what_an_index_found() -> None:
 
 def test_settings_reach_the_search() -> None:
     profile = changed(Profile(), "/set", recall="mips", recall_index="on")
-    recall = build_memory(profile).recall
+    recall = build_cache_settings(profile).recall
     assert recall is not None
     assert recall.index == "on"
 

@@ -68,7 +68,7 @@ def check(ledger: Ledger, rows: list[dict[str, Any]], held: list[int]) -> None:
     assert view.is_anchor.tolist() == [bool(rows[p]["flags"] & Flag.ANCHOR) for p in held]
     assert view.is_pinned.tolist() == [bool(rows[p]["flags"] & Flag.PINNED) for p in held]
     assert view.newest(3).tolist() == [p >= len(rows) - 3 for p in held]
-    assert view.log_score.exp().tolist() == pytest.approx(
+    assert view.log_decayed_surprisal.exp().tolist() == pytest.approx(
         [rows[p]["surprisal"] * rows[p]["decay"] for p in held]
     )
 
@@ -121,9 +121,9 @@ def test_decay_applies_to_the_round_that_closes_and_not_to_the_next() -> None:
     for _ in range(3):
         append_ids(ledger, [1], [8.0])
         ledger.close_round(0.5)
-    assert ledger.held(sinks=0, protected=np.zeros(3, bool)).log_score.exp().tolist() == (
-        pytest.approx([1.0, 2.0, 4.0])
-    )
+    assert ledger.held(
+        sinks=0, protected=np.zeros(3, bool)
+    ).log_decayed_surprisal.exp().tolist() == (pytest.approx([1.0, 2.0, 4.0]))
 
 
 def append(ledger: Ledger, rows: list[dict[str, Any]], turn: int) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Memory, Place
+from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.errors import SettingError
-from sirchat.memory.attention import Pass
+from sirchat.memory.attention import PassAttention
 from sirchat.memory.contract import broken_promises
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.ledger import Flag, Held, Ledger, Role
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy, ScorePolicy
@@ -66,7 +66,7 @@ class Case:
     """Held rows in plain Python and as a policy sees them, and how many must stay."""
 
     rows: list[Row]
-    held: Held
+    held: HeldRows
     num_keep: int
 
     def highest(self, rank: Callable[[Row], Any]) -> list[int]:
@@ -157,7 +157,7 @@ def cases(pick: st.DrawFn) -> Case:
         looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
         weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
         weights[0] = [float(one) for one in looks]
-        ledger.attention.add(np.arange(len(ids)), [Pass.of(weights)], ledger.log_decay)
+        ledger.attention.add(np.arange(len(ids)), [PassAttention.of(weights)], ledger.log_decay)
         attention += [Fraction(0)] * length
         attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
         ledger.close_round(0.5)
@@ -248,7 +248,7 @@ def test_what_nobody_counted_ranks_in_the_middle() -> None:
     ledger = Ledger()
     append(ledger, [1.0] * 4)
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
-    ledger.attention.add(np.arange(1, 4), [Pass.of(looks)], 0.0)
+    ledger.attention.add(np.arange(1, 4), [PassAttention.of(looks)], 0.0)
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     kept = Attention(recent=0).keep(held, 3)
     assert kept.tolist() == [0, 1, 3]
@@ -259,7 +259,7 @@ def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
     for number in range(10):
         append(ledger, [3.0, 5.0], number)
         looks = np.full((2, ledger.seen), 0.25, np.float32)
-        ledger.attention.add(np.arange(ledger.seen), [Pass.of(looks)], ledger.log_decay)
+        ledger.attention.add(np.arange(ledger.seen), [PassAttention.of(looks)], ledger.log_decay)
         ledger.close_round(0.5)
     held = ledger.held(sinks=0, protected=np.zeros(20, bool))
     policy = Salience(recent=0, novelty=False)
@@ -328,7 +328,7 @@ def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
 class Odd(Sink):
     """Tells a number for all rows together."""
 
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         return {"odd": torch.zeros(())}
 
 
@@ -377,10 +377,10 @@ def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
 def test_the_measurement_forgets_as_the_engine_does() -> None:
     policy, rounds = Reservoir(), [2500, 500, 120, 1700]
     model = BigramModel()
-    engine = Engine(model, Memory(policy, BUDGET, SINKS), seed=SEED)
+    engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)
     for number, length in enumerate(rounds):
         ids = [5] * length
-        list(engine.feed(ids, [Role.USER] * length, Place(number, number)))
+        list(engine.feed(ids, [Role.USER] * length, TurnRef(number, number)))
     held, _ = read_stream(policy, rounds, SEED)
     assert engine.ledger.held_positions.tolist() == held.tolist()
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from families import HELD, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Generated, Memory, Place
+from sirchat.engine.records import CacheSettings, Generated, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
@@ -40,10 +40,10 @@ def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
 @held
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model, ids = loaded(name), random_ids(60)
-    engine = Engine(model, Memory(Entropy(), budget=128))
-    list(engine.feed(ids, [Role.USER] * len(ids), Place(0, 0)))
+    engine = Engine(model, CacheSettings(Entropy(), budget=128))
+    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     reply = engine.generate(
-        Sampler(Sampling()), Place(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
+        Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
     )
     got = [record.id for record in reply if isinstance(record, Generated)]
     expected = model.module.generate(

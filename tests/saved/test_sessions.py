@@ -21,7 +21,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.saved.autosave import Saving, fingerprint, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, fingerprint, saved_profile, take_up
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from terminal import Terminal
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data" / "sessions"
 
 
-def talk(chat: Session, saving: Saving | None, sayings: list[str]) -> None:
+def talk(chat: Session, saving: Autosave | None, sayings: list[str]) -> None:
     for text in sayings:
         list(chat.ask(text))
         if saving:
@@ -101,7 +101,7 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     )
     straight, first = Session(model, profile), Session(model, profile)
     talk(straight, None, SAYINGS)
-    saving = Saving(first)
+    saving = Autosave(first)
     talk(first, saving, SAYINGS[:10])
     list(first.pin("turn 3"))
     list(straight.pin("turn 3", pinned=False))
@@ -125,7 +125,7 @@ def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
 ) -> None:
     settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
     straight, first = session(babbler(), **settings), session(babbler(), **settings)
-    saving = Saving(first)
+    saving = Autosave(first)
     talk(straight, None, SAYINGS)
     talk(first, saving, SAYINGS[:10])
     assert first.recalled
@@ -139,7 +139,7 @@ def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
 
 def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:3])
     list(chat.pin("turn 2"))
     list(chat.switch("/policy", policy="sink", budget=120))
@@ -153,7 +153,7 @@ def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
 
 def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Path) -> None:
     chat = session(babbler(), temperature=1.0, **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:4])
     list(chat.undo())
     list(chat.undo())
@@ -174,7 +174,7 @@ def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Pat
 
 def test_a_reset_begins_another_session(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:2])
     chat.reset()
     saving.update()
@@ -185,7 +185,7 @@ def test_a_reset_begins_another_session(folder: Path) -> None:
 
 
 def test_nothing_said_nothing_saved(folder: Path) -> None:
-    saving = Saving(session(babbler(), **SMALL))
+    saving = Autosave(session(babbler(), **SMALL))
     saving.update()
     saving.close()
     assert not folder.exists() or not list(folder.iterdir())
@@ -196,7 +196,7 @@ def test_without_keys_and_values_the_held_tokens_are_read_anew(
     folder: Path, settings: dict[str, Any]
 ) -> None:
     chat = session(babbler(), policy="entropy", **SMALL, **settings)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:6])
     saving.close()
     again, store = resumed(folder, babbler())
@@ -211,7 +211,7 @@ def test_without_keys_and_values_the_held_tokens_are_read_anew(
 
 def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:6])
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
@@ -219,7 +219,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     take_up(again, store, rebuild=True)
     assert [(t.role, t.text) for t in again.turns] == [(t.role, t.text) for t in chat.turns]
     assert again.resident == again.seen
-    saving = Saving(again, store)
+    saving = Autosave(again, store)
     talk(again, saving, SAYINGS[6:7])
     saving.close()
     third, store = resumed(folder, babbler())
@@ -229,7 +229,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
 
 def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
     chat = session(babbler(), policy="entropy", **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:2])
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
@@ -245,7 +245,7 @@ def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> N
 
 def test_closing_saves_what_was_not_saved_yet(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:1])
     talk(chat, None, SAYINGS[1:2])
     saving.close()
@@ -258,7 +258,7 @@ def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:6])
     a_row = chat._engine.cache.first_written(torch.arange(1), chat.save().held[:1]).nbytes
     monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * a_row)
@@ -274,7 +274,7 @@ def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
 
 def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
-    saving = Saving(chat)
+    saving = Autosave(chat)
     talk(chat, saving, SAYINGS[:1])
     saving.close()
     with pytest.raises(SessionError, match=r"--model babbler.*--rebuild"):
@@ -328,7 +328,7 @@ def test_a_killed_chat_has_every_finished_turn_and_goes_on(folder: Path, tmp_pat
 def _chat_until_killed(model: LoadedModel, finished: Path) -> None:
     try:
         chat = session(model, **{**SMALL, "max_new_tokens": 6})
-        saving = Saving(chat)
+        saving = Autosave(chat)
         with finished.open("a") as file:
             for n in range(10**6):
                 text = f"{n} words"

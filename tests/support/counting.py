@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sirchat.chat.events import CameBack, Event, Forgot, TurnDone
+from sirchat.chat.events import Event, Evicted, Restored, TurnDone
 
 
 class Count:
@@ -18,12 +18,12 @@ class Count:
 
     def see(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, CameBack | Forgot | TurnDone):
+            if isinstance(event, Restored | Evicted | TurnDone):
                 assert event.tokens is not None
                 self.tokens |= {row.position: row for row in event.tokens}
-            if isinstance(event, Forgot):
+            if isinstance(event, Evicted):
                 self.gone |= set(event.positions)
-            if isinstance(event, CameBack):
+            if isinstance(event, Restored):
                 assert set(event.positions) <= self.gone
                 self.gone -= set(event.positions)
             if isinstance(event, TurnDone):

@@ -11,23 +11,23 @@ import numpy as np
 
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Evicted, Generated, Place, Read, Restored, Stopped
+from sirchat.engine.records import EvictedRows, Generated, Read, RestoredRows, Stopped, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.ledger import Role
 
-Record = Read | Evicted | Restored | Generated | Stopped
+Record = Read | EvictedRows | RestoredRows | Generated | Stopped
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
 
 def feed(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
-    place = Place(turn, turn // 2)
+    place = TurnRef(turn, turn // 2)
     return list(engine.feed(ids, [Role.USER] * len(ids), place, **options))
 
 
 def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:
     sampler: Sampler = options.pop("sampler", SAMPLER)
     options = {"stop_ids": frozenset(), "max_new_tokens": count, **options}
-    return list(engine.generate(sampler, Place(turn, turn // 2), **options))
+    return list(engine.generate(sampler, TurnRef(turn, turn // 2), **options))
 
 
 def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
@@ -35,7 +35,7 @@ def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
 
 
 def evicted(records: list[Record]) -> list[list[int]]:
-    return [record.positions.tolist() for record in records if isinstance(record, Evicted)]
+    return [record.positions.tolist() for record in records if isinstance(record, EvictedRows)]
 
 
 def check_whole(engine: Engine) -> None:
@@ -52,7 +52,7 @@ def check_whole(engine: Engine) -> None:
 
 def state_of(engine: Engine) -> tuple[Any, ...]:
     ledger = engine.ledger
-    return ledger.seen, ledger.held_positions.tolist(), engine.memory, id(engine.logits)
+    return ledger.seen, ledger.held_positions.tolist(), engine.settings, id(engine.logits)
 
 
 @dataclass

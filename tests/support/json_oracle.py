@@ -60,8 +60,10 @@ def _check_choice(
 
 def _reduced(before: list[Row], profile: Row) -> set[int] | None:
     """What stays behind an anchor though there is room; None where that is everything."""
-    gathers = profile["policy"] == "anchor" and not profile["policy_options"].get("lazy")
-    if not gathers or "anchor" not in before[-1]["flags"]:
+    compacts_at_anchors = profile["policy"] == "anchor" and not profile["policy_options"].get(
+        "lazy"
+    )
+    if not compacts_at_anchors or "anchor" not in before[-1]["flags"]:
         return None
     stays = {
         row["position"]

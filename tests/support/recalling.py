@@ -7,44 +7,46 @@ from functools import partial
 
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Found, Memory, Place
+from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.search import search
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import Recall
-from sirchat.models.attention_hook import listening
+from sirchat.memory.recall import RecallSettings
+from sirchat.models.attention_hook import observed_by
 from sirchat.models.model import LoadedModel
 
 
-def memory(policy: str = "sink", budget: int = 96, **options: object) -> Memory:
-    recall = Recall(**{"measure": "mips", "n": 30, **options})  # type: ignore[arg-type]
-    return Memory(policy_class(policy)(), budget, archive=10**9, recall=recall)
+def memory(policy: str = "sink", budget: int = 96, **options: object) -> CacheSettings:
+    recall = RecallSettings(**{"measure": "mips", "n": 30, **options})  # type: ignore[arg-type]
+    return CacheSettings(policy_class(policy)(), budget, archive=10**9, recall=recall)
 
 
 def some_ids(turn: int, count: int) -> list[int]:
     return random.Random(turn).choices(range(3, 128), k=count)
 
 
-def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Found | None:
+def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> SearchResult | None:
     roles = [Role.USER] * len(ids)
-    hear = partial(listening, model.module)
-    return search(engine, model.rotations, hear, ids, roles, Place(turn, turn))
+    hear = partial(observed_by, model.module)
+    return search(engine, model.rotations, hear, ids, roles, TurnRef(turn, turn))
 
 
-def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Found | None:
+def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
     """A turn as a session reads it: search, bring back, read."""
     ids = some_ids(turn, count)
     engine.release()
-    found = find(engine, model, ids, turn) if engine.memory.recall else None
+    found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
         engine.bring(found)
-    for _ in engine.feed(ids, [Role.USER] * count, Place(turn, turn)):
+    for _ in engine.feed(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
     engine.close_round()
     return found
 
 
-def talked(first: Memory, rounds: int = 8, family: str = "llama") -> tuple[Engine, LoadedModel]:
+def talked(
+    first: CacheSettings, rounds: int = 8, family: str = "llama"
+) -> tuple[Engine, LoadedModel]:
     model = loaded(family)
     engine = Engine(model, first)
     for turn in range(rounds):

@@ -25,10 +25,10 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.saved.autosave import Saving, take_up
+from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands
-from sirchat.ui.compact_panel import draw_glance
+from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
@@ -213,7 +213,7 @@ class _Played:
         shown = [
             draw_panel(whole, NONE, 120),
             draw_panel(whole, NONE, 70),
-            draw_glance(session.snapshot(strongest=30), NONE, 100),
+            draw_compact_panel(session.snapshot(strongest=30), NONE, 100),
             draw_tokens(whole.rows, NONE),
             draw_recalled(session.tokens(list(came)), came, NONE),
         ]
@@ -224,7 +224,7 @@ class _Played:
 
     def resume(self) -> dict[str, Any]:
         """Save, leave, and go on in another session."""
-        saving = Saving(self.session)
+        saving = Autosave(self.session)
         saving.update()
         path = None if saving._store is None else saving._store.path
         saving.close()

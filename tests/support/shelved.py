@@ -17,7 +17,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import saved_profile, take_up
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.autosave import Shelving
+from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Another, Commands
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import InMemory
@@ -34,7 +34,7 @@ class Chat:
         self.session = session(model or babbler(), **{**SMALL, **settings})
         self._out = io.StringIO()
         self._screen = Screen(self._out, self._out)
-        self.shelving = Shelving(self.session, self._screen)
+        self.shelving = SavedChat(self.session, self._screen)
         self._history = InMemory()
 
     def say(self, *texts: str) -> None:

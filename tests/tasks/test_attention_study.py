@@ -13,7 +13,7 @@ from scipy.stats import chi2 as chi2_distribution
 from chatting import babbler, tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.tasks.attention import SEGMENTS, Attention, by_segment, received
+from sirchat.tasks.attention import SEGMENTS, AttentionStudy, by_segment, received
 from sirchat.tasks.run import findings
 from sirchat.tasks.uniformity import PARTS, Uniformity, above
 
@@ -41,7 +41,7 @@ def test_segments_go_from_the_least_to_the_most_surprising() -> None:
 def test_the_module_attends_as_before_afterwards() -> None:
     model = babbler()
     usual = model.module.config._attn_implementation
-    study = Attention(Profile(), limit=3, tokens=12)
+    study = AttentionStudy(Profile(), limit=3, tokens=12)
     found = findings(study, model)
     assert model.module.config._attn_implementation == usual
     assert np.array([one["weights"] for one in found.values()]).shape == (3, 2, 1 + SEGMENTS)
@@ -53,14 +53,14 @@ def test_the_module_attends_as_before_afterwards() -> None:
 def test_texts_of_a_file_are_taken_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("My name is Anna and I live in Lisbon near the sea.\n\n" * 2, "utf-8")
-    one, two = findings(Attention(Profile(), 2, 8, str(file)), tiny()).values()
+    one, two = findings(AttentionStudy(Profile(), 2, 8, str(file)), tiny()).values()
     assert one == two
     with pytest.raises(SettingError, match="has 2 lines, not 3"):
-        Attention(Profile(), 3, 8, str(file))
+        AttentionStudy(Profile(), 3, 8, str(file))
     with pytest.raises(SettingError, match="must have 200"):
-        findings(Attention(Profile(), 2, 200, str(file)), tiny())
+        findings(AttentionStudy(Profile(), 2, 200, str(file)), tiny())
     with pytest.raises(SettingError, match="at least"):
-        Attention(Profile(), 2, 4)
+        AttentionStudy(Profile(), 2, 4)
 
 
 @pytest.mark.parametrize("value", [1.0, 5.0, 9.0, 16.9, 25.0])

@@ -28,11 +28,11 @@ from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
 from sirchat.tasks.report import about
 from sirchat.tasks.side_by_side.compare import compare
-from sirchat.tasks.side_by_side.compared import Comparison, Told, first_difference
+from sirchat.tasks.side_by_side.compared import Comparison, SettingResult, first_difference
 from sirchat.tasks.side_by_side.page import page_of
 from sirchat.tasks.side_by_side.report import draw, record_of
 from sirchat.tasks.side_by_side.rounds import Round, Rounds, rounds_of
-from sirchat.text.transcript import Turn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, read_transcript
 from sirchat.ui.text import displayable
 from terminal import Terminal
 
@@ -77,11 +77,11 @@ def said_to(setting: Profile, rounds: int) -> list[int]:
     return [row.id for row in rows if row.role == "assistant"]
 
 
-def held_at(told: Told, time: int) -> list[int]:
+def held_at(result: SettingResult, time: int) -> list[int]:
     """Positions held when so many tokens had been read, and nothing had left for the next."""
     return [
         position
-        for position, token in enumerate(told.tokens[:time])
+        for position, token in enumerate(result.tokens[:time])
         if any(since < time and (until is None or time <= until) for since, until in token.held)
     ]
 
@@ -103,20 +103,20 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
-    told = found().settings[number]
-    ids, logits = foretold_under(told.setting)
+    result = found().settings[number]
+    ids, logits = foretold_under(result.setting)
     with torch.inference_mode():
         whole = tiny().module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     full = np.exp(log_softmax(whole.double().numpy(), -1))
     oracle = rel_entr(full, np.exp(log_softmax(logits, -1))).sum(-1)
-    assert [one.id for one in told.tokens] == ids
-    assert [one.nats for one in told.tokens] == pytest.approx(oracle.tolist(), abs=1e-4)
+    assert [one.id for one in result.tokens] == ids
+    assert [one.nats for one in result.tokens] == pytest.approx(oracle.tolist(), abs=1e-4)
     assert oracle.max() > 0.1  # something was forgotten that mattered
     start = 0
-    for after in told.rounds:
+    for after in result.rounds:
         assert after.nats == pytest.approx(oracle[start : after.seen].mean(), abs=1e-4)
         start = after.seen
-    assert told.nats == pytest.approx(oracle.mean(), abs=1e-4)
+    assert result.nats == pytest.approx(oracle.mean(), abs=1e-4)
 
 
 def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enough() -> None:
@@ -128,26 +128,26 @@ def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enoug
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
-    told = found().settings[number]
-    for count, after in enumerate(told.rounds, 1):
-        ledger = plain(told.setting, TALK[:count])._engine.ledger
+    result = found().settings[number]
+    for count, after in enumerate(result.rounds, 1):
+        ledger = plain(result.setting, TALK[:count])._engine.ledger
         held = ledger.held_positions.tolist()
         assert (after.held, after.seen) == (len(held), ledger.seen)
-        assert held_at(told, after.seen) == held
+        assert held_at(result, after.seen) == held
         turns = ledger.column("turn")[: ledger.seen]
         for share in after.shares:
             assert share.tokens == int((turns == share.index).sum())
             assert share.held == int((turns[held] == share.index).sum())
-    for count, after in enumerate(told.rounds):
+    for count, after in enumerate(result.rounds):
         of = np.isin(turns, after.turns)
-        assert told.kept(count) == pytest.approx(of[held].sum() / of.sum())
+        assert result.kept(count) == pytest.approx(of[held].sum() / of.sum())
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
-    told = found().settings[number]
-    for count, after in enumerate(told.rounds):
-        mine, full = said_to(told.setting, count), said_to(FULL, count)
+    result = found().settings[number]
+    for count, after in enumerate(result.rounds):
+        mine, full = said_to(result.setting, count), said_to(FULL, count)
         assert list(after.answer.ids) == mine
         assert "".join(after.answer.tokens) == after.answer.text
         assert after.reply == TALK[count][1]
@@ -157,7 +157,7 @@ def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
             assert at is not None
             assert mine[:at] == full[:at]
             assert mine[at : at + 1] != full[at : at + 1]
-    assert all(one.same for one in told.rounds) == (number == 0)
+    assert all(one.same for one in result.rounds) == (number == 0)
 
 
 def test_the_first_difference_is_found() -> None:
@@ -177,14 +177,14 @@ def test_without_replies_all_go_on_with_what_full_answers() -> None:
 
 
 def test_each_can_go_on_with_its_own_answers() -> None:
-    told = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
-    for one in told:
+    result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
+    for one in result:
         chat = session(policy=one.setting.policy, budget=one.setting.budget)
         answers = [answer(list(chat.ask(user))) for user, _ in TALK]
         assert [after.reply for after in one.rounds] == answers
         assert held_at(one, chat.seen) == chat._engine.ledger.held_positions.tolist()
-    assert {one.nats for one in told[1].tokens} == {None}
-    assert told[1].rounds[0].same is not None
+    assert {one.nats for one in result[1].tokens} == {None}
+    assert result[1].rounds[0].same is not None
 
 
 def test_where_the_context_is_full_the_others_go_on() -> None:
@@ -202,19 +202,21 @@ def test_where_the_context_is_full_the_others_go_on() -> None:
 
 def test_what_comes_back_is_followed() -> None:
     setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
-    told = compare(tiny(), (FULL, setting), transcript()).settings[1]
-    assert any(len(one.held) > 1 for one in told.tokens)
-    for count, after in enumerate(told.rounds, 1):
+    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
+    assert any(len(one.held) > 1 for one in result.tokens)
+    for count, after in enumerate(result.rounds, 1):
         ledger = plain(setting, TALK[:count])._engine.ledger
-        assert held_at(told, after.seen) == ledger.held_positions.tolist()
-    assert [one.id for one in told.tokens] == foretold_under(FULL)[0]  # the search leaves no trace
+        assert held_at(result, after.seen) == ledger.held_positions.tolist()
+    assert [one.id for one in result.tokens] == foretold_under(FULL)[
+        0
+    ]  # the search leaves no trace
 
 
 def test_a_policy_that_looks_at_attention_is_compared_like_any_other() -> None:
     setting = Profile(policy="attention", budget=48, recent=8)
-    told = compare(tiny(), (FULL, setting), transcript()).settings[1]
+    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
     ledger = plain(setting)._engine.ledger
-    assert held_at(told, told.rounds[-1].seen) == ledger.held_positions.tolist()
+    assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()
 
 
 def test_a_turn_that_cannot_be_taken_back_ends_its_setting() -> None:
@@ -231,7 +233,7 @@ def test_turns_are_paired() -> None:
     assert read.rounds == (Round("a", None), Round("b", "c"))
     assert read.notes == ("x, line 5: a system turn after the first turn is left out",)
     with pytest.raises(TranscriptError, match="line 2: an assistant turn must follow a user turn"):
-        rounds_of([Turn("system", "s", 1), Turn("assistant", "a", 2)], "x")
+        rounds_of([TranscriptTurn("system", "s", 1), TranscriptTurn("assistant", "a", 2)], "x")
     with pytest.raises(TranscriptError, match="no user turn"):
         rounds_of([], "x")
 
@@ -294,11 +296,11 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert (
         json.loads(re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))[0]) == record
     )
-    told = found().settings[1]
+    result = found().settings[1]
     sink = record["settings"][1]
-    assert sink["kl_nats"] == pytest.approx(told.nats, abs=1e-6)
-    assert [one["differs_at"] for one in sink["turns"]] == [one.differs_at for one in told.rounds]
-    assert [len(column) for column in sink["tokens"].values()] == [len(told.tokens)] * 7
+    assert sink["kl_nats"] == pytest.approx(result.nats, abs=1e-6)
+    assert [one["differs_at"] for one in sink["turns"]] == [one.differs_at for one in result.rounds]
+    assert [len(column) for column in sink["tokens"].values()] == [len(result.tokens)] * 7
     assert sink["turns"][-1]["cache_bytes"] == 32 * 6 * 2 * 64 * 4 * 3  # two keys and a value
     shown = run(*words[:2], "--policies", "sink", "--budget", "32")
     assert "1. USER: My name is Anna" in shown.stdout
@@ -320,11 +322,11 @@ def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
         terminal.send("\x03")
         assert terminal.ended() == 130
     (record,) = re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))
-    told = json.loads(record)
-    rounds = len(told["turns"])
+    result = json.loads(record)
+    rounds = len(result["turns"])
     assert 1 <= rounds < 3_000
-    assert [len(one["turns"]) for one in told["settings"]] == [rounds, rounds]
-    assert told["notes"] == [f"stopped after {rounds} of 3000 user turns"]
+    assert [len(one["turns"]) for one in result["settings"]] == [rounds, rounds]
+    assert result["notes"] == [f"stopped after {rounds} of 3000 user turns"]
 
 
 def test_a_stop_before_the_first_round_leaves_nothing_to_show() -> None:

@@ -28,7 +28,7 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness
-from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.study import LmEval
 from sirchat.tasks.lm_eval.text import Texts
 from sirchat.tasks.run import findings
@@ -42,7 +42,7 @@ WORDS = ["I", "you", "Anna", "Ben", "live", "like", "in", "the", "cat", "name", 
 
 def ours(model: LoadedModel | None = None, setting: Profile = FULL, *, chat: bool = False) -> Any:
     model = model or tiny()
-    return language_model(Reader(model, setting), Texts(model.tokenizer, chat=chat))
+    return language_model(TextReader(model, setting), Texts(model.tokenizer, chat=chat))
 
 
 def theirs(model: LoadedModel | None = None, **options: Any) -> Any:
@@ -207,7 +207,9 @@ def test_accuracy_is_what_a_count_by_hand_gives(tasks: Path) -> None:
         for one in documents(tasks):
             context = tiny().tokenizer.encode(one["question"])
             whole = [tiny().tokenizer.encode(f"{one['question']} {city}") for city in CITIES]
-            weighed = Reader(tiny(), setting).weigh(context, [ids[len(context) :] for ids in whole])
+            weighed = TextReader(tiny(), setting).score_continuation(
+                context, [ids[len(context) :] for ids in whole]
+            )
             sums = [sum(each.log_probabilities) for each in weighed]
             right += sums.index(max(sums)) == one["answer"]
         (score,) = found[f"{row}/sirchat_homes"]["scores"]
@@ -253,14 +255,14 @@ def test_the_command_tells_every_metric_under_every_setting(tasks: Path, tmp_pat
 
 def test_a_chat_is_asked_in_the_models_own_template(tasks: Path) -> None:
     lm, seen = ours(chat=True), []
-    weigh = lm._reader.weigh
+    score_continuation = lm._reader.score_continuation
 
     class Spy:
         longest, model = None, tiny()
 
-        def weigh(self, context: Any, after: Any) -> Any:
+        def score_continuation(self, context: Any, after: Any) -> Any:
             seen.append(tiny().tokenizer.decode(list(context)))
-            return weigh(context, after)
+            return score_continuation(context, after)
 
     lm._reader = Spy()
     Harness(shots=1, limit=1, folder=str(tasks), chat=True).run(lm, "sirchat_homes", "Be brief.")

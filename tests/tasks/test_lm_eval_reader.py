@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.text import Texts
 
 FULL = Profile(policy="full")
@@ -59,12 +59,12 @@ def test_under_full_a_continuation_weighs_what_a_pass_without_a_cache_says() -> 
         context, after = random_ids(rng, rng.randint(1, 80)), random_ids(rng, rng.randint(1, 12))
         every = log_probabilities([*context, *after])[len(context) - 1 : -1]  # [m, V]
         likeliest = int(every[0].argmax())
-        weighed, likely = Reader(tiny(), FULL).weigh(context, [after, [likeliest]])
+        weighed, likely = TextReader(tiny(), FULL).score_continuation(context, [after, [likeliest]])
         wanted = every.gather(1, torch.tensor(after)[:, None]).sum()
         assert sum(weighed.log_probabilities) == pytest.approx(float(wanted), abs=1e-4)
         assert weighed.greedy == bool((every.argmax(-1) == torch.tensor(after)).all())
         assert likely.greedy
-        rolled = Reader(tiny(), FULL).log_probability(context, after)
+        rolled = TextReader(tiny(), FULL).log_probability(context, after)
         assert rolled == pytest.approx(float(wanted), abs=1e-4)
 
 
@@ -72,13 +72,13 @@ def test_under_full_a_continuation_weighs_what_a_pass_without_a_cache_says() -> 
 @pytest.mark.parametrize("piece", [None, 40])
 def test_a_context_is_held_under_the_budget(policy: str, piece: int | None) -> None:
     model, rng = watched(tiny()), random.Random(1)
-    reader = Reader(model, Profile(policy=policy, budget=48), piece)
+    reader = TextReader(model, Profile(policy=policy, budget=48), piece)
     engine = reader.read(random_ids(rng, 300))
     assert (engine.ledger.seen, engine.resident) == (300, max(end for _, end in model.passes))
     assert engine.resident <= 48
     reader.log_probability(random_ids(rng, 1), random_ids(rng, 200))
     assert max(end for _, end in model.passes) <= 48
-    reader.weigh(random_ids(rng, 300), [random_ids(rng, 9), random_ids(rng, 30)])
+    reader.score_continuation(random_ids(rng, 300), [random_ids(rng, 9), random_ids(rng, 30)])
     assert max(end for _, end in model.passes) <= 48 + 29  # options come on top
     list(reader.reply(random_ids(rng, 100), 60))
     assert max(end for _, end in model.passes) <= 48 + 29
@@ -87,9 +87,9 @@ def test_a_context_is_held_under_the_budget(policy: str, piece: int | None) -> N
 def test_a_context_is_read_once_for_all_that_may_follow() -> None:
     model, rng = watched(tiny()), random.Random(2)
     after = [random_ids(rng, 5) for _ in range(4)]
-    together = Reader(model, FULL).weigh(context := random_ids(rng, 60), after)
+    together = TextReader(model, FULL).score_continuation(context := random_ids(rng, 60), after)
     assert [begin for begin, _ in model.passes].count(0) == 1
-    alone = [Reader(tiny(), FULL).weigh(context, [one])[0] for one in after]
+    alone = [TextReader(tiny(), FULL).score_continuation(context, [one])[0] for one in after]
     assert together == alone
 
 
@@ -98,7 +98,9 @@ def test_rounds_let_a_decay_take_effect() -> None:
     plain, fading = (Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.5))
 
     def held(setting: Profile, piece: int | None) -> list[int]:
-        return [int(at) for at in Reader(tiny(), setting, piece).read(ids).ledger.held_positions]
+        return [
+            int(at) for at in TextReader(tiny(), setting, piece).read(ids).ledger.held_positions
+        ]
 
     assert held(plain, None) == held(fading, None)
     assert sum(held(plain, 50)) < sum(held(fading, 50))  # what is far fades
@@ -106,14 +108,16 @@ def test_rounds_let_a_decay_take_effect() -> None:
 
 def test_what_is_forgotten_changes_what_comes_next() -> None:
     context, after = (random_ids(random.Random(4), count) for count in (200, 6))
-    (full,) = Reader(tiny(), FULL).weigh(context, [after])
-    (held,) = Reader(tiny(), Profile(policy="sink", budget=32)).weigh(context, [after])
+    (full,) = TextReader(tiny(), FULL).score_continuation(context, [after])
+    (held,) = TextReader(tiny(), Profile(policy="sink", budget=32)).score_continuation(
+        context, [after]
+    )
     assert abs(sum(full.log_probabilities) - sum(held.log_probabilities)) > 0.01
 
 
 def test_a_reply_is_the_likeliest_one_and_ends_in_time() -> None:
     context = random_ids(random.Random(5), 30)
-    reply = list(Reader(babbler(), FULL).reply(context, 20))
+    reply = list(TextReader(babbler(), FULL).reply(context, 20))
     assert len(reply) == 20
     for end, token_id in enumerate(reply):
         ids = torch.tensor([[*context, *reply[:end]]])
@@ -123,9 +127,9 @@ def test_a_reply_is_the_likeliest_one_and_ends_in_time() -> None:
 
 
 def test_a_context_beyond_the_models_length_is_refused_under_full() -> None:
-    reader = Reader(tiny(), FULL)
+    reader = TextReader(tiny(), FULL)
     assert reader.longest == tiny().context_length
-    assert Reader(tiny(), Profile(policy="sink")).longest is None
+    assert TextReader(tiny(), Profile(policy="sink")).longest is None
     with pytest.raises(ContextFullError):
         reader.read([7] * (tiny().context_length + 1))
 

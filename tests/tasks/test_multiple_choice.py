@@ -16,7 +16,7 @@ from command import run
 from contents import contents, same
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.records import Weighed
+from sirchat.engine.records import ContinuationScore
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated, sirllm_files
@@ -70,7 +70,9 @@ def test_weighing_a_reply_changes_nothing_and_tells_each_tokens_share() -> None:
     for _ in chat.read_user("What is the opposite of hot?"):
         pass
     engine, before = chat._engine, contents(chat._engine)
-    drawn = [chat.weigh(reply) for reply in ("cold", "The answer is cold (B).", "cold")]
+    drawn = [
+        chat.score_continuation(reply) for reply in ("cold", "The answer is cold (B).", "cold")
+    ]
     assert drawn[0] == drawn[2]
     assert same(contents(engine), before)
     with torch.inference_mode():
@@ -85,12 +87,12 @@ def test_a_greedy_reply_is_known_as_such() -> None:
     list(chat.undo())
     for _ in chat.read_user("What is the opposite of hot?"):
         pass
-    assert chat.weigh(said).greedy
-    assert not chat.weigh("Bananas.").greedy
+    assert chat.score_continuation(said).greedy
+    assert not chat.score_continuation("Bananas.").greedy
 
 
-def weighed(*log_probabilities: float, ids: str, greedy: bool = False) -> Weighed:
-    return Weighed(tuple(map(ord, ids)), log_probabilities, greedy)
+def weighed(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
+    return ContinuationScore(tuple(map(ord, ids)), log_probabilities, greedy)
 
 
 def test_the_released_code_takes_what_it_would_say_or_what_begins_best() -> None:

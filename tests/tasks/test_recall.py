@@ -13,7 +13,7 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.interval import wilson
-from sirchat.tasks.recall import KIND_NAMES, Conversation, Recall
+from sirchat.tasks.recall import KIND_NAMES, RecallStudy, RecallTalk
 from sirchat.tasks.run import findings
 from sirchat.training.probe import PROBED
 from sirchat.world.dialogue import UNTOLD
@@ -21,8 +21,8 @@ from sirchat.world.dialogue import UNTOLD
 FULL = Profile(policy="full")
 
 
-def conversations(limit: int, **options: Any) -> list[Conversation]:
-    study = Recall((FULL,), limit, **options)
+def conversations(limit: int, **options: Any) -> list[RecallTalk]:
+    study = RecallStudy((FULL,), limit, **options)
     return [study.conversation(int(unit)) for unit in study.units()]
 
 
@@ -74,12 +74,12 @@ def test_what_was_never_told_is_to_be_declined() -> None:
 )
 def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint: str) -> None:
     with pytest.raises(SettingError, match=hint):
-        Recall((FULL,), 1, **wrong)
+        RecallStudy((FULL,), 1, **wrong)
 
 
 def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
-    study = Recall((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
+    study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
     full, lost = study.held(findings(study, tiny()))
     assert sum(one["right"] for one in full.all) >= 5
     assert sum(one["right"] for one in lost.all) == 0
@@ -88,7 +88,7 @@ def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
 
 
 def test_generated_rounds_are_scored() -> None:
-    study = Recall((FULL,), 2, between=(3,), kinds=("name",), generate=True)
+    study = RecallStudy((FULL,), 2, between=(3,), kinds=("name",), generate=True)
     found = findings(study, babbler()).values()
     assert [one["quizzes"] for one in found] == [3, 3]
     assert sum(one["quizzes right"] for one in found) == 0

@@ -12,7 +12,7 @@ from chatting import tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.tasks.needle import TASKS, Told, counted, released, told
+from sirchat.tasks.needle import TASKS, NeedleDialogue, counted, needle_dialogue, read_dialogues
 from sirchat.tasks.privacy import Privacy
 from sirchat.tasks.retrieval import (
     BASE,
@@ -51,9 +51,9 @@ def test_every_way_is_asked_at_every_count() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_conversations_tell_what_they_ask_for(task: str) -> None:
     for number in range(20):
-        one = told(task, 0, number)
-        assert one == told(task, 0, number)
-        assert one != told(task, 1, number)
+        one = needle_dialogue(task, 0, number)
+        assert one == needle_dialogue(task, 0, number)
+        assert one != needle_dialogue(task, 1, number)
         assert len(one.rounds) == TASKS[task] + task.startswith("facts")
         users = [user for user, _ in one.rounds]
         assert one.answers(one.answer)
@@ -70,25 +70,27 @@ def test_conversations_tell_what_they_ask_for(task: str) -> None:
 
 
 def test_a_right_answer_may_have_words_around_it_where_that_is_asked() -> None:
-    one = Told((), "", "In story 2, a Frog escaped.", within=True)
+    one = NeedleDialogue((), "", "In story 2, a Frog escaped.", within=True)
     assert one.answers("1. In story 2,  a frog escaped. Is that right?")
     assert not one.answers("In story 1, a frog escaped.")
     assert one.may_answer("1. In")
 
 
 def test_released_conversations_ask_for_what_they_told(data: Path) -> None:
-    lines = released(data / "rag_questions.jsonl")
+    lines = read_dialogues(data / "rag_questions.jsonl")
     assert len(lines) == 10  # of eleven: one asks for a line that there is not
     for one in lines:
         line = one.question.removeprefix("What is the number in ").rstrip("?")
         assert (f"{line}: {one.answer}", "OK.") in one.rounds
-    (story,) = released(data / "rag_A_test_story.jsonl")
+    (story,) = read_dialogues(data / "rag_A_test_story.jsonl")
     assert story.answer.startswith("In story 2, a Frog escaped")
-    last, frog = released(data / "rag_A_test_story_2.jsonl")  # a third tells and asks in one turn
+    last, frog = read_dialogues(
+        data / "rag_A_test_story_2.jsonl"
+    )  # a third tells and asks in one turn
     assert last.answer.startswith("In story 10, a Princess")
     assert frog.answer.startswith("In story 2, a Frog")
     with pytest.raises(SettingError, match="no conversation"):
-        released(data / "rag_mt_bench.jsonl")  # nothing is told there
+        read_dialogues(data / "rag_mt_bench.jsonl")  # nothing is told there
     study = Retrieval(Profile(), limit=3, data=str(data / "rag_questions.jsonl"))
     assert (study.name, study.keys()) == ("rag_questions", ["0", "1", "2"])
 

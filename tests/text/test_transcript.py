@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirchat.errors import TranscriptError, UsageError
-from sirchat.text.transcript import FORMATS, Turn, read_transcript, read_turns, write_jsonl
+from sirchat.text.transcript import (
+    FORMATS,
+    TranscriptTurn,
+    read_transcript,
+    read_turns,
+    write_jsonl,
+)
 
 ROLES = st.sampled_from(["system", "user", "assistant"])
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
@@ -38,7 +44,7 @@ def refusal(text: str | bytes, format: str = "auto") -> str:
 
 @given(st.lists(st.tuples(ROLES, st.text())))
 def test_any_turns_come_back_as_they_were_written(spoken: list[tuple[str, str]]) -> None:
-    turns = [Turn(role, text, line) for line, (role, text) in enumerate(spoken, 1)]  # type: ignore[arg-type]
+    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(spoken, 1)]  # type: ignore[arg-type]
     file = io.BytesIO()
     write_jsonl(turns, file)
     assert read_transcript(file.getvalue(), "t") == turns

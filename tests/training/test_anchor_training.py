@@ -31,7 +31,7 @@ from sirchat.training.anchor import (
     train_anchors,
     weighted_sum,
 )
-from sirchat.training.anchor_rows import Generated, Read, Writer, packed
+from sirchat.training.anchor_rows import TalkRows, TextRows, Writer, packed
 from sirchat.training.ansan import visible
 from sirchat.world.dialogue import Message, Mix, dialogue
 
@@ -96,10 +96,10 @@ def test_ends_of_sentences_are_anchors_where_they_stand() -> None:
 
 def test_a_row_depends_on_seed_and_number_alone() -> None:
     writer = Writer(tiny().tokenizer, AC)
-    rows, again = Generated(writer, MIX, 4, 64, 0), Generated(writer, MIX, 9, 64, 0)
+    rows, again = TalkRows(writer, MIX, 4, 64, 0), TalkRows(writer, MIX, 9, 64, 0)
     assert all(torch.equal(rows[2][name], again[2][name]) for name in rows[2])
     assert not torch.equal(rows[2]["input_ids"], rows[3]["input_ids"])
-    assert not torch.equal(rows[2]["input_ids"], Generated(writer, MIX, 4, 64, 1)[2]["input_ids"])
+    assert not torch.equal(rows[2]["input_ids"], TalkRows(writer, MIX, 4, 64, 1)[2]["input_ids"])
     assert len(rows[0]["input_ids"]) == 64
     assert (rows[0]["document"].diff() >= 0).all()
 
@@ -110,18 +110,18 @@ def test_files_are_texts_and_conversations(tmp_path: Path) -> None:
     lines = [json.dumps({"messages": messages}), json.dumps({"text": "It snows. It is cold."})]
     (tmp_path / "b.jsonl").write_text("\n".join(lines * 9) + "\n", "utf-8")
     files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    data = Read(Writer(tiny().tokenizer, AC), files, 32)
+    data = TextRows(Writer(tiny().tokenizer, AC), files, 32)
     assert len(data) > 5
     ids = torch.cat([data[n]["input_ids"] for n in range(len(data))])
     assert (torch.cat([data[n]["is_anchor"] for n in range(len(data))]) == (ids == 2048)).all()
     for text, hint in (("{}", "line 1"), ("[", "line 1"), ('{"messages": [7]}', "line 1")):
         (tmp_path / "c.jsonl").write_text(text, "utf-8")
         with pytest.raises(SettingError, match=hint):
-            Read(Writer(tiny().tokenizer, AC), [tmp_path / "c.jsonl"], 8)
+            TextRows(Writer(tiny().tokenizer, AC), [tmp_path / "c.jsonl"], 8)
     with pytest.raises(SettingError, match="fewer --tokens"):
-        Read(Writer(tiny().tokenizer, AC), files, 100_000)
+        TextRows(Writer(tiny().tokenizer, AC), files, 100_000)
     with pytest.raises(SettingError, match="can't be read"):
-        Read(Writer(tiny().tokenizer, AC), [tmp_path / "none"], 8)
+        TextRows(Writer(tiny().tokenizer, AC), [tmp_path / "none"], 8)
 
 
 # --- the loss ---

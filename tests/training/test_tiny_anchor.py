@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.models.model import load_model
-from sirchat.tasks.recall import Recall
+from sirchat.tasks.recall import RecallStudy
 from sirchat.tasks.run import findings
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.training.anchor_rows import Writer
@@ -96,7 +96,7 @@ def test_the_bundled_model_recalls_from_anchors_alone() -> None:
     """Ten facts of one value each, twelve quizzes between: little is held, nearly all is known."""
     kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")
     setting = Profile(policy="anchor", sinks=1)
-    study = Recall((setting,), 10, between=(12,), kinds=kinds)
+    study = RecallStudy((setting,), 10, between=(12,), kinds=kinds)
     found = findings(study, load_model("tiny-anchor", device="cpu")).values()
     assert sum(one["right"] for one in found) >= 8
     for one in found:

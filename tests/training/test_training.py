@@ -21,7 +21,7 @@ from sirchat.errors import ModelError, SettingError
 from sirchat.training.network import build_model, token_losses
 from sirchat.training.probe import PROBED, matches, probe, probe_dialogue
 from sirchat.training.rows import Renderer, span_matches
-from sirchat.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, moment_at
+from sirchat.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, scheduled_step_at
 from sirchat.training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.world import bank
@@ -259,7 +259,7 @@ def test_loss_equals_the_plain_forward_pass() -> None:
 
 
 def test_each_phase_lengthens_its_rows_and_warms_and_cools_its_learning_rate() -> None:
-    moments = [moment_at(step, RECIPE_STEPS) for step in range(RECIPE_STEPS)]
+    moments = [scheduled_step_at(step, RECIPE_STEPS) for step in range(RECIPE_STEPS)]
     for phase in PHASES:
         own = [moment for moment in moments if moment.phase is phase]
         assert [moment.step for moment in own] == list(range(phase.steps))
@@ -274,7 +274,7 @@ def test_each_phase_lengthens_its_rows_and_warms_and_cools_its_learning_rate() -
 
 @given(st.integers(1, 5000))
 def test_a_shorter_training_has_the_same_phases_in_proportion(steps: int) -> None:
-    moments = [moment_at(step, steps) for step in range(steps)]
+    moments = [scheduled_step_at(step, steps) for step in range(steps)]
     assert all(0 <= moment.step < moment.steps for moment in moments)
     first = sum(moment.phase is COPYING for moment in moments)
     assert abs(first - steps * COPYING.steps / RECIPE_STEPS) <= 1

@@ -14,7 +14,7 @@ from command import run
 from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
-from sirchat.saved.autosave import Saving, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, saved_profile, take_up
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from terminal import Terminal
@@ -276,7 +276,7 @@ def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
         again = Session(babbler(), saved_profile(store))
         take_up(again, store)
         list(again.switch("--resume", system="Be brief."))
-        Saving(again, store).update()
+        Autosave(again, store).update()
     assert resumed(folder, ident)[0].turns == again.turns
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from chatting import answer, babbler, save_babbler, session
 from command import run
-from sirchat.chat.events import Delta, Forgot, Reading, TokenRow
+from sirchat.chat.events import Delta, Evicted, Reading, TokenRow
 from sirchat.chat.snapshot import EDGES, Histogram, Snapshot, TurnShare
 from sirchat.config.profile import Profile
 from sirchat.ui.live import LiveTurn
@@ -189,11 +189,11 @@ def _talk(panel: str = "live", text: str = "held") -> Any:
     )
 
 
-def _show(terminal: _Fake, pieces: list[str], panel: str = "live", *sizes: tuple[int, int]) -> None:
+def _show(terminal: _Fake, runs: list[str], panel: str = "live", *sizes: tuple[int, int]) -> None:
     """Show a reply that comes in these pieces, the window changing to these sizes in its course."""
-    changes = {(i + 1) * len(pieces) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
+    changes = {(i + 1) * len(runs) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
     with LiveTurn(_talk(panel), Screen(terminal, terminal)) as view:
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(runs):
             if i in changes:
                 terminal.resize(*changes[i])
             view.show(Delta(piece))
@@ -297,7 +297,7 @@ def test_what_is_held_cannot_steer_the_terminal(terminal: _Fake) -> None:
         talk, screen = _talk(text=text), Screen(terminal, terminal)
         with LiveTurn(talk, screen) as view:
             view.show(Reading(1, 2))
-            view.show(Forgot(turn=0, positions=(0,), resident=1, seen=1))
+            view.show(Evicted(turn=0, positions=(0,), resident=1, seen=1))
         snapshot = replace(talk.snapshot(), model=text, policy=text)
         histogram = Histogram(*([(0,) * (len(EDGES) - 1)] * 2))
         screen.show(draw_panel(replace(snapshot, histogram=histogram), screen.theme, 80))

@@ -23,8 +23,8 @@ from wcwidth import wcswidth
 from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Histogram, Snapshot, TurnShare
-from sirchat.ui.cells import BASE, Piece, grid_safe, lay_out, shown
-from sirchat.ui.compact_panel import draw_glance, strip
+from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown
+from sirchat.ui.compact_panel import draw_compact_panel, strip
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.tables import draw_histogram, draw_tokens
 from sirchat.ui.theme import Theme
@@ -42,8 +42,8 @@ def draw(kind: str, theme: Theme, width: int) -> RenderableType:
     if kind == "panel-long":
         return draw_panel(LONG, theme, width)
     if kind == "glance-long":
-        return draw_glance(glance_of(LONG), theme, width)
-    return draw_glance(glance_of(TALK), theme, width, flash=GONE)
+        return draw_compact_panel(glance_of(LONG), theme, width)
+    return draw_compact_panel(glance_of(TALK), theme, width, flash=GONE)
 
 
 CASES: list[tuple[str, int, str, ColorSystem | None]] = [
@@ -116,7 +116,9 @@ def test_a_glance_has_eight_rows_at_most_and_none_wraps(
 ) -> None:
     held = {row.position for row in snapshot.rows}
     left = [row for row in _all_rows(snapshot) if row.position not in held]
-    drawn = lines(draw_glance(glance_of(snapshot, strongest), DARK, width, flash=left), width)
+    drawn = lines(
+        draw_compact_panel(glance_of(snapshot, strongest), DARK, width, flash=left), width
+    )
     assert len(drawn) <= 8
     for line in drawn:
         assert wcswidth(line) == cell_len(line) <= width - 1
@@ -132,9 +134,9 @@ def _all_rows(snapshot: Snapshot) -> list[TokenRow]:
 @given(st.lists(TEXTS), st.integers(2, 80))
 def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int) -> None:
     styles_in_turn = [Style(), Style(bold=True)]
-    pieces = [Piece(shown(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)]
-    laid = lay_out(pieces, width)
-    assert "".join(line.plain for line in laid) == "".join(piece.text for piece in pieces)
+    runs = [StyledRun(shown(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)]
+    laid = lay_out(runs, width)
+    assert "".join(line.plain for line in laid) == "".join(piece.text for piece in runs)
     for line in laid:
         assert wcswidth(line.plain) == cell_len(line.plain) <= width
         assert not line.plain or cell_len(line.plain[0]) > 0, "a mark without its letter"
@@ -144,7 +146,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 def test_nothing_from_a_token_steers_the_terminal(snapshot: Snapshot) -> None:
     for drawn in (
         draw_panel(snapshot, DARK, 80),
-        draw_glance(glance_of(snapshot), DARK, 80),
+        draw_compact_panel(glance_of(snapshot), DARK, 80),
         draw_tokens(snapshot.rows, DARK),
     ):
         plain = printed(drawn, 80).replace("\n", "")
@@ -181,13 +183,16 @@ def test_shown(text: str, as_shown: str) -> None:
 
 
 def test_lines_break_after_spaces_and_gaps_stay_whole() -> None:
-    pieces = [Piece("one two th", Style()), Piece("ree", Style(bold=True))]
-    assert [line.plain for line in lay_out(pieces, 12)] == ["one two ", "three"]
-    pieces = [Piece("a" * 9, Style()), Piece("⋯123", Style(), whole=True)]
-    assert [line.plain for line in lay_out(pieces, 11)] == ["a" * 9, "⋯123"]
-    assert [line.plain for line in lay_out([Piece("a字字", Style())], 4)] == ["a字", "字"]
+    runs = [StyledRun("one two th", Style()), StyledRun("ree", Style(bold=True))]
+    assert [line.plain for line in lay_out(runs, 12)] == ["one two ", "three"]
+    runs = [StyledRun("a" * 9, Style()), StyledRun("⋯123", Style(), whole=True)]
+    assert [line.plain for line in lay_out(runs, 11)] == ["a" * 9, "⋯123"]
+    assert [line.plain for line in lay_out([StyledRun("a字字", Style())], 4)] == ["a字", "字"]
     accented = "aa字\u0301bb"
-    assert [line.plain for line in lay_out([Piece(accented, Style())], 4)] == [accented[:4], "bb"]
+    assert [line.plain for line in lay_out([StyledRun(accented, Style())], 4)] == [
+        accented[:4],
+        "bb",
+    ]
 
 
 # --- the truth
@@ -269,22 +274,23 @@ def test_a_glance_shows_the_strongest_tokens_and_what_lies_between() -> None:
     )
     gone = [replace(rows[0], position=11, text="gone"), replace(rows[0], position=0, text="left")]
     # two before, one of them flashed; 4 to 8 holds two that are not shown and three forgotten
-    assert lines(draw_glance(snapshot, NONE, 80), 80)[-1] == "⋯2firstnext⋯3last⋯1"
+    assert lines(draw_compact_panel(snapshot, NONE, 80), 80)[-1] == "⋯2firstnext⋯3last⋯1"
     assert (
-        lines(draw_glance(snapshot, NONE, 80, flash=gone), 80)[-1] == "⋯1leftfirstnext⋯3last…gone"
+        lines(draw_compact_panel(snapshot, NONE, 80, flash=gone), 80)[-1]
+        == "⋯1leftfirstnext⋯3last…gone"
     )
     merely = replace(snapshot, slots=(2, 3, 9), seen=10, resident=10)
-    assert lines(draw_glance(merely, NONE, 80), 80)[-1] == "…firstnext…last"
+    assert lines(draw_compact_panel(merely, NONE, 80), 80)[-1] == "…firstnext…last"
 
 
 def test_a_flash_is_struck_through() -> None:
-    drawn = styles(draw_glance(glance_of(TALK), DARK, 120, flash=GONE))
+    drawn = styles(draw_compact_panel(glance_of(TALK), DARK, 120, flash=GONE))
     assert {text for text, style in drawn.items() if style.strike} == {" forgotten"}
 
 
 @pytest.mark.parametrize("width", range(40, 201, 16))
 def test_a_glance_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
-    drawn = lines(draw_glance(glance_of(LONG), NONE, width), width)
+    drawn = lines(draw_compact_panel(glance_of(LONG), NONE, width), width)
     assert len(drawn) == 7
     assert max(map(cell_len, drawn)) < width
     assert cell_len(drawn[5]) > width * 3 // 4
@@ -293,15 +299,17 @@ def test_a_glance_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
 def test_a_glance_cuts_what_is_too_long_for_its_rows() -> None:
     vast = replace(TALK.rows[5], text="word " * 200, score=99.0)
     snapshot = replace(TALK, rows=(vast,), slots=(5,))
-    assert len(lines(draw_glance(snapshot, NONE, 80), 80)) == 7
+    assert len(lines(draw_compact_panel(snapshot, NONE, 80), 80)) == 7
     gone = [replace(vast, position=200 + i, text="gone", score=i) for i in range(40)]
-    last = lines(draw_glance(replace(TALK, rows=(), slots=()), NONE, 80, flash=gone), 80)[4:]
+    last = lines(draw_compact_panel(replace(TALK, rows=(), slots=()), NONE, 80, flash=gone), 80)[4:]
     assert last == ["⋯95" + "gone" * 15], "a row's worth of those that just left"
 
 
 def test_a_glance_stays_small() -> None:
     for width, limit in ((120, 2500), (200, 4000)):
-        drawn = printed(draw_glance(glance_of(LONG), DARK, width), width, ColorSystem.EIGHT_BIT)
+        drawn = printed(
+            draw_compact_panel(glance_of(LONG), DARK, width), width, ColorSystem.EIGHT_BIT
+        )
         assert len(drawn.encode()) < limit
         assert len(drawn.splitlines()) == 7
 

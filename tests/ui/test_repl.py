@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chatting import session
-from sirchat.ui.autosave import Shelving
+from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.history import InMemory
 from sirchat.ui.screen import Screen
@@ -163,7 +163,7 @@ def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
 def test_three_words_leave(line: str) -> None:
     chat, screen = session(), Screen(io.StringIO(), io.StringIO())
     with pytest.raises(Leave):
-        Commands(chat, screen, InMemory(), Shelving(chat, screen)).run(line)
+        Commands(chat, screen, InMemory(), SavedChat(chat, screen)).run(line)
 
 
 def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:

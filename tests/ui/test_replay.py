@@ -17,14 +17,16 @@ from command import run
 from grocery import grocery_turns
 from json_oracle import check_stream
 from sirchat.errors import TranscriptError
-from sirchat.text.transcript import Turn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, read_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
 
 _DATA = os.environ.get("SIRCHAT_DATA")
 
 
-def _replayed(turns: list[Turn], *, feed: bool = True, **settings: Any) -> list[dict[str, Any]]:
+def _replayed(
+    turns: list[TranscriptTurn], *, feed: bool = True, **settings: Any
+) -> list[dict[str, Any]]:
     """The event stream of a replay on a model with random weights."""
     out = io.StringIO()
     chat = session(babbler(), tokens=True, **settings)
@@ -32,7 +34,7 @@ def _replayed(turns: list[Turn], *, feed: bool = True, **settings: Any) -> list[
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def _transcript(rounds: int) -> list[Turn]:
+def _transcript(rounds: int) -> list[TranscriptTurn]:
     """Rounds of very different lengths, with sentences in them."""
     words = [
         "The",
@@ -53,7 +55,10 @@ def _transcript(rounds: int) -> list[Turn]:
     turns = []
     for i in range(rounds):
         text = " ".join(words[(i + j) % len(words)] for j in range(3 + (17 * i) % 40))
-        turns += [Turn("user", text, 2 * i), Turn("assistant", text[::-1], 2 * i + 1)]
+        turns += [
+            TranscriptTurn("user", text, 2 * i),
+            TranscriptTurn("assistant", text[::-1], 2 * i + 1),
+        ]
     return turns
 
 
@@ -139,12 +144,15 @@ def test_every_policy_holds_on_real_grocery_sessions(policy: str, tmp_path: Path
 
 
 def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
-    turns = [Turn("user", "My name is Anna.", 1), Turn("assistant", "Hello, Anna.", 2)]
+    turns = [
+        TranscriptTurn("user", "My name is Anna.", 1),
+        TranscriptTurn("assistant", "Hello, Anna.", 2),
+    ]
     chat = session(tiny(), max_new_tokens=30)
     out = io.StringIO()
     screen = Screen(out, io.StringIO())
     options = ReplayOptions(feed=True)
-    replay(chat, [*turns, Turn("user", "What is my name?", 3)], screen, options)
+    replay(chat, [*turns, TranscriptTurn("user", "What is my name?", 3)], screen, options)
     assert out.getvalue().splitlines()[:3] == [
         "USER: My name is Anna.",
         "ASSISTANT: Hello, Anna.",
@@ -155,11 +163,15 @@ def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
 
 def test_a_reply_without_a_question_is_an_error_with_its_line() -> None:
     with pytest.raises(TranscriptError, match="line 7"):
-        _replayed([Turn("assistant", "Hello.", 7)])
+        _replayed([TranscriptTurn("assistant", "Hello.", 7)])
 
 
 def test_a_system_turn_sets_the_prompt_and_a_later_one_is_named() -> None:
-    turns = [Turn("system", "Be kind.", 1), Turn("user", "Hi.", 2), Turn("system", "No.", 3)]
+    turns = [
+        TranscriptTurn("system", "Be kind.", 1),
+        TranscriptTurn("user", "Hi.", 2),
+        TranscriptTurn("system", "No.", 3),
+    ]
     events = _replayed(turns, feed=False, max_new_tokens=3)
     assert next(e for e in events if e.get("role") == "system")["text"] == "Be kind."
     assert "line 3" in next(e for e in events if e["event"] == "notice")["text"]
@@ -192,7 +204,10 @@ def test_control_tokens_in_a_transcript_stay_text() -> None:
     turns = [
         turn
         for i, token in enumerate(tokens)
-        for turn in (Turn("user", f"say {token}", i), Turn("assistant", f"{token} said", i))
+        for turn in (
+            TranscriptTurn("user", f"say {token}", i),
+            TranscriptTurn("assistant", f"{token} said", i),
+        )
     ]
     events = _replayed(turns)
     rows = next(e for e in reversed(events) if e["event"] == "turn")["tokens"]

@@ -14,13 +14,13 @@ _TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 
 
 @given(st.lists(_TEXT | st.just("\n")), st.integers(10, 40))
-def test_rows_and_rest_are_the_text_whatever_the_pieces(pieces: list[str], width: int) -> None:
+def test_rows_and_rest_are_the_text_whatever_the_pieces(runs: list[str], width: int) -> None:
     rows: list[str] = []
     line = ""
-    for piece in pieces:
+    for piece in runs:
         full, line = take_rows(line + piece, width)
         rows += full
-    assert "".join([*rows, line]) == "".join(pieces)
+    assert "".join([*rows, line]) == "".join(runs)
     assert all(cell_len(row.rstrip(" \n")) <= width for row in [*rows, line])
 
 

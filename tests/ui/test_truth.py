@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 
 from chatting import session
 from counting import Count
-from sirchat.chat.events import Forgot
+from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
-from sirchat.ui.compact_panel import draw_glance
+from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.theme import theme_named
 
@@ -61,7 +61,7 @@ def _panel(chat: Session) -> list[str]:
 
 
 def _glance(chat: Session) -> list[str]:
-    return _drawn(draw_glance(chat.snapshot(strongest=200), _THEME, _WIDTH))
+    return _drawn(draw_compact_panel(chat.snapshot(strongest=200), _THEME, _WIDTH))
 
 
 def _numbers(lines: list[str]) -> list[int]:
@@ -145,7 +145,7 @@ def test_while_a_reply_is_generated_the_gauge_is_true_too() -> None:
     gone: set[int] = set()
     for saying in _SAYINGS:
         for event in chat.ask(saying):
-            if isinstance(event, Forgot):
+            if isinstance(event, Evicted):
                 gone |= set(event.positions)
                 held, _, seen, forgotten = _numbers(_glance(chat))
                 assert (held, seen, forgotten) == (event.resident, event.seen, len(gone))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -30,21 +30,21 @@ class Anchor(ScorePolicy):
     )
 
     @property
-    def gathers(self) -> bool:
+    def compacts_at_anchors(self) -> bool:
         return not self.lazy
 
-    def reduce(self, rows: Held) -> Tensor | None:
+    def reduce(self, rows: HeldRows) -> Tensor | None:
         if self.lazy:
             return None
         stays = _is_current(rows) | rows.is_anchor | rows.is_sink | rows.is_pinned
         return None if bool(stays.all()) else stays.nonzero()[:, 0]
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         tier = torch.where(_is_current(rows), 2, torch.where(rows.is_anchor, 1, 0))
         return tier * (rows.seen + 1) + rows.position
 
 
-def _is_current(rows: Held) -> Tensor:
+def _is_current(rows: HeldRows) -> Tensor:
     """Mask [n] of the rows behind the last anchor."""
     ends = rows.is_anchor.nonzero()
     last_end = int(ends[-1, 0]) if len(ends) else -1

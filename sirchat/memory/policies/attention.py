@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.attention import Counting, or_median
-from sirchat.memory.ledger import Held
+from sirchat.memory.attention import AttentionStatsConfig, or_median
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -41,15 +41,15 @@ class Attention(ScorePolicy):
         return ("decay",) if self.window else ()
 
     @property
-    def counting(self) -> Counting:
-        return Counting(self.layers, self.window)
+    def counting(self) -> AttentionStatsConfig:
+        return AttentionStatsConfig(self.layers, self.window)
 
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        received = rows.lately if self.window else or_median(rows.attention)
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        received = rows.recent_attention if self.window else or_median(rows.attention)
         if self.lifetime and not self.window:
             received = received / (rows.seen - rows.position)
         return {"attention": received.log()}
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         (received,) = self.log_factors(rows).values()
         return received.masked_fill(rows.newest(self.recent), math.inf)

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.attention import Counting
-from sirchat.memory.ledger import Held
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.ledger import HeldRows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Policy(ABC):
     needs_attention: ClassVar[bool] = False
 
     @property
-    def gathers(self) -> bool:
+    def compacts_at_anchors(self) -> bool:
         """Whether sequences are gathered in their anchors."""
         return False
 
@@ -49,11 +49,11 @@ class Policy(ABC):
         return ()
 
     @property
-    def counting(self) -> Counting | None:
+    def counting(self) -> AttentionStatsConfig | None:
         """What it wants counted of the attention that rows get; None for nothing."""
         return None
 
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         """Logarithms of what a row is ranked by the product of, by name, [n] each; may be empty.
 
         Two names mean what the ledger knows, and are shown as that: `surprisal` is the decayed one,
@@ -61,7 +61,7 @@ class Policy(ABC):
         """
         return {}
 
-    def reduce(self, rows: Held) -> Tensor | None:
+    def reduce(self, rows: HeldRows) -> Tensor | None:
         """Row numbers (int64) that stay though there is room for more, as `keep` gives them.
 
         None where all stay.
@@ -69,7 +69,7 @@ class Policy(ABC):
         return None
 
     @abstractmethod
-    def keep(self, rows: Held, num_keep: int) -> Tensor:
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Row numbers [num_keep] (int64) that stay: sorted, unique, all protected rows among them.
 
         `num_keep` is at least the number of protected rows and at most `len(rows)`.
@@ -80,10 +80,10 @@ class ScorePolicy(Policy):
     """A policy that is one number per row: higher stays; of equals, the newer."""
 
     @abstractmethod
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         """One score [n] for each held row."""
 
-    def keep(self, rows: Held, num_keep: int) -> Tensor:
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         newest_first = self.score(rows).double().flip(0)
         order = torch.argsort(newest_first, descending=True, stable=True)
         order = len(rows) - 1 - order

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.factors import among_others, sum_of
-from sirchat.memory.ledger import Held
+from sirchat.memory.factors import sum_of, with_relative_factors
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -31,9 +31,11 @@ class Entropy(ScorePolicy):
     novelty: bool = field(default=False, metadata={"help": "less for what was said again"})
     spans: bool = field(default=False, metadata={"help": "more for what stands in such company"})
 
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        return among_others({"surprisal": rows.log_score}, rows, self.novelty, self.spans)
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        return with_relative_factors(
+            {"surprisal": rows.log_decayed_surprisal}, rows, self.novelty, self.spans
+        )
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         product = sum_of(self.log_factors(rows))
         return product.masked_fill(rows.newest(self.recent), math.inf)

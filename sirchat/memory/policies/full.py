@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.errors import ContextFullError
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import Policy
 
 
@@ -23,7 +23,7 @@ class Full(Policy):
     uses: ClassVar[tuple[str, ...]] = ()
     bounded: ClassVar[bool] = False
 
-    def keep(self, rows: Held, num_keep: int) -> Tensor:
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Raises ContextFullError: nothing may be forgotten."""
         raise ContextFullError(
             f"the model's context is full: {len(rows)} tokens held, and policy full forgets none",

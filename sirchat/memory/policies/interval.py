@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import Policy
 
 
@@ -22,7 +22,7 @@ class Interval(Policy):
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"
 
-    def keep(self, rows: Held, num_keep: int) -> Tensor:
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         stays = rows.protected.clone()
         candidates = (~stays).nonzero()[:, 0]
         room = num_keep - int(stays.sum())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -24,6 +24,6 @@ class Random(ScorePolicy):
     source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         draws = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
         return torch.from_numpy(draws)

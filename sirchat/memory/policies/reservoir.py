@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -33,7 +33,7 @@ class Reservoir(ScorePolicy):
         default=None, metadata={"help": "members of the sample (default: all the room there is)"}
     )
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         recent = rows.newest(self.recent)
         keys = rows.arrival_key.masked_fill(recent | rows.is_sink | rows.is_pinned, -1.0)
         score = keys

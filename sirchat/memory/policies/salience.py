@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.attention import Counting, or_median
-from sirchat.memory.factors import among_others, sum_of
-from sirchat.memory.ledger import Held
+from sirchat.memory.attention import AttentionStatsConfig, or_median
+from sirchat.memory.factors import sum_of, with_relative_factors
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -47,15 +47,19 @@ class Salience(ScorePolicy):
     layers: int = field(default=4, metadata={"help": "layers whose attention counts; 0 for all"})
 
     @property
-    def counting(self) -> Counting | None:
-        return Counting(self.layers) if self.attention else None
+    def counting(self) -> AttentionStatsConfig | None:
+        return AttentionStatsConfig(self.layers) if self.attention else None
 
-    def log_factors(self, rows: Held) -> dict[str, Tensor]:
-        found = {"surprisal": rows.log_score} if self.surprisal else {"fade": rows.log_fade}
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        found = (
+            {"surprisal": rows.log_decayed_surprisal}
+            if self.surprisal
+            else {"fade": rows.log_decay_since}
+        )
         if self.attention:
             found["attention"] = or_median(rows.attention).log() / 2
-        return among_others(found, rows, self.novelty, self.spans)
+        return with_relative_factors(found, rows, self.novelty, self.spans)
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         product = sum_of(self.log_factors(rows))
         return product.masked_fill(rows.newest(self.recent), math.inf)

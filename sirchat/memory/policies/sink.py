@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -21,5 +21,5 @@ class Sink(ScorePolicy):
 
     source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         return rows.position

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.ledger import Held
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
 
 
@@ -24,5 +24,5 @@ class Window(ScorePolicy):
     honours_sinks: ClassVar[bool] = False
     honours_pins: ClassVar[bool] = False
 
-    def score(self, rows: Held) -> Tensor:
+    def score(self, rows: HeldRows) -> Tensor:
         return rows.position

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sirchat.errors import SettingError
-from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.text import Ids, Texts
 from sirchat.text.detokenizer import TextStream
 
@@ -26,7 +26,7 @@ class Answers:
     context with options for generating.
     """
 
-    def __init__(self, reader: Reader, texts: Texts) -> None:
+    def __init__(self, reader: TextReader, texts: Texts) -> None:
         super().__init__()
         self._reader, self._texts = reader, texts
         self.cut = 0
@@ -43,7 +43,7 @@ class Answers:
             together.setdefault(tuple(context), []).append((number, continuation))
         found: dict[int, tuple[float, bool]] = {}
         for shared, asked in together.items():
-            weighed = self._reader.weigh(shared, [ids for _, ids in asked])
+            weighed = self._reader.score_continuation(shared, [ids for _, ids in asked])
             for (number, _), one in zip(asked, weighed, strict=True):
                 found[number] = sum(one.log_probabilities), one.greedy
         return [found[number] for number in range(len(requests))]
@@ -117,11 +117,11 @@ class Answers:
         return context[more - longest :]
 
 
-def language_model(reader: Reader, texts: Texts) -> Any:
+def language_model(reader: TextReader, texts: Texts) -> Any:
     """An lm_eval.api.model.LM, with `cut`: how many contexts were too long, so far."""
     from lm_eval.api.model import LM
 
-    class Held(Answers, LM):  # type: ignore[misc]
+    class Findings(Answers, LM):  # type: ignore[misc]
         """Answers under a budget."""
 
-    return Held(reader, texts)
+    return Findings(reader, texts)

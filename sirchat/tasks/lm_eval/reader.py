@@ -14,7 +14,7 @@ import numpy as np
 
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Generated, Place, Weighed
+from sirchat.engine.records import ContinuationScore, Generated, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
@@ -22,7 +22,7 @@ from sirchat.tasks.reading import open_engine, read_ids
 
 
 @dataclass(frozen=True)
-class Reader:
+class TextReader:
     """A model under a setting.
 
     Attributes:
@@ -52,18 +52,18 @@ class Reader:
             read_ids(engine, ids[start : start + size], number, to_come)
         return engine
 
-    def weigh(
+    def score_continuation(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
-    ) -> list[Weighed]:
+    ) -> list[ContinuationScore]:
         """How likely each continuation is after a context, which is read once; none are empty."""
         engine = self.read(context)
-        return [engine.weigh(ids) for ids in continuations]
+        return [engine.score_continuation(ids) for ids in continuations]
 
     def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
         """The log-probability, in nats, of ids [n], n > 0, that are read after a context."""
         engine = self.read([*context, *ids[:-1]])
         surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
-        (last,) = engine.weigh(ids[-1:]).log_probabilities
+        (last,) = engine.score_continuation(ids[-1:]).log_probabilities
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
@@ -71,7 +71,7 @@ class Reader:
         number = 1 + (len(context) - 1) // (self.piece or len(context))
         for record in self.read(context, longest).generate(
             Sampler(Sampling()),
-            Place(number, number),
+            TurnRef(number, number),
             stop_ids=self._stop_ids,
             max_new_tokens=longest,
         ):

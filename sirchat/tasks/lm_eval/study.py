@@ -14,7 +14,7 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness, harness_version
-from sirchat.tasks.lm_eval.reader import Reader
+from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.text import Texts
 from sirchat.tasks.report import Report, Table, Value, setting_names
 from sirchat.tasks.results_log import Record
@@ -73,7 +73,7 @@ class LmEval:
         def work(key: str) -> Record:
             row, _, task = key.partition("/")
             setting = self.settings[int(row)]
-            lm = language_model(Reader(model, setting, self.piece), texts)
+            lm = language_model(TextReader(model, setting, self.piece), texts)
             return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.cut}
 
         return work

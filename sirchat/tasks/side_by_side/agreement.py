@@ -17,38 +17,38 @@ from torch import Tensor
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
 
-Watch = Callable[[Tensor, BoundedCache], None]
+OnPass = Callable[[Tensor, BoundedCache], None]
 """Told the logits [m, V] of each forward pass, and the cache it ran over, before they count."""
 
 
 @dataclass(frozen=True)
-class Watched(LoadedModel):
+class RecordingModel(LoadedModel):
     """A model that shows every forward pass to `watch`."""
 
-    watch: Watch
+    on_pass: OnPass
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, *how: Any, **named: Any) -> Tensor:
         """As the model's own."""
         logits = super().forward(ids, cache, *how, **named)
-        self.watch(logits, cache)
+        self.on_pass(logits, cache)
         return logits
 
 
-def watched(model: LoadedModel, watch: Watch) -> Watched:
+def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
     """The same model, weights included, with somebody who watches it."""
     own = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
-    return Watched(**own, watch=watch)
+    return RecordingModel(**own, on_pass=on_pass)
 
 
-class Foretold:
+class Predictions:
     """What the full cache foretells in one round that begins at stream position `start`."""
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._pieces: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
-    def listen(self, position: int, logits: Tensor) -> None:
+    def note(self, position: int, logits: Tensor) -> None:
         """Keep logits [m, V] of the tokens at `position`.., which come in order."""
         self._pieces.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
@@ -68,14 +68,14 @@ class Foretold:
 class Agreement:
     """Compares a setting with what the full cache foretold in the same round."""
 
-    def __init__(self, foretold: Foretold) -> None:
-        self._foretold = foretold
+    def __init__(self, predictions: Predictions) -> None:
+        self._predictions = predictions
         self.nats: dict[int, float] = {}
         """KL divergence of the next token, by the position of the token it comes after."""
 
-    def listen(self, position: int, logits: Tensor) -> None:
+    def note(self, position: int, logits: Tensor) -> None:
         """Compare logits [m, V] of the tokens at `position`..; what is read again counts again."""
-        found = divergence(self._foretold.at(position, len(logits)), logits).tolist()
+        found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
         self.nats |= enumerate(found, position)
 
 

@@ -19,7 +19,7 @@ from sirchat.config.profile import Profile, changed
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.side_by_side.compared import Comparison
-from sirchat.tasks.side_by_side.compared_session import Lane, Measure
+from sirchat.tasks.side_by_side.compared_session import ComparedSession, Measure
 from sirchat.tasks.side_by_side.rounds import Round, Rounds
 
 
@@ -48,24 +48,30 @@ def compare(
         where = f"{file}, system turn"
         settings = [changed(one, where, system=transcript.system) for one in settings]
     named = zip(settings, setting_names(settings), strict=True)
-    lanes = [Lane(model, one, name, leads=not at) for at, (one, name) in enumerate(named)]
+    sessions = [
+        ComparedSession(model, one, name, leads=not at) for at, (one, name) in enumerate(named)
+    ]
     held = 0
     while held < len(transcript.rounds) and not stopped():
-        _hold(lanes, transcript.rounds[held], own, advance)
+        _hold(sessions, transcript.rounds[held], own, advance)
         held += 1
-    notes = dict.fromkeys(chain(transcript.notes, *(lane.notes for lane in lanes)))
+    notes = dict.fromkeys(chain(transcript.notes, *(compared.notes for compared in sessions)))
     if held < len(transcript.rounds):
         notes[f"stopped after {held} of {len(transcript.rounds)} user turns"] = None
     transcript = replace(transcript, rounds=transcript.rounds[:held])
-    return Comparison(file, transcript, own, tuple(lane.told() for lane in lanes), tuple(notes))
+    return Comparison(
+        file, transcript, own, tuple(compared.result() for compared in sessions), tuple(notes)
+    )
 
 
-def _hold(lanes: Sequence[Lane], round: Round, own: bool, advance: Callable[[], None]) -> None:
+def _hold(
+    sessions: Sequence[ComparedSession], round: Round, own: bool, advance: Callable[[], None]
+) -> None:
     """One round: `full` first, then the others from the largest budget down."""
     full, reply = Measure(), round.reply
-    for lane in sorted(lanes, key=lambda lane: lane.rank):
-        if lane.is_open and own:
-            lane.go_on(round.user, full)
-        elif lane.is_open:
-            reply = lane.follow(round.user, reply, full)
+    for compared in sorted(sessions, key=lambda compared: compared.rank):
+        if compared.is_open and own:
+            compared.go_on(round.user, full)
+        elif compared.is_open:
+            reply = compared.follow(round.user, reply, full)
         advance()

@@ -79,7 +79,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Told:
+class SettingResult:
     """The whole conversation under one setting, `name` in a few words.
 
     It has fewer rounds than the transcript where the setting could not go on.
@@ -137,7 +137,7 @@ class Comparison:
     file: str
     transcript: Rounds
     own: bool
-    settings: tuple[Told, ...]
+    settings: tuple[SettingResult, ...]
     notes: tuple[str, ...]
 
 

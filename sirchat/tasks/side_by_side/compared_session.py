@@ -15,11 +15,17 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, UndoError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.side_by_side.agreement import Agreement, Foretold, watched
-from sirchat.tasks.side_by_side.compared import After, Answer, Token, Told, first_difference
+from sirchat.tasks.side_by_side.agreement import Agreement, Predictions, recording
+from sirchat.tasks.side_by_side.compared import (
+    After,
+    Answer,
+    SettingResult,
+    Token,
+    first_difference,
+)
 from sirchat.tasks.side_by_side.held_spans import HeldSpans
 
-Listen = Callable[[int, Tensor], None]
+OnLogits = Callable[[int, Tensor], None]
 """Told the logits [m, V] of tokens that are read, and the stream position of the first."""
 
 
@@ -28,10 +34,10 @@ class Measure:
     """What `full` said and foretold in the round under way; nothing where it has ended."""
 
     answer: Answer | None = None
-    foretold: Foretold | None = None
+    predictions: Predictions | None = None
 
 
-class Lane:
+class ComparedSession:
     """One setting's way through a transcript, round by round.
 
     Args:
@@ -46,9 +52,9 @@ class Lane:
     """
 
     def __init__(self, model: LoadedModel, setting: Profile, name: str, *, leads: bool) -> None:
-        self._listen: Listen | None = None
+        self._on_logits: OnLogits | None = None
         self._cache: BoundedCache | None = None
-        self._session = Session(watched(model, self._watch), setting)
+        self._session = Session(recording(model, self._on_pass), setting)
         self._setting, self._name, self._leads = setting, name, leads
         self._spans = HeldSpans()
         self._nats: dict[int, float] = {}
@@ -82,7 +88,7 @@ class Lane:
             return said
         return reply
 
-    def told(self) -> Told:
+    def result(self) -> SettingResult:
         """All that happened, up to the last round that came to its end."""
         seen = self._rounds[-1].seen if self._rounds else 0
         rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
@@ -90,7 +96,7 @@ class Lane:
             Token(row.id, row.text, row.turn, row.role, row.surprisal, self._nats.get(at), held)
             for at, (row, held) in enumerate(zip(rows, spans, strict=True))
         )
-        return Told(self._name, self._setting, tuple(self._rounds), tokens)
+        return SettingResult(self._name, self._setting, tuple(self._rounds), tokens)
 
     def _ask(self, user: str) -> tuple[Answer, list[Event]]:
         """Answer a user turn; the answer, and what else was reported."""
@@ -124,21 +130,21 @@ class Lane:
         """
         start, agreement = self._session.seen, None
         if self._leads:
-            full.foretold = Foretold(start)
-            self._listen = full.foretold.listen
-        elif full.foretold is not None:
-            agreement = Agreement(full.foretold)
-            self._listen = agreement.listen
+            full.predictions = Predictions(start)
+            self._on_logits = full.predictions.note
+        elif full.predictions is not None:
+            agreement = Agreement(full.predictions)
+            self._on_logits = agreement.note
         try:
             self._note(chain(self._session.read_user(user), self._session.read_reply(reply)))
         finally:
-            self._listen = None
+            self._on_logits = None
         read = range(start, self._session.seen)
         if self._leads:
             self._nats |= dict.fromkeys(read, 0.0)
         elif agreement is not None:
             self._nats |= agreement.nats
-        return read if full.foretold is not None else range(0)
+        return read if full.predictions is not None else range(0)
 
     def _finish(self, answer: Answer, reply: str, measured: range, full: Measure) -> None:
         """A round is over; the KL divergence was `measured` at these positions."""
@@ -172,7 +178,7 @@ class Lane:
             why = error.args[0] if isinstance(error, ContextFullError) else str(error)
             self.notes.append(f"{where}: {why}")
             if self._leads:
-                full.answer = full.foretold = None
+                full.answer = full.predictions = None
                 self.notes[-1] += "; from there on nothing is compared with it"
 
     def _note(self, events: Iterable[Event]) -> None:
@@ -181,10 +187,10 @@ class Lane:
             if isinstance(event, Notice):
                 self.notes.append(f"{self._name}: {event.text}")
 
-    def _watch(self, logits: Tensor, cache: BoundedCache) -> None:
+    def _on_pass(self, logits: Tensor, cache: BoundedCache) -> None:
         self._cache = cache
-        if self._listen is not None:
-            self._listen(self._session.seen, logits)
+        if self._on_logits is not None:
+            self._on_logits(self._session.seen, logits)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sirchat.chat.events import CameBack, Event, Forgot, Recalled
+from sirchat.chat.events import Event, Evicted, Recalled, Restored
 
 Span = tuple[int, int | None]
 """Held while the tokens at these positions were read, the last one excluded; None: to the end."""
@@ -19,9 +19,9 @@ class HeldSpans:
 
     def note(self, event: Event) -> None:
         """Take note of what left and what came back."""
-        if isinstance(event, Forgot):
+        if isinstance(event, Evicted):
             self._left(event.positions, event.seen)
-        elif isinstance(event, CameBack):
+        elif isinstance(event, Restored):
             self._came(event.positions, event.seen)
         elif isinstance(event, Recalled):
             self._left(event.released, event.seen)

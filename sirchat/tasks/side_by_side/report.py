@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.side_by_side.compared import After, Comparison, Token, Told
+from sirchat.tasks.side_by_side.compared import After, Comparison, SettingResult, Token
 
 Safe = Callable[[str], str]
 """Takes out of a text what must not reach a terminal."""
@@ -47,11 +47,11 @@ def _answers(found: Comparison, number: int, safe: Safe) -> Table:
     for column in ("setting", "held", "kept", "KL", "same"):
         table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
     table.add_column("answer", overflow="fold")
-    for told in found.settings:
-        if number < len(told.rounds):
-            after = told.rounds[number]
-            cells = (f"{after.held:,}", _percent(told.kept(number)), _nats(after.nats))
-            row = (safe(told.name), *cells, _same(after), safe(after.answer.text))
+    for result in found.settings:
+        if number < len(result.rounds):
+            after = result.rounds[number]
+            cells = (f"{after.held:,}", _percent(result.kept(number)), _nats(after.nats))
+            row = (safe(result.name), *cells, _same(after), safe(after.answer.text))
             table.add_row(*map(Text, row))
     return table
 
@@ -66,17 +66,17 @@ def _summary(found: Comparison, safe: Safe) -> Table:
     table.add_column("setting", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
-    for told in found.settings:
-        same, of = told.same_answers
-        last = told.rounds[-1] if told.rounds else None
+    for result in found.settings:
+        same, of = result.same_answers
+        last = result.rounds[-1] if result.rounds else None
         row = (
-            safe(told.name),
+            safe(result.name),
             f"{last.held:,}" if last else "",
             f"{last.seen:,}" if last else "",
-            _nats(told.nats),
+            _nats(result.nats),
             f"{same}/{of}",
-            f"{told.read_speed:,.0f}",
-            f"{told.answer_speed:,.0f}",
+            f"{result.read_speed:,.0f}",
+            f"{result.answer_speed:,.0f}",
             f"{last.cache_bytes / MIB:,.2f}" if last else "",
         )
         table.add_row(*map(Text, row))
@@ -97,23 +97,23 @@ def _nats(nats: float | None) -> str:
     return "" if nats is None else f"{nats:.3f}"
 
 
-def _told(told: Told) -> Record:
-    same, of = told.same_answers
+def _told(result: SettingResult) -> Record:
+    same, of = result.same_answers
     return {
-        "name": told.name,
-        "setting": told.setting.model_dump(mode="json"),
-        "kl_nats": told.nats,
+        "name": result.name,
+        "setting": result.setting.model_dump(mode="json"),
+        "kl_nats": result.nats,
         "same_answers": same,
         "compared_answers": of,
-        "read_tokens_per_second": told.read_speed,
-        "answer_tokens_per_second": told.answer_speed,
-        "turns": [_after(told, number) for number in range(len(told.rounds))],
-        "tokens": _columns(told.tokens),
+        "read_tokens_per_second": result.read_speed,
+        "answer_tokens_per_second": result.answer_speed,
+        "turns": [_after(result, number) for number in range(len(result.rounds))],
+        "tokens": _columns(result.tokens),
     }
 
 
-def _after(told: Told, number: int) -> Record:
-    after = told.rounds[number]
+def _after(result: SettingResult, number: int) -> Record:
+    after = result.rounds[number]
     answer = after.answer
     return {
         "answer": answer.text,
@@ -126,7 +126,7 @@ def _after(told: Told, number: int) -> Record:
         "kl_nats": after.nats,
         "held": after.held,
         "seen": after.seen,
-        "kept_at_end": told.kept(number),
+        "kept_at_end": result.kept(number),
         "own_turns": after.turns,
         "held_of_turns": [one.held for one in after.shares],
         "tokens_of_turns": [one.tokens for one in after.shares],

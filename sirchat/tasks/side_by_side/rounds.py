@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sirchat.errors import TranscriptError
-from sirchat.text.transcript import Turn
+from sirchat.text.transcript import TranscriptTurn
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rounds:
     notes: tuple[str, ...]
 
 
-def rounds_of(turns: Sequence[Turn], name: str) -> Rounds:
+def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
     """Pair the turns of a transcript, which errors call `name`, as `sirchat replay --feed` does.
 
     A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
