@@ -60,11 +60,11 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
         cache = model.new_cache(TOKENS)
         model.forward(ids[:start], cache)
         cache.commit(start)
-        ear = QueryRecorder()
-        model.forward(ids[start:end], cache, listener=ear)
+        recorder = QueryRecorder()
+        model.forward(ids[start:end], cache, observer=recorder)
         cache.commit(end - start)
         slots = torch.arange(start, end)
-        yield Query(cache.first_written(slots, slots.numpy()), ear.heard(model.rotations))
+        yield Query(cache.first_written(slots, slots.numpy()), recorder.queries(model.rotations))
 
 
 def _ids(renderer: Renderer, rng: Random) -> list[int]:

@@ -20,14 +20,15 @@ import torch
 from transformers import DynamicCache
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, Generated, TurnRef
+from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
+from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.models.capabilities import no_attention_reason
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
@@ -101,9 +102,9 @@ def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio
     if not model.exposes_attention:
         raise ModelError(no_attention_reason(model), hint="try another model")
     counting: dict[str, Policy] = {
-        "attention of 4 layers": Attention(),
-        "attention of all layers": Attention(layers=0),
-        "the last 32 queries of 4 layers": Attention(window=32),
+        "attention of 4 layers": H2o(),
+        "attention of all layers": H2o(layers=0),
+        "the last 32 queries of 4 layers": Snapkv(),
         "salience": Salience(),
     }
     for name, policy in counting.items():
@@ -168,7 +169,7 @@ def _ours(
             sampler, _PLACE, stop_ids=frozenset(), max_new_tokens=options.block
         )
         for record in records:
-            if text is not None and isinstance(record, Generated):
+            if text is not None and isinstance(record, GeneratedToken):
                 text.push(record.id)
 
     # Fill up, so that every timed block begins with a full cache and makes room once.

@@ -1,4 +1,4 @@
-"""Where a conversation stands: its turns and rounds, what is owed, what it cost so far."""
+"""The state of a conversation beside the engine's: turns, rounds, owed ids, costs, undo points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sirchat.chat.events import Finish
 from sirchat.engine.records import EngineCheckpoint
 
 UNDO_DEPTH = 64
-"""Turns that can be undone, with an archive; without one, one."""
+"""Number of user turns that can be undone with an archive; without one it is 1."""
 
 
 @dataclass
@@ -37,18 +37,18 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a session beside its engine's.
+    """The state of a session, beside its engine's.
 
     Attributes:
-        turns: what was said; the last one may be under way.
-        round: user turns so far.
-        in_round: whether a user turn waits for its reply, or for its end.
-        system: positions of the system prompt in force.
-        prompt: its text.
-        reply: the one under way, or the last.
-        owed: ids that must follow before the next turn.
-        totals: of the whole conversation.
-        attempt: how often the last turn was said again, for another reply.
+        turns: all messages; the last one may be under way.
+        round: number of user turns so far.
+        in_round: whether the last user turn still waits for its reply, or for the reply's end.
+        system: stream positions of the system prompt in force.
+        prompt: text of the system prompt in force.
+        reply: cost of the current reply, or of the last one.
+        owed: ids that must be read before the next turn, for a well-formed conversation.
+        totals: costs of the whole conversation.
+        attempt: number of retries of the last turn.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -72,13 +72,13 @@ class Conversation:
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> Tally:
-        """One turn more."""
+        """Begin a turn."""
         tally = Tally(len(self.turns), role)
         self.turns.append(Turn(role))
         return tally
 
     def finish(self, tally: Tally, text: str) -> None:
-        """Take note of what was said in a turn, and of what it cost."""
+        """Note the text and the cost of a turn."""
         self.turns[tally.index] = Turn(tally.role, text, tally.finish)
         self.totals.tokens_out += tally.tokens_out
         self.totals.seconds_prefill += tally.seconds_prefill
@@ -87,9 +87,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class UndoPoint:
-    """The beginning of a user turn that says `text`: what to come back to when it is undone.
+    """The state at the beginning of a user turn with this `text`, for undo.
 
-    Of the turns it has their number alone: those before it never change.
+    Of the turns only their number is kept: earlier turns never change.
     """
 
     checkpoint: EngineCheckpoint
@@ -99,7 +99,7 @@ class UndoPoint:
 
     @staticmethod
     def of(now: Conversation, checkpoint: EngineCheckpoint, text: str) -> UndoPoint:
-        """The present moment."""
+        """The present state."""
         turns = now.turns
         now.turns = []
         try:
@@ -108,5 +108,5 @@ class UndoPoint:
             now.turns = turns
 
     def conversation(self, now: Conversation) -> Conversation:
-        """Where the conversation stood then."""
+        """The conversation as it was then."""
         return replace(self.state, turns=now.turns[: self.turns])

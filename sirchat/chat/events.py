@@ -13,10 +13,15 @@ Finish = Literal["stop", "length", "interrupt", "context", "read"]
 class TokenRow:
     """One token of the ledger.
 
-    `surprisal` is in nats, null for the first token of the stream; `score` is the surprisal after
-    the decays so far, also in nats; `arrival_key` is uniform in [0, 1). `attention` is what it has
-    received so far, null where that was never counted; `worth` is what the policy ranks it by among
-    those that are held, null where that is the score, or nothing of the kind.
+    Attributes:
+        position: in the stream, from 0.
+        surprisal: in nats; null for the first token of the stream.
+        decayed_surprisal: surprisal after the decays so far, in nats.
+        score: what the policy ranks the token by, among those that are held; null for a policy
+            without scores.
+        arrival_key: random, uniform in [0, 1).
+        flags: names of what else is known, such as `sink` and `pinned`.
+        attention: attention received so far; null where none was ever counted.
     """
 
     position: int
@@ -25,16 +30,16 @@ class TokenRow:
     turn: int
     role: str
     surprisal: float | None
-    score: float
+    decayed_surprisal: float
+    score: float | None
     arrival_key: float
     flags: tuple[str, ...]
     attention: float | None = None
-    worth: float | None = None
 
     @property
-    def strength(self) -> float:
-        """What the token is ranked by when the strongest are shown."""
-        return self.score if self.worth is None else self.worth
+    def rank_key(self) -> float:
+        """What tokens are ordered by when the strongest are shown."""
+        return self.decayed_surprisal if self.score is None else self.score
 
 
 @dataclass(frozen=True)

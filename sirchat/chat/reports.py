@@ -1,10 +1,12 @@
-"""What a listener is told: the engine's records and the conversation's figures, as events."""
+"""Makes events of the engine's records and the conversation's counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+from sirchat import __version__
 from sirchat.chat.conversation import Tally
 from sirchat.chat.events import (
     Event,
@@ -12,19 +14,14 @@ from sirchat.chat.events import (
     Notice,
     Recalled,
     Restored,
+    Started,
     Switched,
     TokenRow,
     TurnDone,
 )
+from sirchat.chat.scores import policy_scores
 from sirchat.chat.settings import has_effect
-from sirchat.chat.snapshot import (
-    Positions,
-    Texts,
-    finite_exp,
-    log_factors_of,
-    log_worth_of,
-    token_rows,
-)
+from sirchat.chat.snapshot import Positions, Texts, token_rows
 from sirchat.config.profile import Profile, as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, RestoredRows
@@ -40,10 +37,10 @@ class Reports:
     """Makes events of what happened in one engine.
 
     Args:
-        engine: what is reported on.
-        texts: the text of each token.
-        sinks: the setting in force; tokens tell whether they are sinks.
-        with_tokens: whether the listener wants the tokens themselves and not only where they stand.
+        engine: the engine that the events are about.
+        texts: gives the text of each token.
+        sinks: the setting in force, for the tokens' flags.
+        with_tokens: whether events carry the tokens themselves and not only their positions.
     """
 
     engine: Engine
@@ -53,26 +50,47 @@ class Reports:
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
         """The tokens at these stream positions, ascending, held or not."""
-        log_worth = log_worth_of(log_factors_of(self.engine, positions))
-        worth = None if log_worth is None else finite_exp(log_worth)
-        return token_rows(self.engine.ledger, positions, self.texts, self.sinks, worth)
+        scores = policy_scores(self.engine, positions)
+        return token_rows(self.engine, positions, self.texts, self.sinks, scores)
 
-    def forgot(self, turn: int, record: EvictedRows) -> Evicted:
-        """What left during a turn."""
-        return Evicted(turn, *self._place_of(record))
+    def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
+        """The opening record, and notices about this model under these settings."""
+        opening = Started(
+            version=__version__,
+            model=model.name,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            context_length=model.context_length,
+            profile=profile.model_dump(),
+        )
+        notices = []
+        if model.window is not None and self.engine.budget > model.window:
+            text = (
+                f"this model's sliding-window layers see {model.window} tokens; with a budget "
+                f"of {self.engine.budget} their window counts held tokens"
+            )
+            notices.append(Notice(text))
+        notices += self.clamped(profile.recall_n)
+        notices += self.untrained(model.anchors)
+        return [opening, *notices, *self.uncounted(model)]
 
-    def moved(self, turn: int, moves: Sequence[EvictedRows | RestoredRows]) -> Iterator[Event]:
-        """What left and what came back after a turn."""
-        for record in moves:
-            if isinstance(record, EvictedRows):
-                yield self.forgot(turn, record)
-            else:
-                yield Restored(turn, *self._place_of(record))
+    def evicted(self, turn: int, record: EvictedRows) -> Evicted:
+        """Rows that were evicted during a turn."""
+        return Evicted(turn, **self._counts(record))
+
+    def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
+        """Rows that were evicted and restored after a turn."""
+        return [
+            self.evicted(turn, record)
+            if isinstance(record, EvictedRows)
+            else Restored(turn, **self._counts(record))
+            for record in records
+        ]
 
     def recalled(
         self, turn: int, measure: str, scores: tuple[float, ...], released: Positions
     ) -> Recalled:
-        """What came back for a turn, with its scores, and what was `released` before."""
+        """Rows recalled for a turn, with their scores, and those `released` before."""
         positions = self.engine.recalled_positions
         return Recalled(
             turn=turn,
@@ -96,58 +114,66 @@ class Reports:
             **{field.name: getattr(tally, field.name) for field in fields(tally)},
         )
 
-    def switched(self, before: Profile, after: Profile, restored: int) -> Iterator[Event]:
-        """What is other than it was; the first change tells what came `restored`."""
+    def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
+        """The settings that changed; the first event says how many rows were `restored`."""
+        events: list[Event] = []
         for name in type(before).model_fields:
             old, new = getattr(before, name), getattr(after, name)
             if old != new:
-                yield Switched(name, old, new, restored=restored, resident=self.engine.resident)
+                resident = self.engine.resident
+                events.append(Switched(name, old, new, restored=restored, resident=resident))
                 restored = 0
                 if not has_effect(after, name):
                     options = after.policy_options
                     made = f"{after.policy} with {as_typed(options)}" if options else after.policy
-                    yield Notice(f"policy {made} makes no use of {name}")
+                    events.append(Notice(f"policy {made} makes no use of {name}"))
         if any(getattr(before, name) != getattr(after, name) for name in _LIMITS_RECALL):
-            yield from self.clamped(after.recall_n)
+            events += self.clamped(after.recall_n)
+        return events
 
-    def clamped(self, recall_n: int) -> Iterator[Notice]:
-        """That fewer than `recall_n` tokens can come back, where that is so."""
-        memory, reserve = self.engine.settings, self.engine.reserve
-        if memory.recall is not None and memory.policy.bounded and reserve < recall_n:
-            yield Notice(
+    def clamped(self, recall_n: int) -> list[Notice]:
+        """A notice if fewer than `recall_n` tokens can be recalled."""
+        settings, reserve = self.engine.settings, self.engine.reserve
+        if settings.recall is None or not settings.policy.bounded or reserve >= recall_n:
+            return []
+        return [
+            Notice(
                 f"budget {self.engine.budget} has room for {reserve} recalled tokens, not for "
                 f"{recall_n} (recall_n)"
             )
+        ]
 
-    def untrained(self, anchors: Anchors | None) -> Iterator[Notice]:
-        """That the policy counts on anchors and the model knows none, where that is so."""
-        if self.engine.settings.policy.compacts_at_anchors and anchors is None:
-            yield Notice(
+    def untrained(self, anchors: Anchors | None) -> list[Notice]:
+        """A notice if the policy needs anchors and the model was not trained with any."""
+        if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
+            return []
+        return [
+            Notice(
                 "this model was not trained to gather text in anchors and will forget nearly "
                 "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
                 "/policy anchor lazy=true waits"
             )
+        ]
 
-    def uncounted(self, model: LoadedModel) -> Iterator[Notice]:
-        """That the policy looks at attention and the model does not tell, where that is so."""
-        if self.engine.settings.counting is not None and not model.exposes_attention:
-            yield Notice(
-                f"{no_attention_reason(model)}; policy "
-                f"{type(self.engine.settings.policy).__name__.lower()} goes without"
-            )
+    def uncounted(self, model: LoadedModel) -> list[Notice]:
+        """A notice if the policy uses attention and the model does not expose it."""
+        if self.engine.settings.attention_stats is None or model.exposes_attention:
+            return []
+        policy = type(self.engine.settings.policy).__name__.lower()
+        return [Notice(f"{no_attention_reason(model)}; policy {policy} goes without")]
 
-    def troubles(self) -> Iterator[Notice]:
-        """What went wrong with the archive; the conversation goes on."""
-        troubles = self.engine.holding.troubles
-        while troubles:
-            yield Notice(troubles.pop(0))
+    def problems(self) -> list[Notice]:
+        """Problems of the archive since the last call; the conversation goes on."""
+        return [Notice(text) for text in self.engine.store.take_problems()]
 
-    def _place_of(
-        self, record: EvictedRows | RestoredRows
-    ) -> tuple[tuple[int, ...], int, int, tuple[TokenRow, ...] | None]:
-        """What an event tells of tokens that moved."""
-        rows = self._wanted(record.positions)
-        return tuple(record.positions.tolist()), record.resident, record.seen, rows
+    def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
+        """The fields that `Evicted` and `Restored` have in common."""
+        return {
+            "positions": tuple(record.positions.tolist()),
+            "resident": record.resident,
+            "seen": record.seen,
+            "tokens": self._wanted(record.positions),
+        }
 
     def _wanted(self, positions: Positions) -> tuple[TokenRow, ...] | None:
         return self.tokens(positions) if self.with_tokens else None

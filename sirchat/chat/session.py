@@ -1,9 +1,9 @@
 """A conversation: turns in, events out, settings that switch in the middle.
 
-Nobody but the session and its parts touches the engine: a turn under way is an `open_turn`, and
-`recollection`, `forgetting` and `switching` do what their names say. After every event the
-conversation is well-formed: a reply that was interrupted, or ran out of room, is closed like any
-other.
+What streams is a generator (`ask`, `retry`, `read_user`, `read_reply`); what changes state at once
+returns the list of what happened. Only the session and the modules beside it use the engine: `turn`
+for a turn under way, `recall`, `forget`, `switching`. A reply that is interrupted, or runs out of
+room, is closed like any other; a turn that breaks off is closed before the next one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from sirchat import __version__
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Tally, Turn, UndoPoint
-from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, Started, TokenRow, Undone
+from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.forget import erase_text, tokens_to_erase
 from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
-from sirchat.chat.settings import (
-    build_cache_settings,
-    build_sampling,
-    check_attention,
-    check_budget,
-    check_recall,
-)
+from sirchat.chat.settings import build_cache_settings, build_sampling, check_profile
 from sirchat.chat.snapshot import Positions, Snapshot, take_snapshot
 from sirchat.chat.standing import Standing, standings
 from sirchat.chat.switching import all_or_nothing, switched
@@ -53,9 +46,9 @@ class Session:
     """One conversation with one model.
 
     Args:
-        model: loaded and probed.
-        profile: every setting; `session.profile` is the one in force.
-        rows_in_events: whether turns and evictions carry their tokens.
+        model: a loaded model.
+        profile: every setting; `session.profile` has those in force.
+        rows_in_events: whether events carry their tokens.
 
     Raises:
         SettingError: a setting that this model does not allow.
@@ -68,18 +61,16 @@ class Session:
         self.profile = profile
         self._rows_in_events = rows_in_events
         self.template = Template(model.tokenizer, model.anchors)
-        """Writes turns as ids; another may be put in its place between two turns."""
+        """Turns text into ids; may be replaced between two turns."""
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self.template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = self.erasures = 0
-        check_budget(profile, model, "budget")
-        check_recall(profile, model, "recall")
-        check_attention(profile, model, "policy")
+        check_profile(profile, model)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the whole conversation; the settings stay."""
+        """Start an empty conversation; the settings stay."""
         self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._engine = Engine(
             self.model,
@@ -89,111 +80,96 @@ class Session:
         )
         self.epoch += 1
         self._now = Conversation()
-        self._moments: list[UndoPoint] = []  # the beginnings of the turns that can be undone
-        self._recollection = TurnRecall(self._engine, self.model)
+        self._undo_points: list[UndoPoint] = []  # oldest first
+        self._recall = TurnRecall(self._engine, self.model)
 
     @property
     def conversation(self) -> Conversation:
-        """Where the conversation stands; for reading only."""
+        """The state beside the engine's; for reading only."""
         return self._now
 
     @property
     def turns(self) -> list[Turn]:
-        """What was said, turn by turn; for reading only."""
+        """All messages so far; for reading only."""
         return self._now.turns
 
     def save(self) -> EngineState:
-        """The engine's state, but keys and values; see `saving`."""
+        """The engine's state, without keys and values; see `saved.autosave`."""
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of all that is held or archived, on the CPU.
+        """Keys and values of all tokens that are held or archived, on the CPU.
 
-        Of what is held alone, if all take more than `limit` bytes; None if that does, too.
+        Of the held tokens alone, if all take more than `limit` bytes; None if these do, too.
         """
-        return self._engine.holding.rows(limit)
+        return self._engine.store.rows(limit)
 
-    def received(self, positions: Positions) -> AttentionCheckpoint:
-        """What attention these tokens got, where it was counted; see `saving`."""
-        return self._engine.ledger.attention.received(positions)
+    def attention(self, positions: Positions) -> AttentionCheckpoint:
+        """The attention that these tokens received, where it was counted; see `saved.autosave`."""
+        return self._engine.ledger.attention.checkpoint(positions)
 
     def load(
         self,
         saved: EngineState,
         conversation: Conversation,
         rows: Rows | None,
-        received: AttentionCheckpoint | None = None,
+        attention: AttentionCheckpoint | None = None,
     ) -> None:
-        """Go on where a saved session was; without `rows` the held tokens are read anew.
+        """Continue a saved session; without `rows` the held tokens are read anew.
 
-        Turns of before can't be undone.
+        Earlier turns can't be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, self.model.device, received)
+        self._engine.load(saved, rows, self.model.device, attention)
         self._now = conversation
 
     @property
     def resident(self) -> int:
-        """Tokens held now."""
+        """Number of tokens held now."""
         return self._engine.resident
 
     @property
     def seen(self) -> int:
-        """Tokens ever read."""
+        """Number of tokens ever read."""
         return self._engine.ledger.seen
 
     @property
     def recalled(self) -> dict[int, float]:
-        """What came back for this round: how well each fits, by position, ascending.
+        """Scores of the tokens recalled for this round, by position, ascending.
 
-        After an undo or a resume the tokens are known, and not how well they fit: 0.
+        After an undo or a resume the tokens are known, but not their scores: 0.
         """
-        return self._recollection.fits
+        return self._recall.scores
 
     @property
     def budget(self) -> int:
-        """Tokens that may be held."""
+        """Most tokens held."""
         return self._engine.budget
 
     @property
     def speed(self) -> float:
-        """Tokens a second of the reply under way, else of the last one; 0 before the first."""
+        """Tokens per second of the current reply, or of the last one; 0 before the first."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
     @property
     def _undo_depth(self) -> int:
         return UNDO_DEPTH if self.profile.archive != "off" else 1
 
-    def start(self) -> Iterator[Event]:
-        """The opening record, and what the user should know of this model."""
-        yield Started(
-            version=__version__,
-            model=self.model.name,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            context_length=self.model.context_length,
-            profile=self.profile.model_dump(),
-        )
-        if self.model.window is not None and self.budget > self.model.window:
-            yield Notice(
-                f"this model's sliding-window layers see {self.model.window} tokens; with a budget "
-                f"of {self.budget} their window counts held tokens"
-            )
-        yield from self._reports.clamped(self.profile.recall_n)
-        yield from self._reports.untrained(self.model.anchors)
-        yield from self._reports.uncounted(self.model)
+    def start(self) -> list[Event]:
+        """The opening record, and notices about this model under these settings."""
+        return self._reports.started(self.model, self.profile)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        Raises ContextFullError, with nothing read, when nothing may be forgotten and the turn does
-        not fit.
+        Raises ContextFullError, with nothing read, if nothing may be evicted and the turn does not
+        fit.
         """
         yield from self.read_user(text, interrupted)
         yield from self._answer(interrupted)
 
     def retry(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Undo the last user turn and say it again; where replies are drawn, with other draws.
+        """Undo the last user turn and say it again, with other random draws.
 
         Raises UndoError, changing nothing, as `undo` does.
         """
@@ -213,8 +189,8 @@ class Session:
         else:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
-        moment = UndoPoint.of(self._now, self._engine.checkpoint(), text)
-        self._moments = [*self._moments, moment][-self._undo_depth :]
+        point = UndoPoint.of(self._now, self._engine.checkpoint(), text)
+        self._undo_points = [*self._undo_points, point][-self._undo_depth :]
         if system is not None:
             yield from self._read_system(system)
         self._now.round += 1
@@ -223,10 +199,10 @@ class Session:
         turn = self._begin("user")
         closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        yield from self._recollection.renew(turn, ids, self._reports)
+        yield from self._recall.renew(turn, ids, self._reports)
         yield from turn.read(ids, interrupted, after=closing)
         yield turn.done(text)
-        yield from self._reports.troubles()
+        yield from self._reports.problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
@@ -236,63 +212,67 @@ class Session:
         yield from turn.read(ids, interrupted, after=closing)
         yield from turn.close(closing)
         yield turn.done(text)
-        yield from self._reports.troubles()
+        yield from self._reports.problems()
 
     def score_continuation(self, reply: str) -> ContinuationScore:
-        """How likely a reply would be now, or the beginning of one; nothing is said by it."""
+        """Log-probabilities of a reply, or of its beginning, as the next one; nothing changes."""
         return self._engine.score_continuation(self.template.assistant(reply).ids)
 
-    def undo(self) -> Iterator[Event]:
-        """Take the last user turn back, with all that came after it: it has never been.
+    def undo(self) -> list[Event]:
+        """Undo the last user turn and all after it, as if they had never been read.
 
-        The settings stay, and so do pins. Raises UndoError, changing nothing, where there is no
-        such turn, or something it had pushed out is gone.
+        The settings stay, and so do pins. Raises UndoError, changing nothing, if there is no such
+        turn, or something that it evicted is gone.
         """
-        if not self._moments:
+        if not self._undo_points:
             off = self.seen and self.profile.archive == "off"
             hint = "more turns can be undone with /set archive ram" if off else ""
             raise UndoError("there is no turn to undo", hint=hint)
-        moment = self._moments[-1]
+        point = self._undo_points[-1]
         try:
-            self._engine.undo(moment.checkpoint)
+            self._engine.undo(point.checkpoint)
         except LookupError:
             raise UndoError("this turn can't be undone: what it pushed out is gone") from None
-        self._moments.pop()
-        self._now = moment.conversation(self._now)
+        self._undo_points.pop()
+        self._now = point.conversation(self._now)
         if self._now.prompt != self.profile.system and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
-        yield Undone(len(self.turns), moment.text, self.resident, self.seen)
+        return [Undone(len(self.turns), point.text, self.resident, self.seen)]
 
-    def pin(self, target: str, pinned: bool = True) -> Iterator[Event]:
-        """Never forget what `target` means, or let it go; `targets.positions_of` says how.
+    def pin(self, target: str, pinned: bool = True) -> list[Event]:
+        """Pin or unpin the tokens that `target` means; see `targets.positions_of`.
 
-        What is archived comes back. Raises UsageError where nothing is meant, and SettingError,
-        changing nothing, when the pins would leave too little room.
+        Archived tokens are restored. Raises UsageError if nothing is meant, and SettingError,
+        changing nothing, if the pins would leave too little room.
         """
-        positions = self._meant(target, self._engine.holding.reachable())
-        moves = list(self._engine.pin(positions, pinned))
-        yield from self._reports.moved(self._now.last, moves)
-        yield Pinned(len(positions), pinned, self.resident)
+        positions = self._meant(target, self._engine.store.reachable())
+        moves = self._engine.pin(positions, pinned)
+        events = self._reports.moved(self._now.last, moves)
+        events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
-            yield Notice(f"policy {self.profile.policy} makes no use of pins")
+            events.append(Notice(f"policy {self.profile.policy} makes no use of pins"))
+        return events
 
-    def forget(self, target: str) -> Iterator[Event]:
-        """Erase what `target` means: from cache, archive, ledger, text, and what could be undone.
+    def forget(self, target: str) -> list[Event]:
+        """Erase what `target` means: from cache, archive, ledger, text and undo.
 
-        What was read after it has seen it, and stays. Raises UsageError where nothing is meant.
+        Tokens that were read later have seen it, and stay. Raises UsageError if nothing is meant.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
         self._engine.forget(positions)
         self._now.prompt = erase_text(target, self._now, system)
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
-        self._moments = []
+        self._undo_points = []
         self.erasures += 1
-        yield Forgotten(len(positions), self.resident)
+        return [Forgotten(len(positions), self.resident)]
 
     def why(self, target: str) -> list[Standing]:
-        """Where the tokens stand that `target` means, held or not; raises UsageError for none."""
+        """The standing of the tokens that `target` means, held or not.
+
+        Raises UsageError if nothing is meant.
+        """
         return standings(
             self._engine,
             self._texts,
@@ -307,35 +287,36 @@ class Session:
 
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
-    ) -> Iterator[Event]:
-        """Change settings at once; what no longer fits is chosen by the new ones.
+    ) -> list[Event]:
+        """Change settings at once; the new ones choose among all tokens held or archived.
 
-        Another system prompt is read and pinned at once, and the old one is let go; an interrupt
-        cuts it short. Raises SettingError, changing nothing; `source` is what it blames, such as
+        Another system prompt is read and pinned at once, and the old one is unpinned; an interrupt
+        cuts it short. Raises SettingError, changing nothing, which blames `source`, such as
         "/budget".
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
-        memory = build_cache_settings(profile, self._folder)
+        settings = build_cache_settings(profile, self._folder)
         replaced = self.seen > 0 and profile.system != before.system
         prompt = self.template.system(profile.system) if replaced and profile.system else None
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self._engine):
             if replaced or profile.pin_system != before.pin_system:
                 self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
-            moves = list(self._engine.switch(memory, size if profile.pin_system else 0))
+            moves = self._engine.switch(settings, size if profile.pin_system else 0)
             self._engine.require(size)
         reports, self.profile = self._reports, profile
         if replaced:
             self._now.system, self._now.prompt = range(0), None
-        yield from reports.moved(self._now.last, moves)
+        events = reports.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, RestoredRows))
-        yield from reports.switched(before, profile, restored)
+        events += reports.switched(before, profile, restored)
         if profile.policy != before.policy:
-            yield from reports.untrained(self.model.anchors)
-            yield from reports.uncounted(self.model)
+            events += reports.untrained(self.model.anchors)
+            events += reports.uncounted(self.model)
         if prompt is not None:
-            yield from self._settle()
-            yield from self._read_system(prompt, interrupted)
+            events += self._settle()
+            events += self._read_system(prompt, interrupted)
+        return events
 
     def end(self) -> Ended:
         """The closing record."""
@@ -349,7 +330,7 @@ class Session:
         )
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory as it is now; with `strongest`, a glance at so many rows of highest score."""
+        """The memory as it is now; with `strongest`, a summary with so many rows."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -369,7 +350,7 @@ class Session:
         turn, closing = self._begin("assistant"), self.template.closing
         records = self._engine.generate(
             Sampler(build_sampling(self.profile), self._now.attempt),
-            turn.place,
+            turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
             reserve=len(closing),
@@ -377,11 +358,11 @@ class Session:
         )
         yield from turn.answer(records, TextStream(self.model.tokenizer), closing)
 
-    def _settle(self) -> Iterator[Event]:
-        """Close a turn that a failure left open, so that the conversation is well-formed again."""
-        if self.seen == 0:  # nothing of it was read: it has never been
+    def _settle(self) -> list[Event]:
+        """Close a turn that broke off, so that the conversation is well-formed again."""
+        if self.seen == 0:  # nothing of it was read: as if it had never begun
             self._now.owed, self._now.turns = [], []
-        yield from self._turn(Tally(self._now.last, "")).settle()
+        return self._turn(Tally(self._now.last, "")).settle()
 
     def _read_system(
         self, ids: TurnIds, interrupted: Interrupted = lambda: False
@@ -389,24 +370,22 @@ class Session:
         turn, start = self._begin("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
-        finally:  # what was read is pinned, and can be let go, however the reading ended
+        finally:  # what was read is pinned, and can be unpinned, however the reading ended
             self._now.system = range(start, self.seen)
             self._now.prompt = self.profile.system
         yield turn.done(self.profile.system or "")
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
-        """Refuse a turn, before anything is read, when it can't fit."""
+        """Refuse a turn that can't fit, before anything is read."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self.template.closing))
 
     def _begin(self, role: str) -> OpenTurn:
-        """A turn more."""
         return self._turn(self._now.begin(role))
 
     def _turn(self, tally: Tally) -> OpenTurn:
-        """A turn as it goes on: one that has begun, or the last, where only ids are owed."""
         return OpenTurn(self._now, self._engine, self._reports, tally)
 
     @property

@@ -77,7 +77,7 @@ def has_effect(profile: Profile, setting: str) -> bool:
         return True
     if setting in (field.name for field in fields(made)):
         return True
-    return setting in made.uses and setting not in build_policy(profile).unused
+    return setting in made.uses
 
 
 def options_of(policy: str) -> list[Field[Any]]:
@@ -98,7 +98,7 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
         evict=profile.evict,
         in_stream=profile.positions == "stream",
         recall=_recall(profile),
-        counts=profile.attention == "on",
+        count_attention=profile.attention == "on",
     )
 
 
@@ -120,6 +120,13 @@ def _recall(profile: Profile) -> RecallSettings | None:
 def build_sampling(profile: Profile) -> Sampling:
     """How tokens are drawn under a profile."""
     return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
+
+
+def check_profile(profile: Profile, model: LoadedModel) -> None:
+    """Raise SettingError for a profile that this model does not allow."""
+    check_budget(profile, model, "budget")
+    check_recall(profile, model, "recall")
+    check_attention(profile, model, "policy")
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:

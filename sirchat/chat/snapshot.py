@@ -1,14 +1,17 @@
-"""The memory at one moment, for whoever draws or prints it: plain values, no engine behind them."""
+"""The memory at one moment, to be drawn or printed: plain values, no engine behind them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.chat.events import TokenRow
+from sirchat.chat.scores import policy_scores, score_unit, shown_scores
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.ledger import Flag, Ledger, Role
@@ -22,9 +25,8 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
 
-_LARGEST = float(np.log(np.finfo(np.float64).max))
-_GLANCE_LEAVING = 12
-"""Tokens next to go that a glance has the text of."""
+_SUMMARY_LEAVING = 12
+"""Tokens next to go whose text the compact panel gets."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,17 @@ class Snapshot:
         model, policy, decay, budget: the settings in force; the budget in tokens.
         resident, seen: tokens held now, and ever read.
         recalled: held tokens that were brought back for this round.
-        speed: tokens a second of the reply under way, else of the last one; 0 before the first.
-        threshold: nats of decayed surprisal below which a token would leave if room were needed
-            now; null where nothing was ever forgotten, or the policy goes by something else.
-        needed: the same where it goes by a score of its own, as a row's `worth` is.
+        speed: tokens per second of the current reply, or of the last one; 0 before the first.
+        threshold: score at or below which a token would leave if room were needed now; null where
+            nothing was ever forgotten, or the policy has no scores.
+        unit: unit of the scores, such as "nats"; empty for a plain number.
         next_to_go: positions of the tokens that would leave then, in stream order; none while
             there is plenty of room.
         rows: the held tokens in stream order, or some of them.
         slots: where each of `rows` stands among all held tokens.
         turns: every turn so far.
-        histogram: surprisal of held and of forgotten tokens; null in a glance.
-        apart: of the resident ones, those that each layer has for itself.
+        histogram: surprisal of held and of forgotten tokens; null in a summary.
+        apart: resident tokens that belong to single layers.
     """
 
     model: str
@@ -85,7 +87,7 @@ class Snapshot:
     turns: tuple[TurnShare, ...]
     histogram: Histogram | None
     apart: int = 0
-    needed: float | None = None
+    unit: str = ""
 
     @property
     def in_common(self) -> int:
@@ -111,18 +113,15 @@ def take_snapshot(
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
-    With `strongest`, a glance: only so many rows, those of highest score and a few of those that
-    go next, and what takes time in proportion to the whole stream is left out.
+    With `strongest`, a summary for the compact panel: only so many rows, those of highest score and
+    some of those that go next, without what takes time in proportion to the whole stream.
     """
     ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.next_to_go(in_round=in_round)
-    log_worth = log_worth_of(log_factors_of(engine, held))
-    by_nats = log_worth is None
-    strength = ledger.log_decayed_surprisal_of(held) if log_worth is None else log_worth
-    needed = _needed(strength, held, leaving, engine, by_nats=by_nats)
-    slots = _slots(strength, held, leaving, strongest)
-    worth = None if log_worth is None else finite_exp(log_worth[slots])
+    scores = policy_scores(engine, held)
+    order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
+    slots = _slots(order, held, leaving, strongest)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -132,10 +131,10 @@ def take_snapshot(
         seen=ledger.seen,
         recalled=engine.recalled,
         speed=speed,
-        threshold=needed if by_nats else None,
-        needed=None if by_nats else needed,
+        threshold=_threshold(engine, scores, held, leaving),
+        unit=score_unit(engine),
         next_to_go=tuple(leaving.tolist()),
-        rows=token_rows(ledger, held[slots], texts, profile.sinks, worth),
+        rows=token_rows(engine, held[slots], texts, profile.sinks, _at(scores, slots)),
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
@@ -143,109 +142,65 @@ def take_snapshot(
     )
 
 
-def log_factors_of(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """Logarithms of what the policy ranks rows by the product of, by name, [n] each; may be empty.
-
-    Of the rows at `positions` [n], ascending: what the policy chose as it sees it, what was
-    recalled as if it had been chosen, too, and any other row as if all of these had been.
-    """
-    policy, held = engine.settings.policy, engine.ledger.held_positions
-    own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
-    found: dict[str, Floats] = {}
-    unknown = np.ones(len(positions), bool)
-    for among in (own, held, np.union1d(held, positions)):
-        here = unknown & np.isin(positions, among)
-        if here.any():
-            at = np.searchsorted(among, positions[here])
-            for name, one in policy.log_factors(engine.view(among)).items():
-                found.setdefault(name, np.zeros(len(positions)))[here] = one.double().numpy()[at]
-            unknown &= ~here
-    return found
-
-
-def log_worth_of(factors: dict[str, Floats]) -> Floats | None:
-    """The logarithm of what a policy ranks rows [n] by, apart from those that are recent anyway.
-
-    By its `factors`; None where it goes by surprisal and decays alone, or by nothing of the kind.
-    """
-    if set(factors) <= {"surprisal"}:
-        return None
-    with np.errstate(invalid="ignore"):  # of what is infinite both ways
-        worth: Floats = np.sum(list(factors.values()), axis=0)
-    return np.nan_to_num(worth, copy=False, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-
-
-def finite_exp(logarithms: Floats) -> Floats:
-    """What these are the logarithms of; as large as a number can be, at most."""
-    numbers: Floats = np.exp(logarithms.clip(max=_LARGEST))
-    return numbers
-
-
 def token_rows(
-    ledger: Ledger,
+    engine: Engine,
     positions: Positions,
     texts: Texts,
     sinks: int,
-    worth: Floats | None = None,
+    scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """The tokens at these positions [n], ascending, as records; `worth` [n] is the policy's."""
-    names = ("token_id", "turn", "role", "surprisal", "arrival_key", "flags")
-    ids, *columns = (ledger.column(name)[positions].tolist() for name in names)
-    at = positions.tolist()
-    scores = np.exp(ledger.log_decayed_surprisal_of(positions)).tolist()
-    counted = ledger.attention.is_counted
-    attention = ledger.attention.of(positions, ledger.log_decay).tolist()
-    worths = [None] * len(at) if worth is None else worth.tolist()
+    """The tokens at these positions [n], ascending, as records, with the policy's scores [n]."""
+    ledger, at = engine.ledger, positions.tolist()
+
+    def column(name: str) -> list[Any]:
+        values: list[Any] = ledger.column(name)[positions].tolist()
+        return values
+
+    ids, flags = column("token_id"), column("flags")
+    decayed = np.exp(ledger.log_decayed_surprisal_of(positions)).tolist()
+    attention = ledger.attention.totals(positions, ledger.log_decay).tolist()
+    shown = [None] * len(at) if scores is None else shown_scores(engine, scores).tolist()
+    text = texts(ids, at)
+    turn, role, surprisal = column("turn"), column("role"), column("surprisal")
+    arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
     return tuple(
         TokenRow(
-            position=position,
-            id=token_id,
-            text="" if flags & Flag.ERASED else text,
-            turn=turn,
-            role=Role(role).name.lower(),
-            surprisal=None if surprisal != surprisal else surprisal,
-            score=score,
-            arrival_key=key,
-            flags=_flag_names(flags, position < sinks),
-            attention=received if counted else None,
-            worth=worth_of_row,
+            position=at[i],
+            id=ids[i],
+            text="" if flags[i] & Flag.ERASED else text[i],
+            turn=turn[i],
+            role=Role(role[i]).name.lower(),
+            surprisal=None if math.isnan(surprisal[i]) else surprisal[i],
+            decayed_surprisal=decayed[i],
+            score=shown[i],
+            arrival_key=arrival_key[i],
+            flags=_flag_names(flags[i], at[i] < sinks),
+            attention=attention[i] if counted else None,
         )
-        for (
-            position,
-            token_id,
-            text,
-            turn,
-            role,
-            surprisal,
-            key,
-            flags,
-            score,
-            received,
-            worth_of_row,
-        ) in zip(at, ids, texts(ids, at), *columns, scores, attention, worths, strict=True)
+        for i in range(len(at))
     )
 
 
-def _slots(
-    strength: Floats, held: Positions, leaving: Positions, strongest: int | None
-) -> Positions:
-    """Slots of the rows to tell about, ascending: all of them, or those of a glance."""
+def _at(scores: Floats | None, slots: Positions) -> Floats | None:
+    return None if scores is None else scores[slots]
+
+
+def _slots(order: Floats, held: Positions, leaving: Positions, strongest: int | None) -> Positions:
+    """Slots of the rows in the snapshot, ascending: all of them, or the strongest by `order`."""
     if strongest is None or strongest >= len(held):
         return np.arange(len(held))
-    best = np.argpartition(-strength, strongest)[:strongest]
-    return np.union1d(best, np.searchsorted(held, leaving[:_GLANCE_LEAVING]))
+    best = np.argpartition(-order, strongest)[:strongest]
+    return np.union1d(best, np.searchsorted(held, leaving[:_SUMMARY_LEAVING]))
 
 
-def _needed(
-    strength: Floats, held: Positions, leaving: Positions, engine: Engine, *, by_nats: bool
+def _threshold(
+    engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """A policy without a score of its own that takes the decay into account goes by surprisal."""
+    """The highest shown score among those that would leave now."""
     ledger = engine.ledger
-    if not len(leaving) or ledger.seen == ledger.held_count:
+    if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
         return None
-    if by_nats and "decay" not in engine.settings.policy.uses:
-        return None
-    return float(finite_exp(strength[np.searchsorted(held, leaving)]).max())
+    return float(shown_scores(engine, scores[np.searchsorted(held, leaving)]).max())
 
 
 def _turns(

@@ -1,4 +1,4 @@
-"""Where tokens stand: what they score, how that ranks, and whether they are held."""
+"""`/why`: the scores of tokens, their ranks, and whether the tokens are held."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import (
-    Positions,
-    Snapshot,
-    Texts,
-    finite_exp,
-    log_factors_of,
-    log_worth_of,
-    token_rows,
-)
+from sirchat.chat.scores import explaining_factors, policy_scores
+from sirchat.chat.snapshot import Positions, Snapshot, Texts, token_rows
 from sirchat.engine.engine import Engine
 from sirchat.memory.ledger import State
 
@@ -25,27 +18,23 @@ class Standing:
     """One token among those that are held.
 
     Attributes:
-        row: the token.
+        row: the token, with its score.
         state: `held`, `archived` (it can come back) or `gone`.
-        faded: the factor that the decays since it was read have made, 1 for none.
-        factors: what else the policy's score is the product of, by name.
-        score: what the token is ranked by.
-        rank: 1 for the highest score; where it would stand, if it is not held.
-        held: tokens that are held now.
-        threshold: nats below which a token would leave if room were needed now; None where nothing
-            would, or the policy does not go by surprisal.
-        needed: the same, as a score, where the policy goes by one of its own.
+        decayed_to: product of the decays since the token was read; 1 for none.
+        factors: what else explains the score, by name.
+        rank: 1 for the highest score of the held tokens; the rank it would have, if it is not held;
+            null for a policy without scores.
+        held: number of held tokens.
+        threshold: score at or below which a token would leave now, as in `Snapshot`.
     """
 
     row: TokenRow
     state: str
-    faded: float
+    decayed_to: float
     factors: dict[str, float]
-    score: float
-    rank: int
+    rank: int | None
     held: int
     threshold: float | None
-    needed: float | None
 
 
 def standings(
@@ -54,32 +43,31 @@ def standings(
     """The standing of the tokens at these positions, ascending, in the memory as it is `now`."""
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
-    factors = log_factors_of(engine, among)
-    worth = log_worth_of(factors)
-    log_scores = ledger.log_decayed_surprisal_of(among) if worth is None else worth
     asked = np.searchsorted(among, positions)
-    held = np.sort(log_scores[np.searchsorted(among, ledger.held_positions)])
-    above = len(held) - np.searchsorted(held, log_scores[asked], side="right")
-    faded = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
+    scores = policy_scores(engine, among)
+    ranks: list[int | None] = [None] * len(positions)
+    if scores is not None:
+        held = np.sort(scores[np.searchsorted(among, ledger.held_positions)])
+        above = len(held) - np.searchsorted(held, scores[asked], side="right")
+        ranks = [int(one) + 1 for one in above]
+    own_scores = None if scores is None else scores[asked]
+    rows = token_rows(engine, positions, texts, sinks, own_scores)
+    decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = ledger.column("state")[positions].tolist()
-    rows = token_rows(ledger, positions, texts, sinks)
-    scores = finite_exp(log_scores[asked])
-    others = {  # surprisal and decays have columns of their own
-        name: finite_exp(one[asked])
-        for name, one in factors.items()
-        if name not in ("surprisal", "fade")
+    factors = {  # surprisal and decay have columns of their own
+        name: one[asked]
+        for name, one in explaining_factors(engine, among).items()
+        if name not in ("surprisal", "decay")
     }
     return [
         Standing(
             row=row,
-            state=State(state).name.lower(),
-            faded=float(faded[number]),
-            factors={name: float(one[number]) for name, one in others.items()},
-            score=float(scores[number]),
-            rank=int(above[number]) + 1,
-            held=len(held),
+            state=State(states[i]).name.lower(),
+            decayed_to=float(decayed_to[i]),
+            factors={name: float(one[i]) for name, one in factors.items()},
+            rank=ranks[i],
+            held=ledger.held_count,
             threshold=now.threshold,
-            needed=now.needed,
         )
-        for number, (row, state) in enumerate(zip(rows, states, strict=True))
+        for i, row in enumerate(rows)
     ]

@@ -1,4 +1,4 @@
-"""Settings that change in the middle of a conversation: all that was asked for, or nothing."""
+"""Switches settings in the middle of a conversation: all of them, or none."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
 
 @contextmanager
 def all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Give the engine its pins and settings back if anything in this block fails."""
-    memory, ledger = engine.settings, engine.ledger
-    flags = ledger.column("flags")[: ledger.seen].copy()
+    """Restore the engine's pins and settings if anything in this block fails."""
+    settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
     except Exception:  # whatever a new policy raises
-        ledger.column("flags")[:] = flags
-        list(engine.switch(memory))
+        engine.ledger.pin_only(pinned)
+        engine.switch(settings)
         raise

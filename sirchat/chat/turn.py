@@ -1,7 +1,7 @@
-"""A turn under way: ids go into the engine, events come out, and what it costs is counted.
+"""A turn under way: ids go into the engine, events come out, and its cost is counted.
 
-However a turn ends, the conversation can be made well-formed again: what its round still has to
-read is noted beforehand, as owed.
+The ids that the chat template still requires are noted as owed before reading starts. If a turn
+breaks off, they are read before the next turn, so that the conversation stays well-formed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sirchat.chat.conversation import Conversation, Tally
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
 from sirchat.chat.reports import Reports
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import EvictedRows, Generated, Read, Stopped, TurnRef
+from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Role
 from sirchat.text.detokenizer import TextStream
@@ -27,9 +27,9 @@ class OpenTurn:
 
     Args:
         now: the conversation that it belongs to.
-        engine: where its ids go.
+        engine: reads and generates its ids.
         reports: makes the events.
-        tally: what it cost so far; a turn of its own, or the last one where only ids are owed.
+        tally: cost of the turn so far; of the last turn, where only owed ids are read.
     """
 
     def __init__(self, now: Conversation, engine: Engine, reports: Reports, tally: Tally) -> None:
@@ -37,12 +37,12 @@ class OpenTurn:
         self._engine = engine
         self._reports = reports
         self.tally = tally
-        self.place = TurnRef(tally.index, now.round)
+        self.ref = TurnRef(tally.index, now.round)
 
-    def make_room(self, count: int, wanted: int) -> Iterator[Event]:
-        """Make room for `count` ids and a reply of `wanted`, where that is done turn by turn."""
-        for record in self._engine.open_turn(count, wanted, self.place):
-            yield self._forgot(record)
+    def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
+        """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
+        records = self._engine.open_turn(count, max_new_tokens, self.ref)
+        return [self._evicted(record) for record in records]
 
     def read(
         self,
@@ -54,13 +54,13 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Read ids; an interrupt skips the rest of the text, never the template's ids.
 
-        `after` are the ids that the round still needs, should reading fail.
+        `after` are the ids that the round needs even if reading fails.
         """
         done, end = 0, len(turn.ids)
         self._owe(turn, done, after)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
-            records = self._engine.feed(ids, roles, self.place, pinned=pinned)
+            records = self._engine.feed(ids, roles, self.ref, pinned=pinned)
             begun, skip = done, False
             while not skip:
                 start = time.perf_counter()
@@ -68,73 +68,90 @@ class OpenTurn:
                 self.tally.seconds_prefill += time.perf_counter() - start
                 if record is None:
                     break
-                if isinstance(record, Read):
+                if isinstance(record, ReadProgress):
                     self.tally.tokens_in += begun + record.done - done
                     done = begun + record.done
                     self._owe(turn, done, after)
                     yield Reading(done, end)
                     skip = interrupted() and turn.content[0] <= done < turn.content[1]
                 else:
-                    yield self._forgot(record)
+                    yield self._evicted(record)
             if skip:
                 done, self.tally.finish = turn.content[1], "interrupt"
 
     def answer(
         self,
-        records: Iterator[Generated | EvictedRows | Stopped],
+        records: Iterator[GeneratedToken | EvictedRows | Stopped],
         stream: TextStream,
         closing: Sequence[int],
     ) -> Iterator[Event]:
-        """Tell a reply as the engine generates it; however it ends, read its `closing` ids."""
+        """Report a reply as the engine generates it, then read its `closing` ids.
+
+        If this breaks off, what was said is kept, and the closing ids are owed.
+        """
         said: list[str] = []
-        self._now.reply = self.tally
-        self.tally.finish = "interrupt"  # what it is if the listener goes away
+        self._now.reply, self._now.owed = self.tally, list(closing)
+        self.tally.finish = "interrupt"  # unless the events are followed to their end
         failure: ContextFullError | None = None
         try:
-            for record in self._timed(records):
-                if isinstance(record, Generated):
-                    self.tally.tokens_out += 1
-                    said.append(stream.push(record.id))
-                    if said[-1]:
-                        yield Delta(said[-1])
-                elif isinstance(record, EvictedRows):
-                    yield self._forgot(record)
-                else:
-                    self.tally.finish = record.reason
-            said.append(stream.flush())
-            yield Delta(said[-1])
-        except ContextFullError as error:
-            self.tally.finish, failure = "context", error
-        finally:
-            closed = list(self.close(closing))
+            try:
+                yield from self._generated(records, stream, said)
+            except ContextFullError as error:
+                self.tally.finish, failure = "context", error
+            closed = self.close(closing)
+        except BaseException:  # the reader of the events has left, or the model failed
+            self._now.finish(self.tally, "".join(said))
+            raise
         yield from closed
         yield self.done("".join(said))
-        yield from self._reports.troubles()
+        yield from self._reports.problems()
         if failure is not None:
             yield Notice(str(failure))
 
-    def close(self, closing: Sequence[int]) -> Iterator[Event]:
-        """Read the ids that end a reply, and let the round's decay take effect."""
-        closed = self.read(_of_the_template(closing))
-        yield from (event for event in closed if not isinstance(event, Reading))
-        self._close_round()
+    def _generated(
+        self,
+        records: Iterator[GeneratedToken | EvictedRows | Stopped],
+        stream: TextStream,
+        said: list[str],
+    ) -> Iterator[Event]:
+        """Report a reply as the engine generates it, and add its text to `said`."""
+        for record in self._timed(records):
+            if isinstance(record, GeneratedToken):
+                self.tally.tokens_out += 1
+                said.append(stream.push(record.id))
+                if said[-1]:
+                    yield Delta(said[-1])
+            elif isinstance(record, EvictedRows):
+                yield self._evicted(record)
+            else:
+                self.tally.finish = record.reason
+        said.append(stream.flush())
+        yield Delta(said[-1])
 
-    def settle(self) -> Iterator[Event]:
-        """Read what is still owed of a turn that a failure broke off."""
-        if self._now.owed:
-            yield from self.read(_of_the_template(self._now.owed))
-            if self._now.in_round:
-                self._close_round()
+    def close(self, closing: Sequence[int]) -> list[Event]:
+        """Read the ids that end a reply, and apply the round's decay."""
+        events = list(self.read(_template_ids(closing)))
+        self._close_round()
+        return [event for event in events if not isinstance(event, Reading)]
+
+    def settle(self) -> list[Event]:
+        """Read what is still owed of a turn that broke off."""
+        if not self._now.owed:
+            return []
+        events = list(self.read(_template_ids(self._now.owed)))
+        if self._now.in_round:
+            self._close_round()
+        return events
 
     def done(self, text: str) -> TurnDone:
-        """The turn is over, and `text` is what was said."""
+        """The event that the turn is over; `text` is what was said."""
         self._now.finish(self.tally, text)
         return self._reports.done(self.tally, text)
 
     def _timed(
-        self, records: Iterator[Generated | EvictedRows | Stopped]
-    ) -> Iterator[Generated | EvictedRows | Stopped]:
-        """The same records; the clock stops while the listener has one."""
+        self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
+    ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+        """The same records; only the engine's time counts, not the time between them."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -144,18 +161,18 @@ class OpenTurn:
             yield record
 
     def _owe(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Note what must still be read, after `done` ids, even if the text is given up."""
+        """Note what must still be read after `done` ids, even if the text is given up."""
         self._now.owed = [*turn.ids[max(done, turn.content[1]) :], *after]
 
-    def _forgot(self, record: EvictedRows) -> Event:
+    def _evicted(self, record: EvictedRows) -> Event:
         self.tally.evicted += len(record.positions)
-        return self._reports.forgot(self.tally.index, record)
+        return self._reports.evicted(self.tally.index, record)
 
     def _close_round(self) -> None:
         self._engine.close_round()
         self._now.in_round = False
 
 
-def _of_the_template(ids: Sequence[int]) -> TurnIds:
+def _template_ids(ids: Sequence[int]) -> TurnIds:
     """A turn without any text."""
     return TurnIds(list(ids), [Role.TEMPLATE] * len(ids), (0, 0))

@@ -1,49 +1,77 @@
-"""Counts how much the rows that are held are looked at while a text is read."""
+"""Tracks the attention that held rows receive while ids are read."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
-from sirchat.models.attention_weights import PassWeights
+from sirchat.models.attention_hook import AttentionCall
 
 
 class AttendingModel(Protocol):
-    """A model, as far as its layers look at something."""
+    """What the tracker needs to know of a model."""
 
     @property
     def heads(self) -> int:
-        """Of the queries, in a layer."""
+        """Number of query heads per layer."""
 
     @property
-    def narrow_layers(self) -> Collection[int]:
-        """Numbers of the layers that see only a window of what is held."""
+    def sliding_layers(self) -> Collection[int]:
+        """Numbers of the layers with sliding-window attention."""
+
+
+class PassWeights:
+    """Attention weights of one forward pass, averaged over heads and counted layers.
+
+    Args:
+        layers: numbers of the layers that count.
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self._layers = frozenset(layers)
+        self._sum: Tensor | None = None
+
+    def observe(self, call: AttentionCall) -> None:
+        if call.layer in self._layers:
+            weights = call.mean_weights()  # [m, n]
+            self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
+
+    def mean(self) -> NDArray[np.float32] | None:
+        """Weights [m, n] from each query to each row; None if no counted layer was observed."""
+        if self._sum is None:
+            return None
+        found: NDArray[np.float32] = (self._sum / len(self._layers)).cpu().numpy()
+        return found
 
 
 class AttentionTracker:
-    """A block in which a text is read, in one forward pass or several.
+    """A block in which ids are read, in one forward pass or several.
 
-    What is seen in them is counted as the block ends, all at once, so that the parts don't show.
+    The attention statistics are updated once, as the block ends, so that the result does not depend
+    on how the ids were split into passes.
 
     Args:
-        counting: what is counted; None for nothing.
-        model: what reads.
-        cache, ledger: what is read into.
+        config: which attention is counted; None for none.
+        model: the model that reads.
+        cache, ledger: where it reads into.
     """
 
     def __init__(
         self,
-        counting: AttentionStatsConfig | None,
+        config: AttentionStatsConfig | None,
         model: AttendingModel,
         cache: BoundedCache,
         ledger: Ledger,
     ) -> None:
-        self._counting, self._model = counting, model
+        self._config, self._model = config, model
         self._cache, self._ledger = cache, ledger
         self._passes: list[PassAttention] = []
 
@@ -51,32 +79,37 @@ class AttentionTracker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._counting is not None:
+        if self._config is not None:
             ledger = self._ledger
-            held = ledger.held_positions[: self._own]
-            ledger.attention.add(held, self._passes, ledger.log_decay, self._counting.window)
+            held = ledger.held_positions[: self._shared_rows]
+            ledger.attention.add(held, self._passes, ledger.log_decay, self._config.window)
 
     @property
-    def _own(self) -> int:
-        """Rows in the cache, without those that a layer has for itself."""
+    def _shared_rows(self) -> int:
+        """Number of rows in the cache, without those that belong to single layers."""
         return self._cache.length - self._cache.foreign
 
-    def fitting(self, count: int, size: int) -> int:
-        """How many of `count` rows to come have a layer's weights in `size` bytes; one at least."""
-        if self._counting is None:
+    def rows_within(self, count: int, size: int) -> int:
+        """How many of the next `count` rows fit one pass whose weights take `size` bytes a layer.
+
+        At least one.
+        """
+        if self._config is None:
             return count
         rows = self._cache.length + count
         return max(1, min(count, size // (4 * self._model.heads * rows)))
 
-    def gaze(self) -> PassWeights | None:
-        """What hears the next forward pass."""
-        if self._counting is None:
+    def observer(self) -> PassWeights | None:
+        """Observes the next forward pass; None if nothing is counted."""
+        if self._config is None:
             return None
-        return PassWeights(self._counting, len(self._cache.layers), self._model.narrow_layers)
+        layers = self._config.counted_layers(len(self._cache.layers), self._model.sliding_layers)
+        return PassWeights(layers)
 
-    def note(self, gaze: PassWeights | None) -> None:
-        """Take note of a forward pass whose rows are in the cache by now."""
-        weights = gaze.weights() if gaze is not None else None  # [m, n]
-        if gaze is not None and weights is not None:
-            policy_rows = self._cache.slots_of(torch.arange(self._own)).numpy()
-            self._passes.append(PassAttention.of(weights[:, policy_rows], gaze.counting.window))
+    def add(self, observed: PassWeights | None) -> None:
+        """Add an observed forward pass whose rows have been committed to the cache."""
+        weights = observed.mean() if observed is not None else None  # [m, n]
+        if self._config is not None and weights is not None:
+            shared = self._cache.slots_of(torch.arange(self._shared_rows)).numpy()
+            passed = PassAttention.from_weights(weights[:, shared], self._config.window)
+            self._passes.append(passed)

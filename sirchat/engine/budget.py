@@ -1,7 +1,7 @@
-"""The arithmetic of a budget: what sinks, pins and the reserve take of it.
+"""The arithmetic of a budget: how many rows sinks, pins, the policy and recall may hold.
 
-A budget is sinks + pins + E + reserve: the policy decides on E rows, what is recalled has the
-reserve, and the rest never leaves.
+budget = sinks + pins + E + reserve. The policy decides about E rows, recalled rows fill the
+reserve, sinks and pins are never evicted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sirchat.memory.ledger import Flag, HeldRows, Ledger
 Positions = NDArray[np.int64]
 
 _LEAST = 8
-"""Rows that sinks and pins must leave to the conversation."""
+"""Fewest rows that sinks and pins must leave to the policy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What the settings `settings` let a ledger's conversation hold.
+    """The limits that `settings` set to the rows of a ledger's conversation.
 
-    `context_length` is the budget where nothing is forgotten.
+    `context_length` is the budget of a policy that never evicts.
     """
 
     settings: CacheSettings
@@ -37,102 +37,106 @@ class Budget:
 
     @property
     def unbounded(self) -> bool:
-        """Whether nothing is ever forgotten."""
+        """Whether the policy never evicts."""
         return not self.settings.policy.bounded
 
     @property
-    def budget(self) -> int:
-        """Rows that may be held: the setting, or the context length when nothing is forgotten."""
+    def total(self) -> int:
+        """Most rows held: the setting, or the context length if the policy never evicts."""
         return self.context_length if self.unbounded else self.settings.budget
 
     @property
     def reserve(self) -> int:
-        """Rows of the budget that are kept free for what is recalled."""
+        """Rows of the budget that are kept free for recall."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
         pins = self.pins(self.ledger.held_positions)
-        return most_recalled(recall.n, self.budget - self.sinks - pins)
+        return most_recalled(recall.n, self.total - self.sinks - pins)
 
     @property
     def policy_budget(self) -> int:
-        """Rows that the policy may hold: the budget without the reserve."""
-        return self.budget - self.reserve
+        """Most rows held outside the reserve."""
+        return self.total - self.reserve
 
     @property
     def policy_rows(self) -> int:
-        """Held rows that are not in the reserve."""
+        """Number of held rows outside the reserve."""
         return self.ledger.held_count - len(self.ledger.recalled)
 
     @property
     def policy_positions(self) -> Positions:
-        """Stream positions [n], ascending, of the held rows that are not in the reserve."""
+        """Stream positions [n], ascending, of the held rows outside the reserve."""
         held, recalled = self.ledger.held_positions, self.ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
 
     @property
     def sinks(self) -> int:
-        """First tokens of the stream that always stay, if the policy honours sinks."""
+        """Number of first tokens that always stay; 0 if the policy ignores sinks."""
         return self.settings.sinks if self.settings.policy.honours_sinks else 0
 
     @property
     def eviction_block(self) -> int:
-        """Rows freed at once while generating; never so many that protected rows would go."""
+        """Rows evicted at once while generating; so few that protected rows never have to go."""
         return min(max(8, self.policy_budget // 16), self.evictable() // 2)
 
     def evictable(self, at: Positions | None = None) -> int:
-        """E: the rows that neither sinks nor pins, of the held ones or those at `at`, take."""
+        """E: rows of the policy's budget that are neither sinks nor pins.
+
+        The pins counted are those among the held rows, or among the rows at positions `at`.
+        """
         pins = self.pins(self.ledger.held_positions if at is None else at)
         return max(_LEAST, self.policy_budget - self.sinks - pins)
 
     def pins(self, at: Positions) -> int:
-        """Pinned rows beyond the sinks among those at `at`, if the policy honours pins."""
+        """Number of pinned rows at `at`, beyond the sinks; 0 if the policy ignores pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
+
+    def pinned(self, at: Positions) -> NDArray[np.bool_]:
+        """Mask [n] of the pinned rows among those at `at` [n]; none if the policy ignores pins."""
+        if not self.settings.policy.honours_pins:
+            return np.zeros(len(at), bool)
+        return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether the policy lets rows go behind each anchor."""
+        """Whether the policy evicts behind each anchor."""
         return self.settings.policy.compacts_at_anchors
 
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
-        """Where a piece that begins at `start` ends: behind its first anchor, or at `end`."""
+        """Where a chunk from `start` to at most `end` ends: behind its first anchor, if any."""
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
 
-    def sequence(self) -> Tensor:
-        """Rows [k] of the held view that an anchor read now may see: its sequence, and the sinks.
+    def visible_to_anchor(self) -> Tensor:
+        """Held rows [k] that an anchor read next may see: its own sequence and the sinks.
 
-        Equation (4) of Anchor-based LLMs, and the sinks, which stand before all sequences.
+        Equation (4) of Anchor-based LLMs, extended by the sinks, which precede all sequences.
         """
         held = self.ledger.held_positions
         anchors = np.flatnonzero(self.ledger.column("flags")[held] & Flag.ANCHOR)
         begins = held[anchors[-1]] + 1 if len(anchors) else 0
         return torch.from_numpy(np.flatnonzero((held >= begins) | (held < self.sinks)))
 
-    def pinned(self, at: Positions) -> NDArray[np.bool_]:
-        """Mask [n] of the rows at `at` that are pinned; none, if the policy honours no pins."""
-        if not self.settings.policy.honours_pins:
-            return np.zeros(len(at), bool)
-        return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
-
     def check_pins(self, reachable: Positions, more: int) -> None:
-        """Raise SettingError when the pins among `reachable` and `more` rows leave too little."""
+        """Raise SettingError if the pins among `reachable` and `more` rows leave too few rows."""
         if self.unbounded or not self.settings.policy.honours_pins:
             return
         pins = self.pins(reachable)
         pins += more - min(more, max(0, self.sinks - self.ledger.seen))
-        allowed = min(self.budget // 2, self.budget - self.sinks - _LEAST)
+        allowed = min(self.total // 2, self.total - self.sinks - _LEAST)
         if pins > allowed:
             raise SettingError(
-                f"{pins} tokens are to be pinned, but budget {self.budget} allows {allowed}",
+                f"{pins} tokens are to be pinned, but budget {self.total} allows {allowed}",
                 hint="raise the budget, /unpin something, or set pin_system to false",
             )
 
     def view(self, at: Positions, round: int | None) -> HeldRows:
-        """Rows at `at` [n] as the policy sees them, with what must stay.
+        """Rows at positions `at` [n] as the policy sees them, with the protected ones marked.
 
-        Of `round`, the one under way, the newest E/2 rows must, where the settings protect them.
+        Protected are sinks, pins and, if the settings say so, the newest E/2 rows of `round`, the
+        current one; None protects no round.
         """
         protected = (at < self.sinks) | self.pinned(at)
         if self.settings.protect and round is not None:
@@ -141,7 +145,7 @@ class Budget:
         return self.ledger.view(at, sinks=self.sinks, protected=protected)
 
     def choose(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """The policy's choice among `rows`, checked: ascending int64 [num_keep].
+        """The policy's choice among `rows`, checked: row numbers [num_keep], int64, ascending.
 
         Raises SettingError for a policy that breaks its contract.
         """
@@ -154,16 +158,16 @@ class Budget:
         return chosen
 
 
-def most_recalled(n: int, budget_rules: int) -> int:
-    """How many of n rows the reserve gets, of the `room` beside sinks and pins.
+def most_recalled(n: int, room: int) -> int:
+    """Size of the reserve for n recalled rows, of the `room` beside sinks and pins.
 
-    At most three quarters: the conversation itself needs room to be read.
+    At most three quarters of it: the conversation itself needs room to be read.
     """
-    return max(0, min(n, 3 * budget_rules // 4, budget_rules - _LEAST))
+    return max(0, min(n, 3 * room // 4, room - _LEAST))
 
 
 def _is_choice(rows: Tensor, held: HeldRows, num_keep: int) -> bool:
-    """Whether `rows` are `num_keep` ascending rows of the held ones, protected rows included."""
+    """Whether `rows` are `num_keep` ascending rows of `held`, with all protected rows."""
     if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
         return False
     if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):

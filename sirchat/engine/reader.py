@@ -1,4 +1,4 @@
-"""Reads ids into a cache and a ledger: forward passes, surprisals, and the carried logits."""
+"""Reads ids into a cache and a ledger: forward passes, surprisal, and the carried logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from sirchat.engine.scoring import surprisal, surprisal_of
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.sight import USUAL, Sight
-from sirchat.models.attention_weights import AttentionObserver, PassWeights
+from sirchat.models.attention_hook import AttentionObserver
 
 PASS_BYTES = 256 * 2**20
-"""Neither logits nor a layer's counted attention (float32) take more in one forward pass."""
+"""Most that the logits, or a counted layer's attention weights, take in one pass (float32)."""
 
 
 class CausalModel(AttendingModel, Protocol):
@@ -30,7 +29,7 @@ class CausalModel(AttendingModel, Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens the model was made for."""
+        """Number of tokens that the model was made for."""
 
     @property
     def vocab_size(self) -> int:
@@ -43,18 +42,25 @@ class CausalModel(AttendingModel, Protocol):
         self,
         ids: Sequence[int],
         cache: BoundedCache,
-        sight: Sight = USUAL,
-        listener: AttentionObserver | None = None,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
+        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
 
-        A `listener` hears what each layer attends to.
+        Args:
+            ids: token ids.
+            cache: keys and values so far.
+            visible: bool [m, n + m], which rows each id sees; None for causal attention.
+            positions: [m], where each id stands; None for the slots n.. of the cache.
+            observer: records each layer's attention, where the model exposes it.
         """
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Ids [m] that belong to one turn, each one's role, and its flags."""
+    """Ids [m] of one turn, with the role and the flags of each."""
 
     ids: Sequence[int]
     roles: Sequence[Role]
@@ -65,16 +71,17 @@ class Chunk:
         return len(self.ids)
 
     def part(self, start: int, end: int) -> Chunk:
-        """Ids `start` to `end`."""
+        """The ids from `start` to before `end`."""
         at = slice(start, end)
         return Chunk(self.ids[at], self.roles[at], self.flags[at], self.place)
 
 
 class Reader:
-    """Reads for one conversation; `logits` [V], of the token to come, are None before the first.
+    """Reads ids for one conversation.
 
-    They are those of the last token read, as it was before any eviction. `counting` is what is
-    counted of the attention that rows get; None for nothing.
+    Attributes:
+        logits: raw logits [V] for the next token, from the last token read, as computed before any
+            eviction since; None before the first token.
     """
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
@@ -85,30 +92,34 @@ class Reader:
     def read(
         self,
         chunk: Chunk,
-        sequence: Callable[[], Tensor] | None = None,
-        counting: AttentionStatsConfig | None = None,
+        visible_to_anchor: Callable[[], Tensor] | None = None,
+        stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read, in parts for which there is memory; there must be room for all rows.
+        """Read a chunk, for whose rows there must be room, in passes that fit the memory.
 
-        If the last id is an anchor it sees, of what is held, only the rows that `sequence` tells.
+        Args:
+            chunk: what is read.
+            visible_to_anchor: gives the held rows [k] that the last id sees if it is an anchor;
+                None if an anchor sees all rows like any other token.
+            stats: which attention is counted; None for none.
         """
         opens = self._ledger.seen == 0
         start = 0
-        with self._tracker(counting) as tracker:
+        with self._tracker(stats) as tracker:
             while start < len(chunk):
-                part = chunk.part(start, start + self._at_once(len(chunk) - start, tracker))
-                compacts_at_anchors = sequence is not None and part.flags[-1] & Flag.ANCHOR
+                part = chunk.part(start, start + self._pass_size(len(chunk) - start, tracker))
+                ends_at_anchor = part.flags[-1] & Flag.ANCHOR
                 try:
-                    policy_rows = sequence() if sequence and compacts_at_anchors else None
-                    gaze = tracker.gaze()
-                    logits = self._forward(part.ids, policy_rows, gaze)
+                    visible = visible_to_anchor() if visible_to_anchor and ends_at_anchor else None
+                    observer = tracker.observer()
+                    logits = self._forward(part.ids, visible, observer)
                 except torch.OutOfMemoryError:
                     if len(part) == 1:
                         raise
                     self._rows_per_pass = len(part) // 2
                     continue
                 self._record(part, logits)
-                tracker.note(gaze)
+                tracker.add(observer)
                 start += len(part)
         if opens:
             self._ledger.rank_first_token(len(chunk))
@@ -117,28 +128,30 @@ class Reader:
         self,
         ids: Sequence[int],
         positions: NDArray[np.int64],
-        counting: AttentionStatsConfig | None = None,
+        stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read into the cache alone ids [n] that stand at these `positions` of the stream."""
+        """Read ids [n], which the ledger has at `positions` of the stream, into the cache alone."""
         self._cache.reserve(len(ids))
         start = 0
-        with self._tracker(counting) as tracker:
+        with self._tracker(stats) as tracker:
             while start < len(ids):
-                chunk = ids[start : start + self._at_once(len(ids) - start, tracker)]
-                at = positions[start : start + len(chunk)]
-                gaze = tracker.gaze()
-                self._model.forward(chunk, self._cache, self._sight(at.tolist()), gaze)
-                self._cache.commit(len(chunk), at)
-                tracker.note(gaze)
-                start += len(chunk)
+                part = ids[start : start + self._pass_size(len(ids) - start, tracker)]
+                at = positions[start : start + len(part)]
+                observer = tracker.observer()
+                self._model.forward(
+                    part, self._cache, positions=self._in_stream(at.tolist()), observer=observer
+                )
+                self._cache.commit(len(part), at)
+                tracker.add(observer)
+                start += len(part)
 
     def score_continuation(self, ids: Sequence[int]) -> ContinuationScore:
-        """How likely these ids are to come next; nothing is read by it, and nothing forgotten.
+        """Log-probabilities of these ids as the next ones; the engine's state does not change.
 
-        For the one forward pass it takes, the cache has room for as many rows more.
+        During its one forward pass the cache has room for as many rows more.
         """
         if self.logits is None or not ids:
-            raise RuntimeError("nothing has been read yet" if ids else "there is nothing to weigh")
+            raise RuntimeError("nothing has been read yet" if ids else "there is nothing to score")
         rows = [self.logits[None]]
         if len(ids) > 1:
             self._cache.reserve(self._cache.length + len(ids) - 1)
@@ -147,36 +160,39 @@ class Reader:
             logits = torch.cat([row.to(rows[0].device) for row in rows])  # [m, V]
             wanted = torch.tensor(ids, device=logits.device)
             greedy = bool((logits.argmax(-1) == wanted).all())
-            return ContinuationScore(
-                tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy
-            )
+            log_probabilities = tuple((-surprisal(logits, wanted)).tolist())
+            return ContinuationScore(tuple(ids), log_probabilities, greedy)
 
     def _forward(
-        self, ids: Sequence[int], policy_rows: Tensor | None = None, gaze: PassWeights | None = None
+        self,
+        ids: Sequence[int],
+        visible: Tensor | None = None,
+        observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Logits [m, V] of ids, of which the last sees only the held rows `own` [k], if given."""
-        sees, held = None, self._cache.length
-        if policy_rows is not None:
-            sees = torch.ones(len(ids), held + len(ids), dtype=torch.bool).tril(held)
-            sees[-1, :held] = False
-            sees[-1, self._cache.slots_of(policy_rows)] = True
-        begins = self._ledger.seen
-        sight = self._sight(range(begins, begins + len(ids)), sees)
-        return self._model.forward(ids, self._cache, sight, gaze)
+        """Logits [m, V] of ids; the last id sees only the held rows `visible` [k], if given."""
+        mask, held = None, self._cache.length
+        if visible is not None:
+            mask = torch.ones(len(ids), held + len(ids), dtype=torch.bool).tril(held)
+            mask[-1, :held] = False
+            mask[-1, self._cache.slots_of(visible)] = True
+        positions = self._in_stream(range(self._ledger.seen, self._ledger.seen + len(ids)))
+        return self._model.forward(
+            ids, self._cache, visible=mask, positions=positions, observer=observer
+        )
 
-    def _tracker(self, counting: AttentionStatsConfig | None) -> AttentionTracker:
-        return AttentionTracker(counting, self._model, self._cache, self._ledger)
+    def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
+        return AttentionTracker(stats, self._model, self._cache, self._ledger)
 
-    def _at_once(self, count: int, tracker: AttentionTracker) -> int:
+    def _pass_size(self, count: int, tracker: AttentionTracker) -> int:
         """How many of `count` ids one forward pass has memory for."""
-        return tracker.fitting(min(count, self._rows_per_pass), PASS_BYTES)
+        return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
-    def _sight(self, positions: Sequence[int], sees: Tensor | None = None) -> Sight:
-        """Positions of the stream count only where keys stand there."""
-        return Sight(sees, positions if self._cache.in_stream else None)
+    def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
+        """Positions of the stream, if the keys stand at these; else None, for cache slots."""
+        return positions if self._cache.in_stream else None
 
     def _record(self, chunk: Chunk, logits: Tensor) -> None:
-        """Commit rows that were read; the carried logits score the first of them."""
+        """Commit rows that were read; the carried logits give the first one's surprisal."""
         ids = list(chunk.ids)
         with torch.inference_mode():
             scores = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]

@@ -1,4 +1,4 @@
-"""What the engine takes and gives: its settings, what happens while it works, what it saves."""
+"""What goes into the engine and comes out of it: settings, records, checkpoints, saved state."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import RecallSettings
 
+Positions = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The settings of what is remembered.
+    """The settings of the cache, its policy, its archive and recall.
 
     Attributes:
         policy: chooses the rows that stay.
-        budget: rows held at most.
-        sinks: first tokens of the stream that always stay.
-        decay: factor on every score when a round closes; None goes by what a round tells.
-        archive: bytes that what left the cache may take, so that it can come back; 0 for none.
-        folder: where full parts of the archive go; None for RAM.
-        protect: whether the newest E/2 rows of the current round stay whatever the policy says.
-        evict: "room" makes room whenever it is needed; "turn" when a user turn arrives, for it and
-            its whole reply (SirLLM's Algorithm 1), else only to stay within the budget.
-        in_stream: keys stand where they stand in the stream, which then ends with the model's
-            context; else close together in the cache.
-        recall: how archived rows come back for a turn; None for not at all. Its n rows are a
-            reserve of the budget's, which the policy does without.
-        counts: whether attention is counted though the policy does not look at it.
+        budget: most rows held.
+        sinks: number of first tokens of the stream that always stay.
+        decay: factor on every score when a round closes; None for the automatic decay.
+        archive: most bytes that the archive may take; 0 for no archive.
+        folder: folder for full segments of the archive; None for RAM.
+        protect: whether the newest E/2 rows of the current round are protected from eviction.
+        evict: "room" evicts whenever room is needed; "turn" when a user turn arrives, for the turn
+            and its whole reply (SirLLM's Algorithm 1), otherwise only to stay within the budget.
+        in_stream: whether keys stand at their positions in the stream, which then ends with the
+            model's context; otherwise they stand close together in the cache.
+        recall: how archived rows are brought back for a turn; None for no recall.
+        count_attention: whether attention is counted although the policy does not use it.
     """
 
     policy: Policy
@@ -47,17 +48,26 @@ class CacheSettings:
     evict: Literal["room", "turn"] = "room"
     in_stream: bool = False
     recall: RecallSettings | None = None
-    counts: bool = False
+    count_attention: bool = False
 
     @property
-    def counting(self) -> AttentionStatsConfig | None:
-        """What is counted of the attention that rows get; None for nothing."""
-        return self.policy.counting or (AttentionStatsConfig() if self.counts else None)
+    def attention_stats(self) -> AttentionStatsConfig | None:
+        """Which attention is counted; None for none."""
+        default = AttentionStatsConfig() if self.count_attention else None
+        return self.policy.attention_stats or default
 
 
 @dataclass(frozen=True)
-class Read:
-    """Progress of reading: `done` of `total` ids are in the cache."""
+class TurnRef:
+    """The turn and the round that ids belong to."""
+
+    turn: int
+    round: int
+
+
+@dataclass(frozen=True)
+class ReadProgress:
+    """`done` of `total` ids have been read."""
 
     done: int
     total: int
@@ -67,34 +77,22 @@ class Read:
 class EvictedRows:
     """Rows at these stream positions left the cache; `resident` stay, of `seen` ever read."""
 
-    positions: NDArray[np.int64]
+    positions: Positions
     resident: int
     seen: int
 
 
 @dataclass(frozen=True)
 class RestoredRows:
-    """Rows at these stream positions came back; `resident` are held now, of `seen` ever read."""
+    """Archived rows at these stream positions are held again; counts as in `EvictedRows`."""
 
-    positions: NDArray[np.int64]
+    positions: Positions
     resident: int
     seen: int
 
 
 @dataclass(frozen=True)
-class SearchResult:
-    """What a search found: the candidates at `positions` [n], ascending, and their scores [n].
-
-    `layers` has the scores of each layer [layers, n] where each makes a choice of its own.
-    """
-
-    positions: NDArray[np.int64]
-    scores: Tensor
-    layers: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Generated:
+class GeneratedToken:
     """One generated token, already in the cache; surprisal in nats, before temperature."""
 
     id: int
@@ -111,12 +109,12 @@ class Stopped:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely `ids` would be, were they to come next.
+    """How likely some ids are as the next ones.
 
     Attributes:
-        ids: not empty.
+        ids: at least one.
         log_probabilities: natural logarithms, one for each id.
-        greedy: whether each would be the likeliest.
+        greedy: whether each id is the most likely one at its place.
     """
 
     ids: tuple[int, ...]
@@ -125,55 +123,60 @@ class ContinuationScore:
 
 
 @dataclass(frozen=True)
-class TurnRef:
-    """Where in the conversation ids stand."""
+class SearchResult:
+    """Archived candidates at `positions` [n], ascending, and their scores [n].
 
-    turn: int
-    round: int
+    `layers` has each layer's scores [layers, n] under recall scope `layer`.
+    """
+
+    positions: Positions
+    scores: Tensor
+    layers: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the cache holds.
+    """Which rows the cache holds.
 
     Attributes:
         held: stream positions [n], ascending.
-        recalled: those of them that are in the reserve.
-        layers: for each layer, the positions of its own in the reserve; empty without any.
+        recalled: those of `held` that are in the reserve for recall.
+        layers: for each layer, the positions of its own recalled rows; empty unless the recall
+            scope is `layer`.
     """
 
-    held: NDArray[np.int64]
-    recalled: NDArray[np.int64]
-    layers: tuple[NDArray[np.int64], ...] = ()
+    held: Positions
+    recalled: Positions
+    layers: tuple[Positions, ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """A moment of a conversation; `logits` [V] foretell the token that came next."""
+    """The engine's state at the beginning of a turn, for undo, with the carried logits [V]."""
 
-    checkpoint: CacheCheckpoint
+    cache: CacheCheckpoint
     logits: Tensor | None
     round: int
-    choice: Selection
+    selection: Selection
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """A conversation's ledger and what else the next token depends on, but keys and values.
+    """All that a saved conversation needs to continue, except keys and values.
 
     Attributes:
         rows: the ledger's rows [seen], as `memory.ledger.ROW`.
         held: stream positions [n] of the held rows, ascending.
         log_decay, unknown_surprisal: of the ledger.
-        logits: raw, float32 [V], for the token to come.
-        round: user turns so far.
-        recalled: positions among `held` that came back for the last round.
+        logits: raw logits for the next token, float32 [V].
+        round: number of user turns so far.
+        recalled: positions among `held` that were recalled for the last round.
     """
 
     rows: NDArray[np.void]
-    held: NDArray[np.int64]
+    held: Positions
     log_decay: float
     unknown_surprisal: float
     logits: NDArray[np.float32] | None
     round: int
-    recalled: NDArray[np.int64]
+    recalled: Positions

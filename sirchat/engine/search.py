@@ -1,14 +1,14 @@
-"""Search the archive for what a turn needs: read the turn, score what is archived, take it back.
+"""Searches the archive for the rows that a turn needs.
 
-The turn is read as it will be read for good, and this pass is rolled back wholly: cache, ledger,
-archive and draws are as they were. Then the found rows come into the reserve, and the turn is read
-again with them in place. With `query: recent` nothing is read to search.
+The turn is read once to search, and this pass is undone: cache, ledger, archive and random draws
+are as before. Then the found rows are put into the reserve, and the turn is read again with them in
+place. With `query: recent` nothing is read to search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,41 +22,45 @@ from sirchat.memory.ledger import Role, State
 from sirchat.memory.ranking import Ranking, wants_index
 from sirchat.memory.recall import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
-from sirchat.models.attention_hook import QueryRecorder
-
-Listening = Callable[[QueryRecorder], AbstractContextManager[None]]
+from sirchat.models.attention_hook import QueryRecorder, observed_by
+from sirchat.models.model import LoadedModel
 
 
 def search(
-    engine: Engine,
-    rotations: Sequence[LayerRotation],
-    observed_by: Listening,
-    ids: Sequence[int],
-    roles: Sequence[Role],
-    place: TurnRef,
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
 ) -> SearchResult | None:
-    """Score what is archived by what these ids look for; the engine is as it was afterwards.
+    """Score the archived rows for a turn; the engine's state is the same afterwards.
 
-    None where there is nothing to search. Of a turn longer than the policy's share of the budget
-    only the end is read. Raises LookupError where the model's queries do not fit its cached keys.
+    Args:
+        engine: whose archive is searched.
+        model: the engine's model.
+        ids, roles: of the turn [m]; of a long turn only the end, as much as the policy may hold, is
+            read.
+        at: the turn.
+
+    Returns:
+        Scores of the candidates; None if there is nothing to search.
+
+    Raises:
+        LookupError: the model's queries can't be compared with its cached keys.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
     longest = engine.budget - engine.reserve
     fits = engine.resident - engine.recalled + len(ids) <= longest
-    if recall is None or not engine.reserve or (fits and not engine.holding.archived):
+    if recall is None or not engine.reserve or (fits and not engine.store.archived):
         return None
     if recall.query == "recent":
-        return _score(engine, recall, _recent(engine), rotations, start)
-    checkpoint = engine.checkpoint()
-    with engine.holding.unlimited():
+        return _score(engine, recall, _recent(engine), model.rotations, start)
+    checkpoint, recorder = engine.checkpoint(), QueryRecorder()
+    by_attention = recall.measure == "attention"
+    with engine.store.unlimited():
         try:
-            ear = QueryRecorder()
-            with observed_by(ear) if recall.measure == "attention" else nullcontext():
-                for _ in engine.feed(ids[-longest:], roles[-longest:], place):
+            with observed_by(model.module, recorder) if by_attention else nullcontext():
+                for _ in engine.feed(ids[-longest:], roles[-longest:], at):
                     pass
-            mine = np.flatnonzero(engine.ledger.held_positions >= start)
-            query = Query(_first_written(engine, mine), ear.heard(rotations))
-            found = _score(engine, recall, query, rotations, start)
+            turn = np.flatnonzero(engine.ledger.held_positions >= start)
+            query = Query(_first_written(engine, turn), recorder.queries(model.rotations))
+            found = _score(engine, recall, query, model.rotations, start)
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, found) if recall.scope == "layer" else found
@@ -72,7 +76,7 @@ def _score(
     """The archived rows among the first `before` of the stream, or the best, and their scores."""
     ledger = engine.ledger
     archived = np.flatnonzero(ledger.column("state")[:before] == State.ARCHIVED)
-    archive = engine.holding.archive
+    archive = engine.store.archive
     archived = archived[archive.has(archived)]
     if not len(archived):
         return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
-from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.base import Policy, ScorePolicy
 
 _CASES = 50
 
@@ -16,7 +17,7 @@ def broken_promises(policy: Policy) -> list[str]:
 
     On random ledgers `keep` must return sorted, unique int64 row numbers, exactly as many as asked
     for, every protected row among them, the same each time, and leave the rows as they are.
-    `log_factors` must return a number for each row.
+    `score` and `log_factors`, where the policy has them, must return a number for each row.
     """
     if not policy.bounded:
         return []
@@ -27,7 +28,7 @@ def broken_promises(policy: Policy) -> list[str]:
         try:
             kept = policy.keep(held, num_keep)
             again = policy.keep(held, num_keep)
-            factors = policy.log_factors(held).values()
+            numbers = _numbers(policy, held)
         except Exception as error:  # whatever an outside policy raises is its broken promise
             return [f"it raised {type(error).__name__}: {error}"]
         promises = {
@@ -37,8 +38,8 @@ def broken_promises(policy: Policy) -> list[str]:
             "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
             "the same rows must give the same choice": torch.equal(kept, again),
             "keep() must not change the rows": torch.equal(before, held.position),
-            "log_factors() must return tensors, a number for each row": all(
-                isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in factors
+            "score() and log_factors() must return tensors, a number for each row": all(
+                isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in numbers
             ),
         }
         if promises["rows must be within the held rows"]:
@@ -47,6 +48,13 @@ def broken_promises(policy: Policy) -> list[str]:
             promises["protected rows must stay"] = bool(stays[held.protected].all())
         found |= {text: None for text, kept_promise in promises.items() if not kept_promise}
     return list(found)
+
+
+def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
+    """The score and the factors of a policy that has any."""
+    if not isinstance(policy, ScorePolicy):
+        return []
+    return [policy.score(rows), *policy.log_factors(rows).values()]
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:

@@ -1,7 +1,7 @@
-"""What a row is worth among the others: less where its token is said again, more in company.
+"""Factors of a score that depend on the other held rows: novelty, and the score of the round.
 
-One number for each row, from the held rows alone, in time that grows with their number (and its
-logarithm, for sorting). All in logarithms, in which no decay is too small.
+One number for each row, in O(n log n) for n held rows. All in logarithms, in which no decay is too
+small.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows
 
 REPEATED = 0.7
-"""What a row is worth for each later held row of the same token."""
+"""Factor on a row for each later held row of the same token."""
 
 BEST = 8
-"""Rows of a round that speak for it: more would let a long round outweigh a telling one."""
+"""Rows of a round that count for it: with more, a long round would outweigh a short one."""
 
-WEIGHT = 2
-"""To which power a round's company counts."""
+POWER = 2
+"""Power to which the score of a row's round counts."""
 
 
 def with_relative_factors(
-    factors: dict[str, Tensor], rows: HeldRows, novelty: bool, spans: bool
+    log_factors: dict[str, Tensor], rows: HeldRows, *, novelty: bool, spans: bool
 ) -> dict[str, Tensor]:
-    """Logarithms [n] of factors by name, and those that come of the rows beside each.
+    """The logarithms [n] of factors by name, and those that depend on the other rows.
 
-    The first factor is faded by the decays; company counts it as it was before.
+    The round's score, here called `company`, is counted without the decays.
     """
-    found = dict(factors)
+    found = dict(log_factors)
     if novelty:
         found["novelty"] = log_novelty(rows.token_id)
     if spans:
-        found["company"] = WEIGHT * log_company(sum_of(found) - rows.log_decay_since, rows.round)
+        undecayed = product_of(found) - rows.log_decay_since
+        found["company"] = POWER * log_round_score(undecayed, rows.round)
     return found
 
 
-def sum_of(factors: dict[str, Tensor]) -> Tensor:
-    """Their sum [n]: the logarithm of the product; what is no number is nothing."""
-    total = torch.stack([one.double() for one in factors.values()]).sum(0)
+def product_of(log_factors: dict[str, Tensor]) -> Tensor:
+    """Logarithm [n] of the product of the factors; not a number counts as zero."""
+    total = torch.stack([one.double() for one in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
 def log_novelty(token_id: Tensor) -> Tensor:
-    """The logarithm of 0.7 to the number of later rows with the same token [n]."""
+    """Logarithm [n] of 0.7 to the power of the number of later rows of the same token."""
     order = torch.argsort(token_id, stable=True)
     later, _ = _others(token_id[order])
     out = torch.empty(len(order), dtype=torch.float64)
@@ -53,18 +54,20 @@ def log_novelty(token_id: Tensor) -> Tensor:
     return out
 
 
-def log_company(log_decayed_surprisal: Tensor, round: Tensor) -> Tensor:
-    """The logarithm of the sum of the `BEST` highest scores among the rows of each one's round.
+def log_round_score(log_score: Tensor, round: Tensor) -> Tensor:
+    """Logarithm [n] of the sum of the `BEST` highest scores in each row's round.
 
-    Of scores [n] and rounds [n], which are ascending, as rows are in stream order.
+    Args:
+        log_score: [n].
+        round: [n], ascending, as rows are in stream order.
     """
-    order = torch.argsort(log_decayed_surprisal, descending=True, stable=True)
+    order = torch.argsort(log_score, descending=True, stable=True)
     order = order[torch.argsort(round[order], stable=True)]  # by round, the highest first
     _, before = _others(round[order])
     _, group = torch.unique_consecutive(round, return_inverse=True)
-    highest = log_decayed_surprisal[order[before == 0]]  # of each round
+    highest = log_score[order[before == 0]]  # of each round
     highest = torch.where(highest.isinf(), 0.0, highest)
-    shares = (log_decayed_surprisal - highest[group]).exp()
+    shares = (log_score - highest[group]).exp()
     best = torch.where(before < BEST, shares[order], 0.0)
     sums = torch.zeros(len(highest), dtype=torch.float64).index_add(0, group[order], best)
     return (highest + sums.log())[group]

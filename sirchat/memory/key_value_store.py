@@ -43,10 +43,7 @@ class KeyValueStore:
         cache: empty.
         ledger: empty.
         limit: bytes that the archive may take; 0 for no archive.
-        folder: where full parts of the archive go, or None for RAM.
-
-    Attributes:
-        troubles: what went wrong with the archive, in words, since somebody last looked.
+        folder: folder for full segments of the archive; None for RAM.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class KeyValueStore:
     ) -> None:
         self.cache = cache
         self.ledger = ledger
-        self.troubles: list[str] = []
+        self._problems: list[str] = []
         self._archive = Archive(limit or JOURNAL_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
@@ -69,6 +66,11 @@ class KeyValueStore:
     def archive_bytes(self) -> int:
         """Memory of the archive."""
         return self._archive.nbytes
+
+    def take_problems(self) -> list[str]:
+        """Problems of the archive since the last call, one line each."""
+        problems, self._problems = self._problems, []
+        return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
         """Let the archive take `limit` bytes, in `folder` or in RAM; 0 empties it."""
@@ -143,7 +145,9 @@ class KeyValueStore:
             self._archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
-        return CacheCheckpoint(ledger.seen, held, ledger.log_decay, ledger.attention.received(held))
+        return CacheCheckpoint(
+            ledger.seen, held, ledger.log_decay, ledger.attention.checkpoint(held)
+        )
 
     def has(self, positions: Positions) -> bool:
         """Whether all of these rows are held or stored."""
@@ -166,7 +170,7 @@ class KeyValueStore:
         self.ledger.hold(checkpoint.held, self._away)
         self._archive.truncate(checkpoint.seen)
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
-        self.ledger.attention.go_back(checkpoint.attention, checkpoint.seen)
+        self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
 
     def rows(self, limit: int | None = None) -> Rows | None:
         """Everything that is held or archived, as first written, by ascending position, on the CPU.
@@ -216,7 +220,7 @@ class KeyValueStore:
             chosen = torch.from_numpy(rows[new])
             self._archive.add(self.cache.first_written(chosen, positions[new]))
             if self._archive.trouble:
-                self.troubles.append(f"the archive is off: {self._archive.trouble}")
+                self._problems.append(f"the archive is off: {self._archive.trouble}")
                 self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
@@ -235,7 +239,7 @@ class KeyValueStore:
         self.ledger.lose(gone)
         if len(gone) and self._archiving and not self._told:
             self._told = True
-            self.troubles.append(
+            self._problems.append(
                 "the archive is full: from now on what surprised least is lost (/set archive_limit)"
             )
 

@@ -142,8 +142,15 @@ class Ledger:
         return self._held[: self._held_count]
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column over the whole stream [seen] (a view)."""
-        return self._rows[name][: self.seen]
+        """One column over the whole stream [seen]: a view that can't be written to."""
+        column = self._rows[name][: self.seen]
+        column.flags.writeable = False
+        return column
+
+    @property
+    def pinned_positions(self) -> NDArray[np.int64]:
+        """Stream positions, ascending, of all pinned rows."""
+        return np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def append(
         self,
@@ -195,7 +202,7 @@ class Ledger:
             self.recall(np.setdiff1d(self._recalled, gone, assume_unique=True))
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
-        self.attention.came_back(came)
+        self.attention.note_restored(came)
         count = len(positions)
         if count > len(self._held):
             self._held = np.zeros(max(count, 2 * len(self._held)), np.int64)
@@ -264,6 +271,11 @@ class Ledger:
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
 
+    def pin_only(self, positions: NDArray[np.int64]) -> None:
+        """Pin these rows and unpin all others."""
+        self._rows["flags"][: self.seen] &= ~np.uint8(Flag.PINNED)
+        self.pin(positions, True)
+
     def close_round(self, decay: float, spared: int | None = None) -> None:
         """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space.
 
@@ -273,7 +285,7 @@ class Ledger:
         if spared is not None:
             start = int(np.searchsorted(self.column("round"), spared))
             self._rows["birth_decay"][start : self.seen] = self.log_decay
-            self.attention.renew(start, self.log_decay)
+            self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""
@@ -306,8 +318,8 @@ class Ledger:
             surprisal=tensor(self.surprisal_of(at)),
             log_decay_since=tensor(self.log_decay - columns["birth_decay"][at]),
             log_decayed_surprisal=tensor(self.log_decayed_surprisal_of(at)),
-            attention=tensor(self.attention.of(at, self.log_decay)),
-            recent_attention=tensor(self.attention.recent_attention(at)),
+            attention=tensor(self.attention.totals(at, self.log_decay)),
+            recent_attention=tensor(self.attention.recent(at)),
             arrival_key=tensor(columns["arrival_key"][at]),
             is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
             is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),

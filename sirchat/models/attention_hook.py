@@ -1,8 +1,8 @@
-"""Hear what a model's layers ask and look at, through transformers' attention interface.
+"""The attention hook: shows an observer the queries, keys and weights of every layer.
 
-A model that was listened to runs with an attention function of ours under a name of its own,
-registered with transformers: it calls the function that the model uses otherwise, and hands what
-went in to whoever listens. No module is patched, and what the model says does not change.
+A hooked model runs with an attention function of ours, registered with transformers' attention
+interface under a name of its own. It calls the function that the model uses otherwise, and hands
+its arguments and result to the observers. No module is patched, and the logits do not change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,26 +22,76 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.recall import LayerQueries, unrotated
-from sirchat.models.attention_weights import AttentionCall, AttentionObserver
 
-_NAME = "sirchat_heard_"
+_NAME = "sirchat_hooked_"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments and the result of one layer's attention in one forward pass.
+
+    Attributes:
+        layer: the layer's number.
+        queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
+        keys: [1, H, n, D], rotated.
+        mask: as the model passes it: added to the scores, or boolean, [1, H_q or 1, m, >= n]; None
+            for plain causal attention.
+        options: the other arguments, such as `scaling` and `sliding_window`.
+        returned: attention weights [1, H_q, m, n], if the attention function returns them.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    mask: Any
+    options: dict[str, Any]
+    returned: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores before the softmax."""
+        return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
+
+    def mean_weights(self) -> Tensor:
+        """Attention weights [m, n], float32, averaged over the heads.
+
+        Computed again from queries and keys where the attention function does not return them.
+        """
+        if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
+            return self.returned[0].float().mean(0)
+        return attention_weights(self).mean((0, 1))
+
+
+class AttentionObserver(Protocol):
+    """Records what the layers of a hooked model compute."""
+
+    def observe(self, call: AttentionCall) -> None:
+        """Called once per layer and forward pass; tensors must be copied to be kept."""
 
 
 class QueryRecorder:
-    """Takes note of what each layer asks."""
+    """Records the queries of every layer."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[tuple[Tensor, int]]] = {}
-        self._of: dict[int, tuple[float, int]] = {}  # factor of the softmax, heads of the keys
+        self._parts: dict[int, list[tuple[Tensor, int]]] = {}  # by layer: queries, first slot
+        self._shape: dict[int, tuple[float, int]] = {}  # by layer: scale, number of key heads
 
-    def hear(self, one: AttentionCall) -> None:
-        """Note the queries, and where they stand."""
-        start = one.keys.shape[2] - one.queries.shape[2]
-        self._parts.setdefault(one.layer, []).append((one.queries[0].clone(), start))
-        self._of[one.layer] = one.scale, one.keys.shape[1]
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer was observed."""
+        return not self._parts
 
-    def heard(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """What each layer asked, its rotation taken back; fewer entries, if some did not ask."""
+    def observe(self, call: AttentionCall) -> None:
+        start = call.keys.shape[2] - call.queries.shape[2]
+        self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
+        self._shape[call.layer] = call.scale, call.keys.shape[1]
+
+    def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
+        """Each layer's queries without their rotation; ends before a layer that was not observed.
+
+        Args:
+            rotations: one per layer of the model.
+        """
         out = []
         for layer, rotation in enumerate(rotations):
             parts = [
@@ -49,62 +100,98 @@ class QueryRecorder:
             ]
             if not parts:
                 break
-            out.append(LayerQueries(torch.cat(parts, dim=1), *self._of[layer]))
+            out.append(LayerQueries(torch.cat(parts, dim=1), *self._shape[layer]))
         return out
 
 
-_LISTENERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("listeners", default=())
+_OBSERVERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("observers", default=())
 
 
 @contextmanager
-def observed_by(module: Any, listener: AttentionObserver) -> Iterator[None]:
-    """Let `listener` hear every forward pass of a transformers model in this block.
+def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
+    """Show `observer` every forward pass of a transformers model within this block.
 
-    Nothing is heard of a model whose attention can't be chosen.
+    Nothing is observed of a model that does not let its attention function be chosen.
     """
     install_hook(module)
-    token = _LISTENERS.set((*_LISTENERS.get(), listener))
+    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
     try:
         yield
     finally:
-        _LISTENERS.reset(token)
+        _OBSERVERS.reset(token)
 
 
 def install_hook(module: Any) -> bool:
-    """Let the model use a function of ours from now on; without listeners it only passes on.
+    """Make a transformers model use the hooked attention function from now on.
 
-    Tells whether the model lets its attention be chosen.
+    Returns whether the model lets its attention function be chosen. Without observers the hook
+    costs nothing.
     """
     usual = module.config._attn_implementation or "eager"
     if usual.startswith(_NAME):
         return True
     name = _NAME + usual
     if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _audible(usual))
+        AttentionInterface.register(name, _hooked(usual))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     module.set_attn_implementation(name)
     return bool(module.config._attn_implementation == name)
 
 
-def _audible(usual: str) -> Callable[..., Any]:
-    """The attention function of that name, made audible."""
+def _hooked(usual: str) -> Callable[..., Any]:
+    """The attention function called `usual`, with the hook."""
 
     def attend(
         module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
     ) -> Any:
-        out = _usual(usual, module)(module, queries, keys, values, mask, **options)
-        for listener in _LISTENERS.get():
+        out = _function(usual, module)(module, queries, keys, values, mask, **options)
+        for observer in _OBSERVERS.get():
             layer = int(module.layer_idx)
-            listener.hear(AttentionCall(layer, queries, keys, mask, options, out[1]))
+            observer.observe(AttentionCall(layer, queries, keys, mask, options, out[1]))
         return out
 
     return attend
 
 
-def _usual(name: str, module: Any) -> Callable[..., Any]:
-    """The attention function that the model uses otherwise; `eager` is its own."""
+def _function(name: str, module: Any) -> Callable[..., Any]:
+    """The attention function of that name; each model file has an `eager` one of its own."""
     if name in ALL_ATTENTION_FUNCTIONS:
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
         return found
     own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return own
+
+
+def attention_weights(call: AttentionCall) -> Tensor:
+    """softmax(q k scale) as the model computes it: float32 [H, H_q / H, m, n].
+
+    Under grouped-query attention a key head serves H_q / H neighbouring query heads.
+    """
+    _, heads, rows, dims = call.keys.shape
+    count = call.queries.shape[2]
+    grouped = call.queries.reshape(heads, -1, dims) * call.scale  # [H, group x m, D]
+    logits = (grouped @ call.keys[0].mT).float().view(heads, -1, count, rows)
+    if cap := call.options.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    if call.mask is not None or count > 1 or call.options.get("sliding_window"):
+        logits = _masked(logits, call)
+    sinks = call.options.get("s_aux")
+    if sinks is None:
+        return logits.softmax(-1)
+    extra = sinks.float().view(heads, -1, 1, 1).expand(-1, -1, count, 1)  # gets weight, has no row
+    return torch.cat((logits, extra), dim=-1).softmax(-1)[..., :-1]
+
+
+def _masked(logits: Tensor, call: AttentionCall) -> Tensor:
+    """Logits [H, group, m, n] with the masked rows at minus infinity."""
+    heads, group, count, rows = logits.shape
+    if isinstance(call.mask, Tensor):
+        mask = call.mask[0, :, -count:, :rows]  # [H_q or 1, m, n]
+        mask = mask.reshape(heads, group, count, rows) if len(mask) > 1 else mask[None]
+        if mask.dtype == torch.bool:
+            return logits.masked_fill(~mask, -torch.inf)
+        return logits + mask.float()
+    visible = torch.ones(count, rows, dtype=torch.bool, device=logits.device).tril(rows - count)
+    if window := call.options.get("sliding_window"):
+        visible = visible.triu(rows - count - window + 1)
+    return logits.masked_fill(~visible, -torch.inf)

@@ -1,4 +1,4 @@
-"""What not every model can: have its queries compared with what it caches, or attention counted."""
+"""What not every model supports: recall by its own queries, and counting attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sirchat.models.model import LoadedModel
 
 def require_comparable_queries(model: LoadedModel) -> None:
     """Raise ModelError for a model whose queries can't be compared with its cached keys."""
-    cache, ear = model.new_cache(1), QueryRecorder()
-    model.forward([0], cache, listener=ear)
+    cache, recorder = model.new_cache(1), QueryRecorder()
+    model.forward([0], cache, observer=recorder)
     cache.commit(1)
-    heard = ear.heard(model.rotations)
+    queries = recorder.queries(model.rotations)
     keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
-    if len(heard) < len(keys) or not all(map(LayerQueries.fits, heard, keys)):
+    if len(queries) < len(keys) or not all(map(LayerQueries.fits, queries, keys)):
         raise ModelError(
             f"what {model.name} looks for is not what it caches",
             hint="another measure, such as mips, does without",
@@ -23,5 +23,5 @@ def require_comparable_queries(model: LoadedModel) -> None:
 
 
 def no_attention_reason(model: LoadedModel) -> str:
-    """How a model is told of that does not tell what it looks at."""
+    """The message about a model that does not expose its attention weights."""
     return f"the attention of {model.name} can't be counted"

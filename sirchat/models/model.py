@@ -15,11 +15,13 @@ from transformers.utils import logging as transformers_logging
 
 from sirchat import paths
 from sirchat.errors import ModelError
-from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.sight import USUAL, Sight
-from sirchat.models.attention_hook import install_hook, observed_by
-from sirchat.models.attention_weights import AttentionObserver, PassWeights
+from sirchat.models.attention_hook import (
+    AttentionObserver,
+    QueryRecorder,
+    install_hook,
+    observed_by,
+)
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -45,8 +47,8 @@ class LoadedModel:
         module: the transformers model.
         tokenizer: its tokenizer.
         rotations: one entry per layer, found by the probe.
-        context_length: tokens the model was made for.
-        window: width of its sliding-window layers, which here count held rows, or None.
+        context_length: number of tokens the model was made for.
+        window: width of the sliding-window layers, in held rows; None without such layers.
     """
 
     name: str
@@ -63,21 +65,21 @@ class LoadedModel:
 
     @cached_property
     def heads(self) -> int:
-        """Of the queries, in the layer that has most; 1 where the configuration does not say."""
+        """Number of query heads per layer, the largest if layers differ; 1 if not configured."""
         config = self.module.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(heads) if isinstance(heads, list | tuple) else heads)
 
     @cached_property
-    def narrow_layers(self) -> frozenset[int]:
-        """Numbers of the layers that see only a window of what is held."""
+    def sliding_layers(self) -> frozenset[int]:
+        """Numbers of the layers with sliding-window attention."""
         config = self.module.config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None) or []
         return frozenset(number for number, kind in enumerate(kinds) if "sliding" in kind)
 
     @cached_property
     def device(self) -> torch.device:
-        """Where ids go in."""
+        """Device of the input embeddings."""
         device: torch.device = self.module.get_input_embeddings().weight.device
         return device
 
@@ -93,44 +95,56 @@ class LoadedModel:
 
     @cached_property
     def has_attention_hook(self) -> bool:
-        """Whether its attention can be listened to; from then on it is ready to be."""
+        """Whether the attention hook can be installed; asking installs it."""
         return install_hook(self.module)
 
     @cached_property
     def exposes_attention(self) -> bool:
-        """Whether the attention that rows get can be counted; tried once."""
-        gaze = PassWeights(AttentionStatsConfig(), len(self.rotations))
-        self.forward([0], self.new_cache(1), listener=gaze)
-        return gaze.weights() is not None
+        """Whether attention weights can be observed; found by one forward pass, once."""
+        recorder = QueryRecorder()
+        self.forward([0], self.new_cache(1), observer=recorder)
+        return not recorder.is_empty
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """How it was trained to gather text in anchors; None where it was not."""
+        """The anchors that the model was trained with; None if it was not."""
         return anchors_of(self.module.config)
 
     def forward(
         self,
         ids: Sequence[int],
         cache: BoundedCache,
-        sight: Sight = USUAL,
-        listener: AttentionObserver | None = None,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Read ids [m] behind the cache's rows, without committing; float32 logits [m, V].
+        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
 
-        A `listener` hears what each layer attends to, if the model lets it be heard.
+        Args:
+            ids: token ids.
+            cache: keys and values so far.
+            visible: bool [m, n + m], which rows each id sees; None for causal attention.
+            positions: [m], where each id stands; None for the slots n.. of the cache.
+            observer: records each layer's attention, where the model exposes it.
         """
-        if listener is None or not self.has_attention_hook:
-            return self._logits(ids, cache, sight)
-        with observed_by(self.module, listener):
-            return self._logits(ids, cache, sight)
+        if observer is None or not self.has_attention_hook:
+            return self._logits(ids, cache, visible, positions)
+        with observed_by(self.module, observer):
+            return self._logits(ids, cache, visible, positions)
 
     @torch.inference_mode()
-    def _logits(self, ids: Sequence[int], cache: BoundedCache, sight: Sight) -> Tensor:
-        sees, positions = sight.sees, sight.positions
+    def _logits(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        visible: Tensor | None,
+        positions: Sequence[int] | None,
+    ) -> Tensor:
         at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(
             input_ids=torch.tensor([ids], device=self.device),
-            attention_mask=None if sees is None else self.mask(sees),
+            attention_mask=None if visible is None else self.mask(visible),
             position_ids=at,
             past_key_values=cache,
             use_cache=True,
@@ -138,25 +152,26 @@ class LoadedModel:
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def mask(self, sees: Tensor) -> Any:
-        """What is added to attention's scores [1, 1, m, n + m] where ids see `sees` [m, n + m].
+    def mask(self, visible: Tensor) -> Any:
+        """The additive attention mask [1, 1, m, n + m] for `visible`, bool [m, n + m].
 
-        For each kind of layer its own, where there are several.
+        A dictionary with one mask for each kind of layer, if the model has several kinds.
         """
 
-        def added(visible: Tensor) -> Tensor:
-            mask = torch.zeros(visible.shape, dtype=self.dtype)
-            mask = mask.masked_fill(~visible, torch.finfo(self.dtype).min)
+        def additive(sees: Tensor) -> Tensor:
+            mask = torch.zeros(sees.shape, dtype=self.dtype)
+            mask = mask.masked_fill(~sees, torch.finfo(self.dtype).min)
             return mask[None, None].to(self.device)
 
         config = self.module.config.get_text_config(decoder=True)
         kinds = set(getattr(config, "layer_types", None) or [])
         if self.window is None:
-            return added(sees)
-        near = sees & torch.ones_like(sees).triu(sees.shape[1] - len(sees) - self.window + 1)
+            return additive(visible)
+        ahead = visible.shape[1] - len(visible) - self.window + 1
+        near = visible & torch.ones_like(visible).triu(ahead)
         if len(kinds) < 2:
-            return added(near)
-        return {kind: added(near if "sliding" in kind else sees) for kind in kinds}
+            return additive(near)
+        return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
 
 
 def load_model(

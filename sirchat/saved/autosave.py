@@ -142,7 +142,7 @@ class Autosave:
             self._store.drop_kv()
             return False
         stamp = secrets.token_hex(8)
-        received = self._session.received(rows.positions)
+        received = self._session.attention(rows.positions)
         self._store.save_kv(_tensors(rows) | _received_tensors(received), stamp)
         head = _head(self._session.save(), self._session, stamp)
         self._store.save_head(head)

@@ -18,7 +18,7 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import Generated, TurnRef
+from sirchat.engine.records import GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
@@ -163,7 +163,7 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
         stop_ids=frozenset(),
         max_new_tokens=len(wanted),
     )
-    ids = (record.id for record in said if isinstance(record, Generated))
+    ids = (record.id for record in said if isinstance(record, GeneratedToken))
     right = all(ours == theirs for ours, theirs in zip(ids, wanted, strict=False))
     engine.undo(mark)
     return right

@@ -287,7 +287,7 @@ class Commands:
             return [row for row in view.rows if row.turn == turn]
         if kind == "top":
             count = _number("/tokens top", *(numbers or ("20",)), least=1)
-            return sorted(view.rows, key=lambda row: -row.strength)[:count]
+            return sorted(view.rows, key=lambda row: -row.rank_key)[:count]
         if kind == "next":
             leaving = set(view.next_to_go)
             return [row for row in view.rows if row.position in leaving]

@@ -128,10 +128,10 @@ def share_glyph(turn: TurnShare) -> str:
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """What a token needs to stay, and who goes next, as far as their text is at hand."""
     told = []
-    if snapshot.threshold is not None:
-        told.append(f"a token needs {snapshot.threshold:.2f} nats to stay")
-    elif snapshot.needed is not None:
-        told.append(f"a token needs a score of {significant(snapshot.needed)} to stay")
+    if snapshot.threshold is not None and snapshot.unit:
+        told.append(f"a token needs {snapshot.threshold:.2f} {snapshot.unit} to stay")
+    elif snapshot.threshold is not None:
+        told.append(f"a token needs a score of {significant(snapshot.threshold)} to stay")
     elif not snapshot.forgotten:
         told.append("nothing forgotten yet")
     if not snapshot.next_to_go and snapshot.resident < snapshot.budget:
@@ -158,7 +158,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow
     """The strongest held text that fits in the rows, with the strongest that just left."""
     left = _flashes(flash, theme, width)
     tokens = [
-        _Token(row.position, slot, StyledRun(shown(row.text), theme.token(row)), row.strength)
+        _Token(row.position, slot, StyledRun(shown(row.text), theme.token(row)), row.rank_key)
         for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
     ]
     ranked = sorted(tokens, key=lambda token: -token.score)
@@ -202,12 +202,12 @@ def _over(runs: Iterable[StyledRun], width: int) -> float:
 def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token]:
     """Tokens that just left, the strongest ones, a row's worth at most."""
     tokens: list[_Token] = []
-    for row in nlargest(width, flash, key=lambda row: row.strength):
+    for row in nlargest(width, flash, key=lambda row: row.rank_key):
         text = shown(row.text)
         width -= cell_len(text) + 1
         if width < 0:
             break
-        tokens.append(_Token(row.position, None, StyledRun(text, theme.flash), row.strength))
+        tokens.append(_Token(row.position, None, StyledRun(text, theme.flash), row.rank_key))
     return tokens
 
 

@@ -123,16 +123,22 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """The strongest held tokens, and those that go next."""
     leaving = set(snapshot.next_to_go)
-    strongest = sorted(snapshot.rows, key=lambda row: -row.strength)[:_RANKED]
+    strongest = sorted(snapshot.rows, key=lambda row: -row.rank_key)[:_RANKED]
     weakest = sorted(
-        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.strength
+        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.rank_key
     )[:_RANKED]
     half = _half(width)
     return _pair(
-        Group(heading("strongest", theme, half), draw_ranking(strongest, theme, half)),
+        Group(heading(_strongest_by(snapshot), theme, half), draw_ranking(strongest, theme, half)),
         Group(heading("next to go", theme, half), draw_ranking(weakest, theme, half)),
         width,
     )
+
+
+def _strongest_by(snapshot: Snapshot) -> str:
+    """A policy without scores has no strongest tokens."""
+    has_scores = any(row.score is not None for row in snapshot.rows)
+    return "strongest" if has_scores or not snapshot.rows else "most surprising"
 
 
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
@@ -141,7 +147,8 @@ def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
     if snapshot.histogram is None:
         return turns
-    bars = draw_histogram(snapshot.histogram, snapshot.threshold, theme, half)
+    stays = snapshot.threshold if snapshot.unit == "nats" else None
+    bars = draw_histogram(snapshot.histogram, stays, theme, half)
     return _pair(Group(heading("surprisal", theme, half), *bars), turns, width)
 
 

@@ -24,10 +24,7 @@ _RANKING_WIDTH = 60
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """Every column of the rows but the arrival key; attention where it is counted.
-
-    The score is what the policy goes by.
-    """
+    """Every column of the rows but the arrival key; attention where it is counted."""
     counted = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -43,7 +40,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             Text(quoted(row.text), theme.token(row)),
             str(row.id),
             nats(row.surprisal),
-            significant(row.strength),
+            score_text(row.score),
             *[significant(row.attention or 0.0)] * counted,
             " ".join(row.flags),
         )
@@ -51,7 +48,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
 
 
 def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableType:
-    """What holds each token, or held it: surprisal x what has not faded x ... = score; its rank."""
+    """The score of each token, what explains it, and its rank among the held tokens."""
     factors = list(standings[0].factors) if standings else []
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -66,11 +63,11 @@ def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableTyp
             Text(quoted(one.row.text), theme.token(one.row)),
             ", ".join([one.state, *flags]),
             nats(one.row.surprisal),
-            f"{one.faded:.0%}",
+            f"{one.decayed_to:.0%}",
             *(significant(one.factors[name]) for name in factors),
-            significant(one.score),
-            f"{one.rank:,} of {one.held:,}",
-            nats(one.threshold) if one.needed is None else significant(one.needed),
+            score_text(one.row.score),
+            "-" if one.rank is None else f"{one.rank:,} of {one.held:,}",
+            score_text(one.threshold),
         )
     return table
 
@@ -106,7 +103,7 @@ def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> Renderab
             str(row.turn),
             text,
             nats(row.surprisal),
-            significant(row.strength),
+            score_text(row.score),
         )
         table.add_row(*values)
     return table
@@ -162,6 +159,11 @@ def _bin(name: str, held: str, forgotten: str) -> str:
 def nats(surprisal: float | None) -> str:
     """Surprisal with two decimals; `-` where there is none."""
     return "-" if surprisal is None else f"{surprisal:.2f}"
+
+
+def score_text(score: float | None) -> str:
+    """A score with as many digits as matter; `-` where the policy has none."""
+    return "-" if score is None else significant(score)
 
 
 def _stays(threshold: float | None, low: float, high: float) -> str:

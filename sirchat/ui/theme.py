@@ -1,6 +1,6 @@
 """Colours and weights: which style a token, a label or a bar is drawn in.
 
-A token's hue tells its surprisal and its brightness how much of that is left as score. High
+A token's hue shows its surprisal, its brightness how much of it the decays have left. High
 surprisal is bold and underlined as well, so that it reads without colour. The 256-colour numbers
 are chosen so that each hue stays itself when the terminal has only 16.
 """
@@ -20,7 +20,7 @@ LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 """Surprisal in nats below which a bucket ends."""
 
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""Share of the surprisal that is left as score, from which on an intensity is used."""
+"""Share of the surprisal that the decays left, from which on an intensity is used."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
@@ -60,7 +60,7 @@ class Theme:
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
-        return self.tokens[bucket(surprisal)][intensity(surprisal, row.score)]
+        return self.tokens[bucket(surprisal)][intensity(surprisal, row.decayed_surprisal)]
 
     def role(self, role: str) -> Style:
         """The style of a turn's label."""
@@ -73,9 +73,9 @@ def bucket(surprisal: float) -> int:
     return bisect_right(LIMITS, surprisal, hi=len(LIMITS) - 1)
 
 
-def intensity(surprisal: float, score: float) -> int:
-    """0 strong, 1 fading, 2 faint: how much of the surprisal is left as score, both in nats."""
-    left = score / surprisal if surprisal > 0 else 1.0
+def intensity(surprisal: float, decayed: float) -> int:
+    """0 strong, 1 fading, 2 faint: how much of the surprisal the decays left, both in nats."""
+    left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 

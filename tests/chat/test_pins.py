@@ -122,13 +122,13 @@ def test_where_a_token_stands_equals_a_count_over_all_of_them() -> None:
     for n in range(4):
         list(chat.ask(f"the number {n} is said " * 4))
     view = chat.snapshot()
-    scores = [row.score for row in view.rows]
+    scores = [row.rank_key for row in view.rows]
     held = {row.position for row in view.rows}
     for one in chat.why("number"):
         rounds = 4 - one.row.turn // 2
-        assert one.faded == pytest.approx(0.8**rounds)
-        assert one.row.score == pytest.approx((one.row.surprisal or 0) * one.faded, rel=1e-5)
-        assert one.rank == 1 + sum(score > one.row.score * (1 + 1e-12) for score in scores)
+        assert one.decayed_to == pytest.approx(0.8**rounds)
+        assert one.row.score == pytest.approx((one.row.surprisal or 0) * one.decayed_to, rel=1e-5)
+        assert one.rank == 1 + sum(score > one.row.rank_key * (1 + 1e-12) for score in scores)
         assert one.state == ("held" if one.row.position in held else "archived")
         assert (one.held, one.threshold) == (view.resident, view.threshold)
     states = {one.state for one in chat.why("number")}

@@ -27,11 +27,11 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     model = loaded(family)
     ids = some_ids(3, 9)
     usual = model.forward(ids, model.new_cache(16))
-    ear = QueryRecorder()
-    with observed_by(model.module, ear):
+    recorder = QueryRecorder()
+    with observed_by(model.module, recorder):
         heard = model.forward(ids, model.new_cache(16))
     torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
-    queries = ear.heard(model.rotations)
+    queries = recorder.queries(model.rotations)
     assert len(queries) == len(model.rotations)
     assert all(one.queries.shape[1] == 9 for one in queries)
     assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
@@ -86,7 +86,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.chat.recall.observed_by", lambda module, ear: nullcontext())
+        patch.setattr("sirchat.engine.search.observed_by", lambda module, recorder: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "nothing can be recalled" in notice.text

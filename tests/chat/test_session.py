@@ -72,15 +72,19 @@ def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
     assert _turns(list(chat.ask("Again.", interrupted=lambda: True)))[-1].finish == "interrupt"
 
 
-def test_a_listener_that_goes_away_leaves_a_closed_turn() -> None:
+def test_a_reply_whose_events_nobody_reads_on_is_kept_and_closed_before_the_next_turn() -> None:
     chat = session(babbler(), max_new_tokens=1000)
     events = chat.ask("Speak.")
     while not isinstance(next(events), Delta):
         pass
     assert isinstance(events, Generator)
     events.close()
-    assert _ids(chat)[-1] == chat.template.closing[-1]
-    assert chat._engine.ledger.log_decay == 0.0
+    assert chat.turns[-1].text
+    assert chat.turns[-1].finish == "interrupt"
+    read = chat.seen
+    list(chat.read_user("Go on."))
+    closing = chat.template.closing
+    assert _ids(chat)[read : read + len(closing)] == list(closing)
     assert chat._engine.ledger.held_count == chat.resident
 
 
@@ -90,10 +94,10 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
     forward, calls = type(chat.model).forward, iter(range(100))
 
-    def failing(self: Any, ids: Any, cache: Any, *sight: Any) -> Any:
+    def failing(self: Any, ids: Any, cache: Any, **how: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("out of luck")
-        return forward(self, ids, cache, *sight)
+        return forward(self, ids, cache, **how)
 
     monkeypatch.setattr(type(chat.model), "forward", failing)
     with pytest.raises(RuntimeError, match="luck"):
@@ -188,11 +192,11 @@ def test_a_setting_without_effect_says_so() -> None:
     assert not [e for e in chat.switch("/sinks", sinks=8) if isinstance(e, Notice)]
 
 
-def test_a_setting_that_the_policys_options_leave_idle_says_so() -> None:
-    chat = session(babbler(), policy="attention", policy_options={"window": 1})
+def test_a_setting_that_the_policy_does_not_use_says_so() -> None:
+    chat = session(babbler(), policy="tova")
     notices = [e.text for e in chat.switch("/decay", decay=0.9) if isinstance(e, Notice)]
-    assert notices == ["policy attention with window=1 makes no use of decay"]
-    list(chat.switch("/policy", policy_options={}))
+    assert notices == ["policy tova makes no use of decay"]
+    chat.switch("/policy", policy="h2o")
     assert not [e for e in chat.switch("/decay", decay=0.8) if isinstance(e, Notice)]
 
 
@@ -315,12 +319,12 @@ def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
     list(chat.ask("Hello."))
     forward, calls = chat.model.forward, iter(range(9))
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **how: Any) -> Any:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return forward(*args)
+        return forward(*args, **how)
 
-    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    model = SimpleNamespace(forward=failing, heads=1, sliding_layers=())
     chat._engine._reader._model = model
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
@@ -343,10 +347,10 @@ def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
 def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> None:
     chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **how: Any) -> Any:
         raise RuntimeError("no")
 
-    model = SimpleNamespace(forward=failing, heads=1, narrow_layers=())
+    model = SimpleNamespace(forward=failing, heads=1, sliding_layers=())
     chat._engine._reader._model = model
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))

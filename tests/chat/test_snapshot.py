@@ -73,22 +73,34 @@ def test_the_threshold_is_the_strongest_score_of_those_that_would_leave(seed: in
     pins = [r for r in view.rows if "pinned" in r.flags and "sink" not in r.flags]
     room = profile.budget - profile.sinks - len(pins)
     rows = [r for r in view.rows if not r.flags or r.flags == ("anchor",)]
-    ranked = sorted(rows, key=lambda r: (math.inf if r.position >= newest else r.score, r.position))
+    ranked = sorted(
+        rows, key=lambda r: (math.inf if r.position >= newest else r.rank_key, r.position)
+    )
     leaving = ranked[: min(max(8, profile.budget // 16), room // 2)]
     if view.resident + 2 * len(leaving) <= profile.budget:
         leaving = []
     assert view.next_to_go == tuple(sorted(r.position for r in leaving))
     if count.gone and leaving:
-        assert view.threshold == pytest.approx(max(r.score for r in leaving))
+        assert view.threshold == pytest.approx(max(r.rank_key for r in leaving))
     else:
         assert view.threshold is None
 
 
-@pytest.mark.parametrize("policy", ["sink", "random", "full"])
-def test_there_is_no_threshold_where_surprisal_does_not_count(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["interval", "full"])
+def test_there_is_no_threshold_where_there_is_no_score(policy: str) -> None:
     chat = session(babbler(), policy=policy, budget=64, recent=8, max_new_tokens=40)
     list(chat.ask("word " * 40))
-    assert chat.snapshot().threshold is None
+    view = chat.snapshot()
+    assert (view.threshold, view.unit) == (None, "")
+    assert {row.score for row in view.rows} == {None}
+
+
+def test_a_score_that_is_no_surprisal_is_not_in_nats() -> None:
+    chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=40)
+    list(chat.ask("word " * 40))
+    view = chat.snapshot()
+    assert [row.score for row in view.rows] == [row.position for row in view.rows]
+    assert (view.threshold, view.unit) == (max(view.next_to_go), "")
 
 
 def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
@@ -105,7 +117,7 @@ def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
 def test_a_glance_has_the_strongest_rows_and_the_same_counts() -> None:
     chat, _ = _talk("entropy", 1)
     whole, glance = chat.snapshot(), chat.snapshot(strongest=10)
-    strongest = sorted(whole.rows, key=lambda row: row.score)[-10:]
+    strongest = sorted(whole.rows, key=lambda row: row.rank_key)[-10:]
     leaving = [row for row in whole.rows if row.position in whole.next_to_go[:12]]
     assert set(glance.rows) == {*strongest, *leaving}
     assert [whole.rows[slot] for slot in glance.slots] == list(glance.rows)

@@ -21,14 +21,13 @@ from sirchat.chat.events import Event, Notice
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, Generated, TurnRef
+from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
-from sirchat.memory.sight import Sight
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.text.anchors import Anchors, anchors_of
 from sirchat.text.sentences import sentences
@@ -96,20 +95,22 @@ def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
 
 
 @dataclass(frozen=True)
-class LayerQueries(LoadedModel):
+class RecordedLogits(LoadedModel):
     """A model that notes every row of logits it computes."""
 
     rows: list[Tensor] = field(default_factory=list)
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
-        logits = super().forward(ids, cache, *more)
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
+        logits = super().forward(ids, cache, **how)
         self.rows.append(logits)
         return logits
 
 
-def heard(family: str) -> LayerQueries:
+def heard(family: str) -> RecordedLogits:
     model = loaded(family)
-    return LayerQueries(**{name: getattr(model, name) for name in LoadedModel.__dataclass_fields__})
+    return RecordedLogits(
+        **{name: getattr(model, name) for name in LoadedModel.__dataclass_fields__}
+    )
 
 
 def is_anchor(token_id: int) -> bool:
@@ -153,7 +154,7 @@ def test_generated_anchors_reduce_what_is_held() -> None:
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
     reply = engine.generate(sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
     for record in reply:
-        if isinstance(record, Generated):
+        if isinstance(record, GeneratedToken):
             assert gone == []
             held.append(record.position)
             if is_anchor(record.id):
@@ -218,7 +219,7 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     held = engine.ledger.held_positions.copy()
     keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
     fresh = model.new_cache(64)
-    model.forward([ids[at] for at in held], fresh, Sight(positions=held.tolist()))
+    model.forward([ids[at] for at in held], fresh, positions=held.tolist())
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
     list(engine.switch(CacheSettings(Sink(), budget=24)))

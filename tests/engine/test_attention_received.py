@@ -25,12 +25,12 @@ from sirchat.errors import SettingError
 from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
-from sirchat.memory.policies.attention import Attention as AttentionPolicy
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.memory.recall import RecallSettings
-from sirchat.memory.sight import USUAL, Sight
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 
@@ -45,12 +45,10 @@ class Eager(LoadedModel):
     Each entry: tokens read so far, rows in the cache, weights [H, m, n] of each layer.
     """
 
-    def forward(
-        self, ids: Sequence[int], cache: BoundedCache, sight: Sight = USUAL, *more: Any, **how: Any
-    ) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
         usual = self.module.config._attn_implementation
         self.module.set_attn_implementation("eager")
-        at = sight.positions
+        at = how.get("positions")
         with torch.inference_mode():
             told = self.module(
                 input_ids=torch.tensor([ids]),
@@ -61,7 +59,7 @@ class Eager(LoadedModel):
             )
         self.module.set_attn_implementation(usual)
         self.told.append([layer[0] for layer in told.attentions])
-        return super().forward(ids, cache, sight, *more, **how)
+        return super().forward(ids, cache, **how)
 
     @property
     def told(self) -> list[list[Tensor]]:
@@ -103,8 +101,10 @@ def talk(
     model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
     settings = CacheSettings(policy=policy, budget=48, decay=decay, archive=2**20, **more)
     engine = Engine(model, settings, seed=3)
-    assert policy.counting is not None
-    sums = Sums(policy.counting.of(len(model.rotations)), policy.counting.window)
+    assert policy.attention_stats is not None
+    sums = Sums(
+        policy.attention_stats.counted_layers(len(model.rotations)), policy.attention_stats.window
+    )
     generator = torch.Generator().manual_seed(5)
     sampler = Sampler(Sampling(temperature=1.0))
 
@@ -136,18 +136,16 @@ def talk(
 
 @pytest.mark.parametrize("family", sorted(set(HELD) - UNTOLD))
 def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
-    engine, sums = talk(family, AttentionPolicy(recent=8, layers=0, window=20))
+    engine, sums = talk(family, Snapkv(recent=8, layers=0, window=20))
     ledger = engine.ledger
     assert ledger.held_count < ledger.seen == len(sums.total)
     everything = np.arange(ledger.seen)
-    counted = ledger.attention.of(everything, ledger.log_decay)
+    counted = ledger.attention.totals(everything, ledger.log_decay)
     wanted = np.array([sums.total[position] for position in everything.tolist()])
     assert counted == pytest.approx(wanted, abs=1e-4)
     held = ledger.held_positions
     recent_attention = [sums.recent_attention(position) for position in held.tolist()]
-    assert ledger.attention.recent_attention(held) == pytest.approx(
-        np.array(recent_attention), abs=1e-4
-    )
+    assert ledger.attention.recent(held) == pytest.approx(np.array(recent_attention), abs=1e-4)
     assert wanted.std() > 0.1
 
 
@@ -160,17 +158,17 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
     ],
 )
 def test_what_is_counted_is_so_however_rows_are_held(more: dict[str, Any]) -> None:
-    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=0), **more)
+    engine, sums = talk("llama", H2o(recent=8, layers=0), **more)
     ledger = engine.ledger
     assert ledger.held_count < ledger.seen
-    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    counted = ledger.attention.totals(np.arange(ledger.seen), ledger.log_decay)
     wanted = [sums.total[position] for position in range(ledger.seen)]
     assert counted == pytest.approx(np.array(wanted), abs=1e-4)
 
 
 @pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
 def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
-    assert AttentionStatsConfig(layers).of(4) == (
+    assert AttentionStatsConfig(layers).counted_layers(4) == (
         wanted if isinstance(wanted, list) else list(range(wanted))
     )
 
@@ -183,7 +181,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
         list(feed(engine, 30, 0))  # before anybody counts
-        list(engine.switch(memory(AttentionPolicy(recent=8, window=6), budget=96)))
+        list(engine.switch(memory(Snapkv(recent=8, window=6), budget=96)))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
         list(feed(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
@@ -191,10 +189,10 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
 
 
 def test_the_counted_layers_alone_count() -> None:
-    engine, sums = talk("llama", AttentionPolicy(recent=8, layers=2))
+    engine, sums = talk("llama", H2o(recent=8, layers=2))
     assert sums.layers == [1, 3]
     ledger = engine.ledger
-    counted = ledger.attention.of(np.arange(ledger.seen), ledger.log_decay)
+    counted = ledger.attention.totals(np.arange(ledger.seen), ledger.log_decay)
     wanted = [sums.total[position] for position in range(ledger.seen)]
     assert counted == pytest.approx(np.array(wanted), abs=1e-4)
 
@@ -211,7 +209,7 @@ def test_a_policy_that_does_not_look_has_nothing_counted() -> None:
 def test_counting_does_not_change_what_a_model_says() -> None:
     plain, counting = (
         Engine(loaded("gemma3"), memory(Sink())),
-        Engine(loaded("gemma3"), replace(memory(Sink()), counts=True)),
+        Engine(loaded("gemma3"), replace(memory(Sink()), count_attention=True)),
     )
     for engine in (plain, counting):
         for number in range(4):
@@ -223,14 +221,14 @@ def test_counting_does_not_change_what_a_model_says() -> None:
 
 
 def test_what_was_undone_was_never_looked_at() -> None:
-    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     for number in range(4):
         list(feed(engine, 23, number))
     before, checkpoint = received(engine), engine.checkpoint()
     for number in range(4, 8):
         list(feed(engine, 23, number))
     # rows that were archived by then come back, are looked at, and leave again
-    archived = np.setdiff1d(np.arange(92), checkpoint.checkpoint.held)[:5]
+    archived = np.setdiff1d(np.arange(92), checkpoint.cache.held)[:5]
     list(engine.pin(archived, True))
     list(feed(engine, 23, 8))
     list(engine.pin(archived, False))
@@ -244,7 +242,7 @@ def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(feed(engine, 30, 0))
     checkpoint = engine.checkpoint()
-    list(engine.switch(memory(AttentionPolicy(recent=8, window=6))))
+    list(engine.switch(memory(Snapkv(recent=8, window=6))))
     list(feed(engine, 23, 1))
     engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
@@ -255,7 +253,7 @@ def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
 def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
     list(feed(engine, 60, 0))
-    list(engine.switch(memory(AttentionPolicy(recent=8), budget=200)))
+    list(engine.switch(memory(H2o(recent=8), budget=200)))
     for number in (1, 2):
         list(feed(engine, 20, number))
     counted, _ = received(engine)
@@ -264,27 +262,27 @@ def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> Non
 
 def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
     column, rows = AttentionStats(), np.arange(4)
-    column.add(rows, [PassAttention.of(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
+    column.add(rows, [PassAttention.from_weights(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
     for _ in range(2000):
-        column.came_back(rows)
-    assert len(column._returned) <= 256
-    assert not any(one.window for one in column._returned)
+        column.note_restored(rows)
+    assert len(column._restored) <= 256
+    assert not any(one.window for one in column._restored)
 
 
 def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
-    assert AttentionStatsConfig(2).of(6, narrow={0, 1, 3, 4}) == [2, 5]
-    assert AttentionStatsConfig(2).of(4, narrow={0, 1, 2, 3}) == [1, 3]
-    assert AttentionStatsConfig(0).of(3, narrow={1}) == [0, 1, 2]
+    assert AttentionStatsConfig(2).counted_layers(6, sliding={0, 1, 3, 4}) == [2, 5]
+    assert AttentionStatsConfig(2).counted_layers(4, sliding={0, 1, 2, 3}) == [1, 3]
+    assert AttentionStatsConfig(0).counted_layers(3, sliding={1}) == [0, 1, 2]
 
 
 def test_what_is_erased_was_never_looked_at() -> None:
-    engine = Engine(loaded("llama"), memory(AttentionPolicy(recent=8, window=6)))
+    engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     list(feed(engine, 23, 0))
     at = np.array([5, 6])
     engine.forget(at)
-    assert not engine.ledger.attention.of(at, 0).any()
-    assert not engine.ledger.attention.recent_attention(at).any()
-    assert engine.ledger.attention.of(np.array([4]), 0).all()
+    assert not engine.ledger.attention.totals(at, 0).any()
+    assert not engine.ledger.attention.recent(at).any()
+    assert engine.ledger.attention.totals(np.array([4]), 0).all()
 
 
 def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
@@ -292,34 +290,34 @@ def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
     column.add(np.array([0, 1]), [looks(0.5, 0.5)], 0.0)
     column.add(np.array([1]), [looks(1.0)], math.log(0.5))
     column.add(np.array([0, 1]), [looks(0.25, 0.75)], math.log(0.25))
-    assert column.of(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
+    assert column.totals(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
         [0.25 * 0.5 + 0.25, 0.25 * 0.5 + 0.5 * 1 + 0.75, 0]
     )
 
 
 def looks(*weights: float) -> PassAttention:
     """What one query looked at."""
-    return PassAttention.of(np.array([weights], np.float32))
+    return PassAttention.from_weights(np.array([weights], np.float32))
 
 
 def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
     column = AttentionStats()
-    column.add(np.arange(4), [PassAttention.of(np.eye(4, dtype=np.float32))], 0.0)
-    before = column.received(np.array([0, 1]))
+    column.add(np.arange(4), [PassAttention.from_weights(np.eye(4, dtype=np.float32))], 0.0)
+    before = column.checkpoint(np.array([0, 1]))
     for _ in range(300):
-        column.came_back(np.array([2, 3]))
+        column.note_restored(np.array([2, 3]))
         column.add(np.arange(4), [looks(0.4, 0.3, 0.2, 0.1)], 0.0)
-    column.go_back(before, 4)
-    assert column.of(np.arange(4), 0.0).tolist() == [1, 1, 1, 1]
+    column.undo(before, 4)
+    assert column.totals(np.arange(4), 0.0).tolist() == [1, 1, 1, 1]
 
 
 def test_two_listeners_hear_the_same_pass() -> None:
     model, inner, outer = loaded("llama"), QueryRecorder(), QueryRecorder()
     with observed_by(model.module, outer):
-        model.forward([5, 6, 7], model.new_cache(8), listener=inner)
+        model.forward([5, 6, 7], model.new_cache(8), observer=inner)
     model.forward([5, 6, 7], model.new_cache(8))
-    for ear in (inner, outer):
-        assert [one.queries.shape[1] for one in ear.heard(model.rotations)] == [3] * 4
+    for recorder in (inner, outer):
+        assert [one.queries.shape[1] for one in recorder.queries(model.rotations)] == [3] * 4
 
 
 def memory(policy: Policy, budget: int = 48) -> CacheSettings:
@@ -336,7 +334,7 @@ def received(engine: Engine) -> list[np.ndarray]:
     """Everything that was counted, of all tokens."""
     ledger, everything = engine.ledger, np.arange(engine.ledger.seen)
     attention = ledger.attention
-    return [attention.of(everything, ledger.log_decay), attention.recent_attention(everything)]
+    return [attention.totals(everything, ledger.log_decay), attention.recent(everything)]
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -365,14 +363,14 @@ def test_why_tells_what_a_score_is_the_product_of() -> None:
     rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
     assert {tuple(one.factors) for one in rows} == {("attention", "novelty", "company")}
     for one in rows:
-        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.faded
-        assert one.score == pytest.approx(factors)
+        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.decayed_to
+        assert one.row.score == pytest.approx(factors)
         assert one.row.attention is not None
-    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank)
-    assert [one.score for one in held] == sorted((one.score for one in held), reverse=True)
-    strongest = max(chat.snapshot().rows, key=lambda row: row.strength)
-    assert strongest.worth is not None
-    assert chat.snapshot().threshold is None
+    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank or 0)
+    assert [one.row.score for one in held] == sorted(
+        [one.row.rank_key for one in held], reverse=True
+    )
+    assert chat.snapshot().unit == ""
 
 
 def test_why_ranks_what_is_held_as_the_policy_does() -> None:
@@ -380,10 +378,10 @@ def test_why_ranks_what_is_held_as_the_policy_does() -> None:
     chat = session(policy="salience", budget=64, recent=8)
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
-    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    worth = {row.position: row.score for row in chat.snapshot().rows}
     everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
     assert {one.state for one in everything} == {"held", "archived"}
-    held = {one.row.position: one.score for one in everything if one.state == "held"}
+    held = {one.row.position: one.row.score for one in everything if one.state == "held"}
     assert held == pytest.approx({position: worth[position] for position in held})
 
 
@@ -392,22 +390,22 @@ def test_what_came_back_is_worth_the_same_whatever_is_asked_for() -> None:
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
     assert chat.recalled
-    worth = {row.position: row.worth for row in chat.snapshot().rows}
+    worth = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
         for one in chat.why(f"turn {number}"):
             if one.state == "held":
-                assert one.score == pytest.approx(worth[one.row.position])
+                assert one.row.score == pytest.approx(worth[one.row.position])
 
 
 def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
     chat = session(policy="salience", budget=64, recent=8)
-    assert chat.snapshot().needed is None
+    assert chat.snapshot().threshold is None
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
     now = chat.snapshot()
-    leaving = [row.worth for row in now.rows if row.position in now.next_to_go]
-    assert now.needed == max(one for one in leaving if one is not None)
-    assert {one.needed for one in chat.why("last")} == {now.needed}
+    leaving = [row.score for row in now.rows if row.position in now.next_to_go]
+    assert now.threshold == max(one for one in leaving if one is not None)
+    assert {one.threshold for one in chat.why("last")} == {now.threshold}
 
 
 def test_without_any_switch_only_the_decays_are_left() -> None:
@@ -422,7 +420,7 @@ def test_without_any_switch_only_the_decays_are_left() -> None:
         list(chat.ask(text))
     for one in chat.why("turn 4"):
         assert one.factors == {}
-        assert one.score == pytest.approx(one.faded)
+        assert one.row.score == pytest.approx(one.decayed_to)
 
 
 def test_attention_is_counted_for_whoever_asks() -> None:

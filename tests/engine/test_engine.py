@@ -30,8 +30,8 @@ from sirchat.engine.records import (
     CacheSettings,
     EngineCheckpoint,
     EvictedRows,
-    Generated,
-    Read,
+    GeneratedToken,
+    ReadProgress,
     Stopped,
     TurnRef,
 )
@@ -143,7 +143,7 @@ def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
         assert whole_of(engine) == before
         return
     check_whole(engine)
-    if len(to.checkpoint.held) <= engine.budget:
+    if len(to.cache.held) <= engine.budget:
         assert whole_of(engine) == then
 
 
@@ -180,7 +180,7 @@ def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
     records = feed(engine, some_ids(100))
     assert [len(ids) for ids in model.passes] == [16] * 6 + [4]
     assert [len(gone) for gone in evicted(records)] == [64 + 16 - 68, 16, 4]
-    assert [r.done for r in records if isinstance(r, Read)] == [16, 32, 48, 64, 80, 96, 100]
+    assert [r.done for r in records if isinstance(r, ReadProgress)] == [16, 32, 48, 64, 80, 96, 100]
 
 
 def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
@@ -340,12 +340,12 @@ def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
 def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
     probe = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
     feed(probe, [5])
-    drawn = [record.id for record in generate(probe, 10) if isinstance(record, Generated)]
+    drawn = [record.id for record in generate(probe, 10) if isinstance(record, GeneratedToken)]
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
     feed(engine, [5])
     records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
     until = drawn.index(drawn[4])
-    assert [r.id for r in records if isinstance(r, Generated)] == drawn[:until]
+    assert [r.id for r in records if isinstance(r, GeneratedToken)] == drawn[:until]
     assert records[-1] == Stopped("stop")
     assert engine.ledger.column("token_id").tolist() == [5, *drawn[:until]]
 
@@ -357,7 +357,7 @@ def test_generation_ends_at_its_length_or_when_interrupted() -> None:
     assert generate(engine, 0) == [Stopped("length")]
     asked = iter([False, False, True])
     records = generate(engine, 9, interrupted=lambda: next(asked))
-    assert [type(record) for record in records] == [Generated, Generated, Stopped]
+    assert [type(record) for record in records] == [GeneratedToken, GeneratedToken, Stopped]
     assert records[-1] == Stopped("interrupt")
 
 

@@ -86,7 +86,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
     held = engine.ledger.held_positions
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
-    blocks = list(engine.holding.archive.blocks(archived))
+    blocks = list(engine.store.archive.blocks(archived))
     rows = Rows(
         np.concatenate([one.positions for one in blocks]),
         np.concatenate([one.written_at for one in blocks]),
@@ -143,7 +143,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measur
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state") == State.ARCHIVED)
-    blocks = list(engine.holding.archive.blocks(archived))
+    blocks = list(engine.store.archive.blocks(archived))
     passes = engine.cache.length
     found = find(engine, model, some_ids(99, 12), 99)
     assert engine.cache.length == passes

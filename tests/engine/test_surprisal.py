@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from driving import Record, feed, generate, some_ids
 from families import BigramModel, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, Generated, Read
+from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, ReadProgress
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 
@@ -31,7 +31,7 @@ def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pas
     for turn in (0, 2):
         feed(engine, some_ids(45, turn), turn)
         records = generate(engine, 15, turn + 1)
-        shown += [record.surprisal for record in records if isinstance(record, Generated)]
+        shown += [record.surprisal for record in records if isinstance(record, GeneratedToken)]
         engine.close_round()
     ids = torch.from_numpy(engine.ledger.column("token_id")).long()
     with torch.inference_mode():
@@ -93,9 +93,9 @@ class Oracle:
                 self.held = [self.held[i] for i in stays]
                 self.rows = [self.rows[i] for i in stays]
                 self.evictions += 1
-            elif isinstance(record, Generated):
+            elif isinstance(record, GeneratedToken):
                 self.read(stream[record.position : record.position + 1])
-            elif isinstance(record, Read):
+            elif isinstance(record, ReadProgress):
                 fed = record.total - record.done
                 self.read(stream[len(self.surprisals) : len(stream) - fed])
 

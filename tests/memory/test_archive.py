@@ -208,12 +208,12 @@ def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
 
 def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: Path) -> None:
     chat, _ = long_chat()
-    archived = chat._engine.holding.archived
+    archived = chat._engine.store.archived
     list(chat.switch("/set", archive="disk"))
-    assert chat._engine.holding.archived == archived > 1000
+    assert chat._engine.store.archived == archived > 1000
     list(chat.switch("/set", archive_limit="2GiB"))
     list(chat.switch("/set", archive="ram"))
-    assert chat._engine.holding.archived == archived
+    assert chat._engine.store.archived == archived
     assert not list(home.rglob("*.safetensors"))
 
 
@@ -221,7 +221,7 @@ def test_a_full_archive_is_told_once_and_the_chat_goes_on() -> None:
     chat, notices = long_chat(archive_limit="200kB")
     assert [text for text in notices if "archive is full" in text] == notices
     assert len(notices) == 1
-    assert chat._engine.holding.archive_bytes <= 200_000
+    assert chat._engine.store.archive_bytes <= 200_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
 

@@ -40,11 +40,13 @@ def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
     for number, score in ((1, 3.0), (2, 8.0)):
         ledger.append([5], [score], turn=0, round=number, roles=[1], flags=[0])
         looks = np.ones((1, number), np.float32)
-        ledger.attention.add(np.arange(number), [PassAttention.of(looks)], ledger.log_decay)
+        ledger.attention.add(
+            np.arange(number), [PassAttention.from_weights(looks)], ledger.log_decay
+        )
     ledger.close_round(0.25, spared=2)
     at = np.arange(2)
     assert np.exp(ledger.log_decayed_surprisal_of(at)) == pytest.approx([0.75, 8.0])
-    assert ledger.attention.of(at, ledger.log_decay) == pytest.approx([0.5, 1.0])
+    assert ledger.attention.totals(at, ledger.log_decay) == pytest.approx([0.5, 1.0])
 
 
 def test_a_chat_fades_when_something_new_is_told() -> None:

@@ -301,7 +301,7 @@ def test_a_search_by_index_leaves_everything_as_it_was(
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
     assert found is not None
-    assert engine.holding.archive.index is not None
+    assert engine.store.archive.index is not None
     assert same(contents(engine), before)
     now = engine.ledger.rows()
     for column in ("token_id", "state", "flags", "surprisal"):
@@ -315,14 +315,14 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
         checkpoint = engine.checkpoint()
         found = say(engine, model, turn, count=40)
         assert found is not None
-        assert found.positions.max() < checkpoint.checkpoint.seen
+        assert found.positions.max() < checkpoint.cache.seen
         engine.undo(checkpoint)
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
-        mine = engine._budget
-        engine._budget = replace(mine, settings=memory("sink", measure="attention"))
+        mine = engine.rows.budget
+        engine.rows.budget = replace(mine, settings=memory("sink", measure="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
-        engine._budget = mine
+        engine.rows.budget = mine
         assert again is not None
         assert exact is not None
         assert set(again.positions) <= set(exact.positions)
@@ -330,13 +330,13 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
 
 def test_no_index_stays_where_none_is_wanted() -> None:
     engine, model = talked(memory("sink", index="on"))
-    assert engine.holding.archive.index is not None
+    assert engine.store.archive.index is not None
     recall = engine.settings.recall
     assert recall is not None
     list(engine.switch(replace(engine.settings, recall=replace(recall, index="off"))))
-    assert engine.holding.archive.index is None
+    assert engine.store.archive.index is None
     say(engine, model, 30)
-    assert engine.holding.archive.index is None
+    assert engine.store.archive.index is None
 
 
 def test_auto_takes_an_index_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

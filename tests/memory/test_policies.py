@@ -28,9 +28,9 @@ from sirchat.memory.contract import broken_promises
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.memory.policies.attention import Attention
 from sirchat.memory.policies.base import Policy, ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
@@ -54,6 +54,7 @@ class Row:
     score: Fraction
     faded: Fraction
     attention: Fraction
+    recent_attention: Fraction
     key: float
     is_anchor: bool
     is_pinned: bool
@@ -146,6 +147,7 @@ def cases(pick: st.DrawFn) -> Case:
     ids: list[int] = []
     of_round: list[int] = []
     attention: list[Fraction] = []
+    queries: list[list[Fraction]] = []  # from each query so far, its weights
     for number in range(rounds):
         length = random.randint(1, 12)
         new_ids = random.choices(range(6), k=length)
@@ -156,8 +158,10 @@ def cases(pick: st.DrawFn) -> Case:
         ids, of_round = ids + new_ids, of_round + [number] * length
         looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
         weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
-        weights[0] = [float(one) for one in looks]
-        ledger.attention.add(np.arange(len(ids)), [PassAttention.of(weights)], ledger.log_decay)
+        weights[-1] = [float(one) for one in looks]
+        passed = PassAttention.from_weights(weights, window=2)
+        ledger.attention.add(np.arange(len(ids)), [passed], ledger.log_decay, window=2)
+        queries += [[Fraction(0)] * len(ids)] * (length - 1) + [looks]
         attention += [Fraction(0)] * length
         attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
         ledger.close_round(0.5)
@@ -171,7 +175,8 @@ def cases(pick: st.DrawFn) -> Case:
         protected = is_sink or is_pinned or p >= len(scores) - newest_protected
         key, is_anchor = draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
         faded = Fraction(1, 2 ** (rounds - of_round[p]))
-        known = (p, of_round[p], ids[p], scores[p], faded, attention[p])
+        recent = sum((one[p] for one in queries[-2:] if p < len(one)), Fraction(0))
+        known = (p, of_round[p], ids[p], scores[p], faded, attention[p], recent)
         return Row(*known, key, is_anchor, is_pinned, is_sink, protected)
 
     rows = [row(position) for position in held]
@@ -213,21 +218,18 @@ def salient(case: Case, row: Row, factors: set[str]) -> float:
 
 ALL = {"surprisal", "attention", "novelty", "spans"}
 SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
-    ("attention", {}, lambda case, row: float(row.attention)),
+    ("h2o", {}, lambda case, row: float(row.attention)),
     (
-        "attention",
+        "h2o",
         {"lifetime": True},
         lambda case, row: float(row.attention) / (case.held.seen - row.position),
     ),
+    ("tova", {}, lambda case, row: float(row.recent_attention)),
+    ("snapkv", {}, lambda case, row: float(row.recent_attention)),
     ("salience", {}, lambda case, row: salient(case, row, ALL)),
     *(
         ("salience", {off: False}, lambda case, row, off=off: salient(case, row, ALL - {off}))
         for off in sorted(ALL)
-    ),
-    (
-        "entropy",
-        {"novelty": True, "spans": True},
-        lambda case, row: salient(case, row, ALL - {"attention"}),
     ),
 ]
 
@@ -240,17 +242,19 @@ def test_a_score_is_what_its_description_says(
 ) -> None:
     policy = policy_class(name)(**{"recent": 5, **options})
     assert isinstance(policy, ScorePolicy)
-    wanted = [math.inf if case.is_recent(r, 5) else score(case, r) for r in case.rows]
-    assert policy.score(case.held).exp().tolist() == pytest.approx(wanted, rel=1e-6)
+    wanted = [score(case, row) for row in case.rows]
+    found = policy.score(case.held)
+    shown = found.exp() if policy.log_scale else found
+    assert shown.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_nobody_counted_ranks_in_the_middle() -> None:
     ledger = Ledger()
     append(ledger, [1.0] * 4)
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
-    ledger.attention.add(np.arange(1, 4), [PassAttention.of(looks)], 0.0)
+    ledger.attention.add(np.arange(1, 4), [PassAttention.from_weights(looks)], 0.0)
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
-    kept = Attention(recent=0).keep(held, 3)
+    kept = H2o(recent=0).keep(held, 3)
     assert kept.tolist() == [0, 1, 3]
 
 
@@ -259,7 +263,9 @@ def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
     for number in range(10):
         append(ledger, [3.0, 5.0], number)
         looks = np.full((2, ledger.seen), 0.25, np.float32)
-        ledger.attention.add(np.arange(ledger.seen), [PassAttention.of(looks)], ledger.log_decay)
+        ledger.attention.add(
+            np.arange(ledger.seen), [PassAttention.from_weights(looks)], ledger.log_decay
+        )
         ledger.close_round(0.5)
     held = ledger.held(sinks=0, protected=np.zeros(20, bool))
     policy = Salience(recent=0, novelty=False)
@@ -332,9 +338,11 @@ class Odd(Sink):
         return {"odd": torch.zeros(())}
 
 
-def test_factors_are_a_number_for_each_row() -> None:
+def test_scores_and_factors_are_a_number_for_each_row() -> None:
     assert not broken_promises(Sink())
-    assert broken_promises(Odd()) == ["log_factors() must return tensors, a number for each row"]
+    assert broken_promises(Odd()) == [
+        "score() and log_factors() must return tensors, a number for each row"
+    ]
 
 
 # Is every token of a stream kept with the same chance?

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from families import HELD, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, Generated, TurnRef
+from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
@@ -45,7 +45,7 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     reply = engine.generate(
         Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
     )
-    got = [record.id for record in reply if isinstance(record, Generated)]
+    got = [record.id for record in reply if isinstance(record, GeneratedToken)]
     expected = model.module.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=24, eos_token_id=EOS
     )

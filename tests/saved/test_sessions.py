@@ -66,7 +66,7 @@ def state(chat: Session) -> dict[str, Any]:
         "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
         "shares": view.turns,
         "counts": (end.turns, end.seen, end.resident, end.tokens_out),
-        "archived": chat._engine.holding.archived,
+        "archived": chat._engine.store.archived,
         "logits": logits.tolist(),
         "profile": chat.profile,
         "kv": contents(chat.rows()),
@@ -87,7 +87,7 @@ def in_bfloat16() -> LoadedModel:
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
-        *((name, "float32") for name in ("entropy", "reservoir", "random", "attention")),
+        *((name, "float32") for name in ("entropy", "reservoir", "random", "snapkv")),
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
 )
@@ -95,7 +95,7 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
     folder: Path, policy: str, dtype: str
 ) -> None:
     model = babbler() if dtype == "float32" else in_bfloat16()
-    options: dict[str, Any] = {"window": 16} if policy == "attention" else {}
+    options: dict[str, Any] = {"window": 16} if policy == "snapkv" else {}
     profile = Profile(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
     )
@@ -265,7 +265,7 @@ def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
     saving.close()
     again, store = resumed(folder, babbler())
     store.close()
-    assert again._engine.holding.archived == 0 < chat._engine.holding.archived
+    assert again._engine.store.archived == 0 < chat._engine.store.archived
     assert again.snapshot().rows == chat.snapshot().rows
     for one in (chat, again):
         list(one.ask("and on"))

@@ -84,6 +84,7 @@ def _token(
         turn=turn,
         role="template" if template else role,
         surprisal=surprisal,
+        decayed_surprisal=score,
         score=score,
         arrival_key=0.5,
         flags=tuple(flags),
@@ -95,7 +96,7 @@ def _token(
 def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
     """Counts everything anew, token by token."""
     held = tuple(row for row, stays in tokens if stays)
-    free = sorted((row for row in held if not row.flags), key=lambda row: row.score)
+    free = sorted((row for row in held if not row.flags), key=lambda row: row.rank_key)
     leaving = sorted(free[:12], key=lambda row: row.position)
     turns = []
     for index, role in enumerate(roles):
@@ -123,7 +124,8 @@ def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
         seen=len(tokens),
         recalled=0,
         speed=0.0,
-        threshold=max((row.score for row in leaving), default=None),
+        threshold=max((row.rank_key for row in leaving), default=None),
+        unit="nats",
         next_to_go=tuple(row.position for row in leaving),
         rows=held,
         slots=tuple(range(len(held))),
@@ -134,7 +136,7 @@ def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
 
 def glance_of(snapshot: Snapshot, strongest: int = 200) -> Snapshot:
     """The same memory with its strongest tokens only, as a session hands it to the glance."""
-    ranked = sorted(range(len(snapshot.rows)), key=lambda i: -snapshot.rows[i].score)[:strongest]
+    ranked = sorted(range(len(snapshot.rows)), key=lambda i: -snapshot.rows[i].rank_key)[:strongest]
     slots = sorted(ranked)
     rows = tuple(snapshot.rows[slot] for slot in slots)
     return replace(snapshot, rows=rows, slots=tuple(slots), histogram=None, speed=41.3)

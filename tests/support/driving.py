@@ -11,11 +11,18 @@ import numpy as np
 
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import EvictedRows, Generated, Read, RestoredRows, Stopped, TurnRef
+from sirchat.engine.records import (
+    EvictedRows,
+    GeneratedToken,
+    ReadProgress,
+    RestoredRows,
+    Stopped,
+    TurnRef,
+)
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.ledger import Role
 
-Record = Read | EvictedRows | RestoredRows | Generated | Stopped
+Record = ReadProgress | EvictedRows | RestoredRows | GeneratedToken | Stopped
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
 

@@ -152,7 +152,7 @@ class BigramModel:
     vocab_size = 256
     layers = 3
     heads = 1
-    narrow_layers = ()
+    sliding_layers = ()
 
     def __init__(self, context_length: int = 300) -> None:
         self.context_length = context_length
@@ -167,7 +167,7 @@ class BigramModel:
         """Nothing; tests put a failure here."""
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
         rows = torch.tensor(ids, dtype=torch.float32)[None, None, :, None]  # [1, 1, m, 1]
         for layer in range(self.layers):
             self.before_layer(layer, ids)

@@ -164,7 +164,7 @@ def _check_scores(event: Row, decay: float, rounds: dict[int, int]) -> None:
         if row["surprisal"] is not None:
             closed = max(0, closed_now - max(1, rounds[row["turn"]]))
             expected = row["surprisal"] * decay**closed
-            assert math.isclose(row["score"], expected, rel_tol=1e-9, abs_tol=1e-300)
+            assert math.isclose(row["decayed_surprisal"], expected, rel_tol=1e-9, abs_tol=1e-300)
 
 
 def _round_of_turn(events: list[Row]) -> dict[int, int]:

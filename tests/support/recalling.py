@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 from families import loaded
 from sirchat.engine.engine import Engine
@@ -12,7 +11,6 @@ from sirchat.engine.search import search
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.recall import RecallSettings
-from sirchat.models.attention_hook import observed_by
 from sirchat.models.model import LoadedModel
 
 
@@ -27,8 +25,7 @@ def some_ids(turn: int, count: int) -> list[int]:
 
 def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> SearchResult | None:
     roles = [Role.USER] * len(ids)
-    hear = partial(observed_by, model.module)
-    return search(engine, model.rotations, hear, ids, roles, TurnRef(turn, turn))
+    return search(engine, model, ids, roles, TurnRef(turn, turn))
 
 
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:

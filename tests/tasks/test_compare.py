@@ -90,8 +90,8 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     """The ids of the conversation, and the logits [n, V] after each, of a plain reading."""
     chat, rows = Session(tiny(), setting), list[Tensor]()
 
-    def forward(ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
-        rows.append(tiny().forward(ids, cache, *more))
+    def forward(ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
+        rows.append(tiny().forward(ids, cache, **how))
         return rows[-1]
 
     chat._engine._reader._model = SimpleNamespace(forward=forward)
@@ -213,7 +213,7 @@ def test_what_comes_back_is_followed() -> None:
 
 
 def test_a_policy_that_looks_at_attention_is_compared_like_any_other() -> None:
-    setting = Profile(policy="attention", budget=48, recent=8)
+    setting = Profile(policy="h2o", budget=48, recent=8)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
     ledger = plain(setting)._engine.ledger
     assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()

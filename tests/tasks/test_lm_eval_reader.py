@@ -33,9 +33,9 @@ class Watched(LoadedModel):
         passes: list[tuple[int, int]] = self.__dict__.setdefault("_passes", [])
         return passes
 
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *more: Any) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
         self.passes.append((cache.length, cache.length + len(ids)))
-        return super().forward(ids, cache, *more)
+        return super().forward(ids, cache, **how)
 
 
 def watched(model: LoadedModel) -> Watched:

@@ -164,7 +164,7 @@ def every_frame() -> Iterator[None]:
 
 def _talk(panel: str = "live", text: str = "held") -> Any:
     """What a live view needs of a session that holds such a token."""
-    row = TokenRow(0, 1, text, 0, "user", 2.0, 1.0, 0.5, ())
+    row = TokenRow(0, 1, text, 0, "user", 2.0, 1.0, 1.0, 0.5, ())
     view = Snapshot(
         model="model",
         policy="entropy",

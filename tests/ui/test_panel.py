@@ -95,7 +95,8 @@ def memories(draw: st.DrawFn) -> Snapshot:
                 turn=turn,
                 role=draw(st.sampled_from((role, role, "template"))),
                 surprisal=surprisal,
-                score=(surprisal or 0.0) * draw(st.floats(0, 1)),
+                decayed_surprisal=(surprisal or 0.0) * draw(st.floats(0, 1)),
+                score=draw(st.none() | nats),
                 arrival_key=0.5,
                 flags=draw(st.sampled_from(((), (), ("sink",), ("pinned",), ("sink", "pinned")))),
             )
@@ -126,7 +127,7 @@ def test_a_glance_has_eight_rows_at_most_and_none_wraps(
 
 def _all_rows(snapshot: Snapshot) -> list[TokenRow]:
     """A row for every position, with the texts of those held."""
-    filler = TokenRow(0, 0, "gone 字\u0301", 0, "user", 3.0, 3.0, 0.5, ())
+    filler = TokenRow(0, 0, "gone 字\u0301", 0, "user", 3.0, 3.0, 3.0, 0.5, ())
     known = {row.position: row for row in snapshot.rows}
     return [known.get(at, replace(filler, position=at)) for at in range(snapshot.seen)]
 
@@ -315,7 +316,7 @@ def test_a_glance_stays_small() -> None:
 
 
 def test_a_token_table_shows_spaces_and_every_number() -> None:
-    row = TokenRow(7, 1234, " a\nb", 2, "assistant", None, 0.123456, 0.5, ("sink", "anchor"))
+    row = TokenRow(7, 1234, " a\nb", 2, "assistant", None, 0.1, 0.123456, 0.5, ("sink", "anchor"))
     assert lines(draw_tokens([row], NONE), 80)[1].split() == (
         ["7", "2", "model", '"', 'a⏎b"', "1234", "-", "0.123", "sink", "anchor"]
     )

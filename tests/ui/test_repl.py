@@ -302,7 +302,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/policy entropie", "did you mean entropy?"),
         (
             "/policy nope",
-            "one of anchor, attention, entropy, full, interval, random, reservoir, salience, sink",
+            "one of anchor, attention, entropy, full, h2o, interval, random, reservoir, salience",
         ),
         ("/policy reservoir simple=3", "did you mean sample?"),
         ("/policy reservoir 3", "sample: 192"),
@@ -359,7 +359,7 @@ def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
 
 
 def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
-    _menu(chat, "/policy ", r" entropy +\S+", r" reservoir +\S+")
+    _menu(chat, "/policy ", r" entropy +\S+", r" interval +\S+")
     _menu(chat, "/policy reservoir ", r" sample= +members of the sample")
     _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
     _menu(chat, "/panel ", r" live +while the model speaks", r" off ", r" turn ", r" full ")

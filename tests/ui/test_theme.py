@@ -18,7 +18,7 @@ def test_high_surprisal_reads_without_colour(theme: Theme) -> None:
     row = replace(TALK.rows[0], role="user", flags=(), text="word")
     weights = []
     for surprisal in (0.1, 1.0, 3.0, 5.0, 9.0):
-        drawn = draw_tokens([replace(row, surprisal=surprisal, score=surprisal)], theme)
+        drawn = draw_tokens([replace(row, surprisal=surprisal, decayed_surprisal=surprisal)], theme)
         cell = next(style for text, style in styles(drawn).items() if '"word"' in text)
         style = fresh(cell, colour=False)
         weights.append(style.render("x", color_system=ColorSystem.STANDARD))

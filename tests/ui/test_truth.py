@@ -118,7 +118,7 @@ def test_the_threshold_is_true(seed: int) -> None:
     pins = [row for row in rows if "pinned" in row.flags]
     free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
     block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
-    weakest = sorted(free, key=lambda row: (row.score, row.position))[:block]
+    weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
     said = re.search(r"needs ([\d.]+) nats to stay", "\n".join(_glance(chat)))
     if count.gone and len(count.held) + 2 * block > profile.budget:
         assert said

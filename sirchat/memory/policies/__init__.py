@@ -18,7 +18,7 @@ from sirchat.errors import SettingError, nearest
 if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
 
-ALIASES = {"stream": "sink"}
+ALIASES = {"stream": "sink", "attention": "h2o"}
 """Other names of policies."""
 
 _GROUP = "sirchat.policies"

@@ -1,14 +1,15 @@
 """What a policy is: it names the held rows that stay, and sees nothing but ledger rows.
 
-Most policies are a score: the author writes `score`, the base class owns protection, top-k and
-ties. A policy's options are the fields of its dataclass; it holds no other state, so that it can be
+Most policies are a score: the author writes `score`, and the base class does protection, top-k and
+ties. A policy's options are the fields of its dataclass. It holds no other state, so that it can be
 switched at any moment.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,13 +23,12 @@ from sirchat.memory.ledger import HeldRows
 class Policy(ABC):
     """Chooses which held rows stay when room is needed.
 
-    Class attributes: `source` names where the idea is from; `uses` the shared settings that change
-    what it keeps; `honours_sinks` and `honours_pins` say whether these rows are protected;
-    `bounded` is false for a policy that never forgets; `needs_attention` is true for one that is
-    nothing without what it has counted.
-
-    `gathers` is true for a policy that counts on anchors: what is read is cut behind each of them,
-    `reduce` is asked there, and an anchor sees the sinks and its own sequence alone.
+    Class attributes:
+        source: where the idea is from.
+        uses: the shared settings that change what the policy keeps.
+        honours_sinks, honours_pins: whether sinks and pinned rows are protected.
+        bounded: False for a policy that never evicts.
+        needs_attention: True for a policy that can't do without attention statistics.
     """
 
     source: ClassVar[str] = ""
@@ -40,31 +40,22 @@ class Policy(ABC):
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether sequences are gathered in their anchors."""
+        """Whether the policy evicts behind each anchor.
+
+        Then text is read up to each anchor, `reduce` is asked there, and the anchor itself sees
+        only the sinks and its own sequence.
+        """
         return False
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        """Settings of `uses` that its options leave nothing to change."""
-        return ()
-
-    @property
-    def counting(self) -> AttentionStatsConfig | None:
-        """What it wants counted of the attention that rows get; None for nothing."""
+    def attention_stats(self) -> AttentionStatsConfig | None:
+        """Which attention statistics the policy uses; None for none."""
         return None
 
-    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        """Logarithms of what a row is ranked by the product of, by name, [n] each; may be empty.
-
-        Two names mean what the ledger knows, and are shown as that: `surprisal` is the decayed one,
-        `log_score`, and `fade` the decays alone, `log_fade`.
-        """
-        return {}
-
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Row numbers (int64) that stay though there is room for more, as `keep` gives them.
+        """Row numbers (int64, ascending) that stay behind an anchor although there is room.
 
-        None where all stay.
+        None if all stay.
         """
         return None
 
@@ -77,17 +68,43 @@ class Policy(ABC):
 
 
 class ScorePolicy(Policy):
-    """A policy that is one number per row: higher stays; of equals, the newer."""
+    """A policy that is one number per row: higher stays; of equal rows the newer one.
+
+    Class attributes:
+        log_scale: whether the score is a natural logarithm; it is shown without it.
+        unit: unit of the shown score, such as "nats"; empty for a plain number.
+    """
+
+    log_scale: ClassVar[bool] = False
+    unit: ClassVar[str] = ""
 
     @abstractmethod
     def score(self, rows: HeldRows) -> Tensor:
-        """One score [n] for each held row."""
+        """One score [n] for each row."""
+
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        """Logarithms [n] of factors that explain the score in `/why`, by name; may be empty."""
+        return {}
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        newest_first = self.score(rows).double().flip(0)
+        newest_first = self._ranking(rows).double().flip(0)
         order = torch.argsort(newest_first, descending=True, stable=True)
         order = len(rows) - 1 - order
         protected = rows.protected[order]
         order = torch.cat((order[protected], order[~protected]))
         kept: Tensor = order[:num_keep].sort().values
         return kept
+
+    def _ranking(self, rows: HeldRows) -> Tensor:
+        """What unprotected rows [n] are ordered by."""
+        return self.score(rows)
+
+
+@dataclass(frozen=True)
+class RecentScorePolicy(ScorePolicy):
+    """A score policy that keeps the `recent` newest tokens before all others."""
+
+    recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
+
+    def _ranking(self, rows: HeldRows) -> Tensor:
+        return self.score(rows).masked_fill(rows.newest(self.recent), math.inf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows
-from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.policies.base import RecentScorePolicy
 
 
 @dataclass(frozen=True)
-class Reservoir(ScorePolicy):
+class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
 
     Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): its start,
@@ -28,18 +27,16 @@ class Reservoir(ScorePolicy):
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
 
-    recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
     sample: int | None = field(
         default=None, metadata={"help": "members of the sample (default: all the room there is)"}
     )
 
     def score(self, rows: HeldRows) -> Tensor:
-        recent = rows.newest(self.recent)
-        keys = rows.arrival_key.masked_fill(recent | rows.is_sink | rows.is_pinned, -1.0)
-        score = keys
-        if self.sample is not None:
-            members = torch.zeros(len(rows), dtype=torch.bool)
-            members[keys.topk(min(self.sample, len(rows))).indices] = True
-            age = (rows.seen - rows.position).double()
-            score = torch.where(members & (keys >= 0), 1 + keys, 1 / (1 + age))
-        return score.masked_fill(recent, math.inf)
+        if self.sample is None:
+            return rows.arrival_key
+        no_candidates = rows.newest(self.recent) | rows.is_sink | rows.is_pinned
+        keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
+        members = torch.zeros(len(rows), dtype=torch.bool)
+        members[keys.topk(min(self.sample, len(rows))).indices] = True
+        age = (rows.seen - rows.position).double()
+        return torch.where(members & (keys >= 0), 1 + keys, 1 / (1 + age))

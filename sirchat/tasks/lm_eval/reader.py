@@ -14,7 +14,7 @@ import numpy as np
 
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import ContinuationScore, Generated, TurnRef
+from sirchat.engine.records import ContinuationScore, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
@@ -75,7 +75,7 @@ class TextReader:
             stop_ids=self._stop_ids,
             max_new_tokens=longest,
         ):
-            if isinstance(record, Generated):
+            if isinstance(record, GeneratedToken):
                 yield record.id
 
     @property

@@ -28,9 +28,9 @@ class RecordingModel(LoadedModel):
     on_pass: OnPass
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], cache: BoundedCache, *how: Any, **named: Any) -> Tensor:
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
         """As the model's own."""
-        logits = super().forward(ids, cache, *how, **named)
+        logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
 

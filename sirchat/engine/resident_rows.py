@@ -1,0 +1,281 @@
+"""The rows that the cache holds: eviction, live switching, pins, undo, and recalled rows.
+
+Every method that changes what is held returns what happened, as a list of records.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sirchat.engine.budget import Budget
+from sirchat.engine.records import (
+    CacheSettings,
+    EvictedRows,
+    Positions,
+    RestoredRows,
+    SearchResult,
+    Selection,
+)
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
+from sirchat.memory.ledger import Flag, HeldRows
+from sirchat.memory.recall import choose
+
+Moves = list[EvictedRows | RestoredRows]
+
+_NONE = np.zeros(0, np.int64)
+
+
+class ResidentRows:
+    """Decides, by the settings' policy, which rows of one conversation the cache holds.
+
+    Attributes:
+        budget: the arithmetic of the settings in force.
+    """
+
+    def __init__(self, budget: Budget, cache: BoundedCache, store: KeyValueStore) -> None:
+        self.budget = budget
+        self._ledger, self._cache, self._store = budget.ledger, cache, store
+        self._layers: tuple[Positions, ...] = ()  # recalled rows of single layers, layer by layer
+        self._last_pass: tuple[CacheSettings, Selection] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of rows in the cache."""
+        return self._cache.length
+
+    @property
+    def recalled(self) -> int:
+        """Number of recalled rows in the cache."""
+        return self.count - self.budget.policy_rows
+
+    @property
+    def recalled_positions(self) -> Positions:
+        """Stream positions, ascending, of the rows that were recalled in any layer."""
+        return np.unique(np.concatenate([self._ledger.recalled, *self._layers]))
+
+    @property
+    def selection(self) -> Selection:
+        """What the cache holds now."""
+        ledger = self._ledger
+        return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
+
+    def view(self, round: int | None) -> HeldRows:
+        """The held rows outside the reserve, as the policy sees them; see `Budget.view`."""
+        return self.budget.view(self.budget.policy_positions, round)
+
+    def note_pass(self) -> None:
+        """A forward pass follows: the selection before it can't be returned to by switching."""
+        self._last_pass = None
+
+    def make_room(self, count: int, round: int) -> list[EvictedRows]:
+        """Evict what the policy does not keep, so that `count` more rows fit in the budget.
+
+        Right behind an anchor, also evict what the policy drops although there is room.
+        """
+        budget, evicted = self.budget, list[EvictedRows]()
+        flags = self._ledger.column("flags")
+        if budget.compacts_at_anchors and len(flags) and flags[-1] & Flag.ANCHOR:
+            rows = budget.settings.policy.reduce(self.view(None))
+            if rows is not None:
+                evicted.append(self._keep_rows(rows))
+        if self.recalled > budget.reserve:  # new pins have taken some of the reserve
+            self.release()
+        if budget.policy_rows + count > budget.policy_budget:
+            evicted.append(self._keep(budget.policy_budget - count, round))
+        return evicted
+
+    def open_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
+        """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
+        budget = self.budget
+        wanted = budget.policy_budget - count - max_new_tokens
+        by_turn = budget.settings.evict == "turn" and not budget.unbounded
+        if by_turn and budget.policy_rows > wanted:
+            num_keep = max(wanted, int(self.view(round).protected.sum()))
+            if num_keep < budget.policy_rows:
+                return [self._keep(num_keep, round)]
+        return []
+
+    def next_to_go(self, round: int | None) -> Positions:
+        """Positions [k], ascending, that would be evicted if room for a block were needed now.
+
+        Rows of `round` are protected; with None, it is what the next round would evict. Empty while
+        there is room for two blocks, or where nothing may be evicted.
+        """
+        held, budget = self.view(round), self.budget
+        block = budget.eviction_block
+        count = min(block, int((~held.protected).sum()))
+        has_room = budget.policy_rows + 2 * block <= budget.policy_budget
+        if budget.unbounded or not count or has_room:
+            return _NONE
+        rows = budget.settings.policy.keep(held, len(held) - count)
+        leaves = np.ones(len(held), bool)
+        leaves[rows.numpy()] = False
+        return budget.policy_positions[leaves]
+
+    def switch(self, settings: CacheSettings, pins: int, round: int) -> Moves:
+        """Change the settings; then hold what they choose from all rows held or archived.
+
+        Settings equal to those of the last forward pass restore exactly the rows that it saw.
+        `pins` more rows are about to be pinned. Raises SettingError, changing nothing, if sinks and
+        pins leave too little room.
+        """
+        before, self.budget = self.budget, replace(self.budget, settings=settings)
+        try:
+            self.check_pins(pins)
+            wanted = self._after_switch(before.settings, round)
+        except Exception:  # whatever the new policy raises
+            self.budget = before
+            raise
+        self._last_pass = self._last_pass or (before.settings, self.selection)
+        if not self.budget.unbounded:
+            self._cache.reserve(self.budget.total)
+        moves = self._hold(wanted)
+        self._cache.place(in_stream=settings.in_stream)
+        old = before.settings
+        if (settings.archive, settings.folder) != (old.archive, old.folder):
+            self._store.set_limit(settings.archive, settings.folder)
+        if settings.recall is None or settings.recall.index == "off":
+            self._store.archive.index = None
+        return moves
+
+    def pin(self, positions: Positions, pinned: bool, round: int) -> Moves:
+        """Pin or unpin rows that are held or archived, then choose anew from all rows.
+
+        Raises SettingError, changing nothing, if the pins would leave too little room.
+        """
+        before = self._ledger.pinned_positions
+        if pinned:
+            new = ~np.isin(positions, before) & (positions >= self.budget.sinks)
+            self.check_pins(int(new.sum()))
+        self._ledger.pin(positions, pinned)
+        try:
+            chosen = self._choice(round)
+        except Exception:  # whatever a policy raises
+            self._ledger.pin_only(before)
+            raise
+        self._last_pass = None
+        return self._hold(chosen)
+
+    def check_pins(self, more: int) -> None:
+        """Raise SettingError if the pins and `more` pinned rows would leave too little room."""
+        if not self.budget.unbounded:
+            self.budget.check_pins(self._store.reachable(), more)
+
+    def require(self, count: int) -> None:
+        """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
+        if self.budget.unbounded and self.count + count > self.budget.total:
+            self.budget.settings.policy.keep(self.view(None), self.budget.total - count)
+
+    def undo(self, to: CacheCheckpoint, selection: Selection, round: int) -> Moves:
+        """Go back to a checkpoint; if the settings have changed since, choose anew.
+
+        Raises LookupError, changing nothing, if a row that was held then is gone.
+        """
+        self._cache.reserve(len(to.held))
+        self._store.undo(to)
+        self._layers = ()
+        self._ledger.recall(selection.recalled)
+        with suppress(LookupError):  # the rows of single layers may be gone by now
+            self._insert(selection.layers)
+        self._last_pass = None
+        budget = self.budget
+        if self.recalled > budget.reserve or budget.policy_rows > budget.policy_budget:
+            return self._hold(self._choice(round))
+        return []
+
+    def bring(self, found: SearchResult) -> Moves:
+        """Fill the reserve with the best of what was found; earlier recalled rows leave."""
+        recall, own = self.budget.settings.recall, self.budget.policy_positions
+        if recall is None:
+            return []
+        one = partial(choose, positions=found.positions, n=self.budget.reserve, span=recall.span)
+        if found.layers is None:
+            chosen = one(found.scores)
+            return self._hold(Selection(np.union1d(own, chosen), chosen))
+        layers = tuple(one(scores) for scores in found.layers)
+        return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
+
+    def release(self) -> Moves:
+        """Empty the reserve."""
+        if not self.recalled:
+            return []
+        return self._hold(Selection(self.budget.policy_positions, _NONE))
+
+    def forget(self, positions: Positions) -> None:
+        """Erase rows from cache and archive, with all that the ledger knows of them."""
+        self._store.forget(positions)
+        self._layers = ()
+        self._ledger.erase(positions)
+        self._last_pass = None
+
+    def _after_switch(self, before: CacheSettings, round: int) -> Selection:
+        """What to hold after a switch from the settings `before`."""
+        budget, last = self.budget, self._last_pass
+        now = budget.settings
+        if last is not None and last[0] == now and self._store.has(last[1].held):
+            return last[1]
+        same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
+        fits = budget.policy_rows <= budget.policy_budget and self.recalled <= budget.reserve
+        if same and fits and (before.recall is None) == (now.recall is None):
+            return self.selection
+        return self._choice(round)
+
+    def _choice(self, round: int) -> Selection:
+        """What the policy keeps of all rows held or archived; the reserve is empty."""
+        reachable, budget = self._store.reachable(), self.budget
+        if budget.compacts_at_anchors:
+            rows = budget.settings.policy.reduce(budget.view(reachable, None))
+            reachable = reachable if rows is None else reachable[rows.numpy()]
+        if len(reachable) <= budget.policy_budget:
+            return Selection(reachable, _NONE)
+        if budget.unbounded:  # not all rows fit: continue with those that are held
+            self.require(0)
+            return Selection(self._ledger.held_positions.copy(), _NONE)
+        chosen = budget.choose(budget.view(reachable, round), budget.policy_budget)
+        return Selection(reachable[chosen.numpy()], _NONE)
+
+    def _hold(self, selection: Selection) -> Moves:
+        """Hold exactly these rows."""
+        gone, came = _NONE, _NONE
+        if not np.array_equal(selection.held, self._ledger.held_positions):
+            gone, came = self._store.hold(selection.held)
+            self._layers = ()
+        self._ledger.recall(selection.recalled)
+        self._insert(selection.layers)
+        moves: Moves = []
+        if len(gone):
+            moves.append(EvictedRows(gone, self.count, self._ledger.seen))
+        if len(came):
+            moves.append(RestoredRows(came, self.count, self._ledger.seen))
+        return moves
+
+    def _insert(self, layers: tuple[Positions, ...]) -> None:
+        """Put each layer's own recalled rows into the reserve, after the sinks."""
+        if layers is self._layers:
+            return
+        self._layers = layers
+        if layers:
+            sinks = int((self._ledger.held_positions < self.budget.sinks).sum())
+            self._store.insert(sinks, layers)
+        else:
+            self._cache.remove()
+
+    def _keep(self, num_keep: int, round: int) -> EvictedRows:
+        """Evict all but `num_keep` rows of the policy's; recalled rows stay."""
+        return self._keep_rows(self.budget.choose(self.view(round), num_keep))
+
+    def _keep_rows(self, rows: Tensor) -> EvictedRows:
+        """Evict all but these rows [k] of the policy's; recalled rows stay."""
+        ledger = self._ledger
+        if len(ledger.recalled):
+            stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)
+            rows = torch.from_numpy(np.searchsorted(ledger.held_positions, stays))
+        gone = self._store.keep(rows)
+        return EvictedRows(gone, self.count, ledger.seen)

@@ -1,0 +1,37 @@
+"""Policy `snapkv`: the tokens that a window of newest queries attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.ledger import HeldRows
+from sirchat.memory.policies.base import RecentScorePolicy
+
+
+@dataclass(frozen=True)
+class Snapkv(RecentScorePolicy):
+    """Keeps the sinks, the tokens with most attention from the newest queries, and the `recent`.
+
+    The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
+    sum of the attention weights from the newest `window` queries. Known deviations: the window is
+    that of the queries before each eviction, whoever speaks, where the paper compresses the prompt
+    once; its pooling over neighbours is left out; one choice of tokens serves all heads and layers,
+    by the mean over heads and over `layers` evenly spaced layers.
+    """
+
+    source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
+    needs_attention: ClassVar[bool] = True
+
+    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
+    window: int = field(default=32, metadata={"help": "newest queries that count"})
+
+    @property
+    def attention_stats(self) -> AttentionStatsConfig:
+        return AttentionStatsConfig(self.layers, max(1, self.window))
+
+    def score(self, rows: HeldRows) -> Tensor:
+        return rows.recent_attention
