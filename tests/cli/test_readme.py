@@ -1,24 +1,116 @@
-"""The README names what there is."""
+"""The READMEs name what there is, their links lead somewhere, and the first one stays short."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
+from sirchat.cli.eval import eval_app
 from sirchat.config.profile_files import list_profiles
-from sirchat.memory.policies import policy_names
+from sirchat.memory.contract import broken_promises
+from sirchat.memory.policies import ALIASES, policy_names
 from sirchat.ui.commands import Commands
 
-_README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "sirchat"
+READMES = [ROOT / "README.md", *sorted(PACKAGE.rglob("README.md"))]
+MOST_BYTES = 12_288
+
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
-def test_every_policy_command_and_profile_is_in_the_readme() -> None:
-    assert all(f"| `{name}`" in _README for name in policy_names())
-    assert all(f"`/{name}" in _README for name in Commands.names())
-    assert all(f"`{p.name}`" in _README for p in list_profiles() if p.shipped)
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
-def test_every_module_of_the_architecture_is_named() -> None:
-    package = Path(__file__).parents[2] / "sirchat"
-    names = [p.name for p in package.glob("*.py") if not p.name.startswith("__")]
-    own = {"errors.py", "paths.py", "yaml12.py", "events.py"}  # told in passing, or plain support
-    assert all(f"`{name}`" in _README for name in set(names) - own)
+def links(path: Path) -> list[str]:
+    """Targets of all links and pictures, but those to other sites."""
+    targets: list[str] = _LINK.findall(_CODE.sub("", _CODE_BLOCK.sub("", text_of(path))))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def headings(path: Path) -> set[str]:
+    """The fragments that lead to the headings of a file, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.+)$", _CODE_BLOCK.sub("", text_of(path)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading of the second level."""
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+README = text_of(ROOT / "README.md")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.encode()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(path: Path) -> None:
+    for link in links(path):
+        name, _, fragment = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), f"{path}: {link}"
+        if fragment:
+            assert fragment in headings(target), f"{path}: {link}"
+
+
+def test_the_link_walker_sees_links_and_headings(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    text = "# A b, `c`\n[x](y.md#z) ![p](q.svg) [w](https://e.org) `[n](o)`\n```\n# d\n```\n"
+    page.write_text(text)
+    assert links(page) == ["y.md#z", "q.svg"]
+    assert headings(page) == {"a-b-c"}
+
+
+@pytest.mark.parametrize("path", [READMES[0], PACKAGE / "memory" / "policies" / "README.md"])
+def test_the_table_of_policies_is_complete(path: Path) -> None:
+    rows = re.findall(r"^\| `(\w+)`(?: \(or `(\w+)`\))? \|", text_of(path), re.MULTILINE)
+    assert {name for name, _ in rows} == set(policy_names())
+    assert {other: name for name, other in rows if other} == ALIASES
+
+
+def test_the_table_of_commands_is_complete() -> None:
+    named = set(re.findall(r"`/(\w+|\?)", section(README, "At the prompt")))
+    assert named == set(Commands.names())
+
+
+def test_shipped_profiles_are_named() -> None:
+    for text in (README, text_of(PACKAGE / "config" / "README.md")):
+        assert all(f"`{one.name}`" in text for one in list_profiles() if one.shipped)
+
+
+def test_the_table_of_studies_is_complete() -> None:
+    table = section(text_of(PACKAGE / "tasks" / "README.md"), "The studies")
+    named = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
+    assert set(named) == {command.name for command in eval_app.registered_commands}
+
+
+def test_every_package_is_in_the_tree_and_has_a_readme() -> None:
+    tree = section(README, "Architecture")
+    for folder in sorted(one.parent for one in PACKAGE.glob("*/__init__.py")):
+        assert f"| [`{folder.name}`](sirchat/{folder.name}/README.md) |" in tree
+    modules = [one.stem for one in PACKAGE.glob("*.py") if not one.name.startswith("__")]
+    assert all(f"`{name}`" in tree for name in modules)
+
+
+def test_every_module_is_named_in_the_readme_of_its_package() -> None:
+    for folder in sorted(one.parent for one in PACKAGE.glob("*/__init__.py")):
+        if folder.name not in ("bench", "tasks"):  # whose tables are of commands
+            text = text_of(folder / "README.md")
+            names = [one.name for one in folder.glob("*.py") if one.name != "__init__.py"]
+            assert not [name for name in names if f"`{name}`" not in text], folder
+
+
+@pytest.mark.parametrize("path", [READMES[0], PACKAGE / "memory" / "policies" / "README.md"])
+def test_the_example_policy_keeps_the_contract(path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(# mine\.py\n.*?)^```", text_of(path), re.M | re.S)
+    defined: dict[str, type] = {"__name__": "mine"}  # type: ignore[dict-item]
+    exec(example, defined)
+    assert broken_promises(defined["Loud"]()) == []
