@@ -26,7 +26,7 @@ from sirchat.models.probe import (
     refuse_stateful_layers,
     sliding_window,
 )
-from sirchat.models.progress import Progress, reporting
+from sirchat.models.progress import Progress, quiet_libraries, reporting
 from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -159,6 +159,7 @@ class LoadedModel:
         return {kind: added(near if "sliding" in kind else sees) for kind in kinds}
 
 
+@quiet_libraries()
 def load_model(
     name: str,
     *,
