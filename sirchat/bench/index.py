@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sirchat.bench.archived import SINKS, TOKENS, archived, questions
-from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import BEST_RECALL, Profile, changed
 from sirchat.errors import UsageError
@@ -66,7 +66,7 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
     if not is_available():
         raise UsageError("faiss is not installed", hint="pip install 'sirchat[faiss]'")
     if model.name != "tiny":
-        raise UsageError("--index reads conversations of tiny's world", hint="--model tiny")
+        raise UsageError("the index is measured on conversations of tiny's world, by tiny alone")
     start = time.perf_counter()
     archive, surprisal = archived(model, rows)
     seconds = time.perf_counter() - start

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
-from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from sirchat.bench.speed import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
 from sirchat.models.model import LoadedModel
 from sirchat.training.ansan import blocks, visible
 

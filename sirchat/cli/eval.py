@@ -54,7 +54,14 @@ def recall(
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
     distances = whole_numbers("between", between)
-    return RecallStudy(*compared, distances, before, chosen, cast("Ask", ask), generate)
+    return RecallStudy(
+        **compared,
+        between=distances,
+        before=before,
+        kinds=chosen,
+        ask=cast("Ask", ask),
+        generate=generate,
+    )
 
 
 @study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of="Questions for each cell."))
@@ -66,7 +73,11 @@ def facts(
     """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
     from sirchat.tasks.facts import Facts
 
-    return Facts(*compared, whole_numbers("facts", facts), whole_numbers("between", between))
+    return Facts(
+        **compared,
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+    )
 
 
 @study(
@@ -92,8 +103,14 @@ def policies(
     """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
     from sirchat.tasks.policies import Policies
 
-    counts, distances = whole_numbers("facts", facts), whole_numbers("between", between)
-    return Policies(*compared, tuple(parts.split(",")), counts, distances, at, data)
+    return Policies(
+        **compared,
+        parts=tuple(parts.split(",")),
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+        at=at,
+        data=data,
+    )
 
 
 @study(eval_app, "topics", Defaults("entropy", "128", "1,0.95,0.9,0.8,auto", limit=75))
@@ -106,7 +123,7 @@ def topics(
     """Change the topic: the share of exact answers about the last one, and the first."""
     from sirchat.tasks.topics import Topics
 
-    return Topics(*compared, topics, facts, between)
+    return Topics(**compared, topics=topics, facts=facts, between=between)
 
 
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
@@ -147,7 +164,7 @@ def rock_paper_scissors(
     """Play against three players who prefer a move each; the share of rounds won."""
     from sirchat.tasks.rock_paper_scissors import RockPaperScissors
 
-    return RockPaperScissors(*compared, rounds, cast("Scoring", scoring), data)
+    return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
 
 
 @study(
@@ -165,7 +182,7 @@ def perplexity(
     """Read a long text: what a token costs, in nats, as the text goes on."""
     from sirchat.tasks.perplexity import Perplexity
 
-    return Perplexity(*compared, text, readings)
+    return Perplexity(**compared, text=text, readings=readings)
 
 
 @study(eval_app, "context", Defaults("full,anchor", "2048", limit=50, of="Conversations."))
@@ -178,7 +195,7 @@ def context(
     """Read conversations: perplexity by the length of the context."""
     from sirchat.tasks.context import Context
 
-    return Context(*compared, whole_numbers("lengths", lengths))
+    return Context(**compared, lengths=whole_numbers("lengths", lengths))
 
 
 @study(
@@ -202,7 +219,9 @@ def demonstrations(
     from sirchat.tasks.demonstrations import Demonstrations
 
     put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
-    return Demonstrations(*compared, whole_numbers("shots", shots), questions, put)
+    return Demonstrations(
+        **compared, shots=whole_numbers("shots", shots), questions=questions, places=put
+    )
 
 
 @study(eval_app, "anchor-attention", None)
@@ -214,7 +233,7 @@ def anchor_attention(
     """Tell facts and ask for one: which rounds' anchors its answer attends to."""
     from sirchat.tasks.anchor_attention import AnchorAttention
 
-    return AnchorAttention(profile, limit, facts)
+    return AnchorAttention(profile, limit=limit, facts=facts)
 
 
 @study(eval_app, "attention", None)
@@ -229,7 +248,7 @@ def attention(
     """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
     from sirchat.tasks.attention import AttentionStudy
 
-    return AttentionStudy(profile, limit, tokens, text)
+    return AttentionStudy(profile, limit=limit, tokens=tokens, text=text)
 
 
 @study(
@@ -242,7 +261,7 @@ def uniformity(
     """Read one stream with many lots: how often each tenth of it is still held."""
     from sirchat.tasks.uniformity import Uniformity
 
-    return Uniformity(*compared, rounds)
+    return Uniformity(**compared, rounds=rounds)
 
 
 @study(eval_app, "retrieval", None)
@@ -277,15 +296,15 @@ def retrieval(
 
     return Retrieval(
         profile,
-        task,
-        limit,
-        whole_numbers("base", base),
-        whole_numbers("counts", counts),
-        tuple(measures.split(",")),
-        tuple(weights.split(",")),
-        whole_numbers("spans", spans),
-        tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),
-        data,
+        task=task,
+        limit=limit,
+        bases=whole_numbers("base", base),
+        counts=whole_numbers("counts", counts),
+        measures=tuple(measures.split(",")),
+        weights=tuple(weights.split(",")),
+        spans=whole_numbers("spans", spans),
+        soft=tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),
+        data=data,
     )
 
 
@@ -306,7 +325,9 @@ def privacy(
 
     if profile.recall == "off":
         profile = changed(profile, "eval", recall="on")
-    return Privacy(profile, task, limit, base, whole_numbers("counts", counts))
+    return Privacy(
+        profile, task=task, limit=limit, base=base, counts=whole_numbers("counts", counts)
+    )
 
 
 def _multiple_choice(
@@ -314,4 +335,6 @@ def _multiple_choice(
 ) -> "Study":
     from sirchat.tasks.multiple_choice import MultipleChoice
 
-    return MultipleChoice(*compared, task, cast("Scoring", scoring), shots, data)
+    return MultipleChoice(
+        **compared, task=task, scoring=cast("Scoring", scoring), shots=shots, data=data
+    )

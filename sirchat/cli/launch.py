@@ -1,4 +1,4 @@
-"""From flags to a profile, a model, a session; the flags that several commands share."""
+"""From flags to a profile, a model or a session; and the flags that several commands share."""
 
 import gc
 import os
@@ -10,6 +10,7 @@ import typer
 
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
+from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_class
 from sirchat.ui.interrupt import insistent
 
@@ -22,6 +23,11 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def misplaced_flag(flag: str, command: str) -> UsageError:
+    """The error for a flag that was given before its subcommand, where it has no effect."""
+    return UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
 
 
 def profile_of(flags: dict[str, Any]) -> Profile:
@@ -45,7 +51,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Collect no garbage: importing and loading make none, and looking for it takes a sixth."""
+    """Without the garbage collector, which finds nothing in loading and takes a sixth of it."""
     gc.disable()
     try:
         yield
