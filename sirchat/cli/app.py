@@ -18,7 +18,6 @@ from sirchat.cli.compare import compare
 from sirchat.cli.eval import eval_app
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
-from sirchat.cli.lm_eval import add_lm_eval
 from sirchat.cli.policies import policies_app
 from sirchat.cli.profiles import profiles_app
 from sirchat.cli.replay import replay_transcript
@@ -39,7 +38,6 @@ app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
 app.add_typer(eval_app, name="eval", no_args_is_help=True)
-add_lm_eval(eval_app)
 app.add_typer(sessions_app, name="sessions", no_args_is_help=True)
 app.command()(compare)
 

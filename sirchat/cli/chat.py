@@ -41,7 +41,7 @@ def open_chat(
             list(session.switch("--resume", **later))
         return session
 
-    with _torn_terminal_is_fine():
+    with _closed_terminal_ends_chat():
         chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
 
 
@@ -52,7 +52,7 @@ _AT_ONCE = ("model", "device", "dtype", "panel", "theme", "save", "save_kv")
 def _saved(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """A saved session, the settings to open it with, and those to switch to afterwards."""
+    """The settings to open a saved session with, its store, and those to switch to afterwards."""
     from sirchat.chat.settings import FIXED
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
@@ -72,8 +72,8 @@ def _saved(
 
 
 @contextmanager
-def _torn_terminal_is_fine() -> Iterator[None]:
-    """A terminal that goes away ends the chat without complaint."""
+def _closed_terminal_ends_chat() -> Iterator[None]:
+    """End the chat without an error message where the terminal has gone."""
     try:
         yield
     except OSError as error:

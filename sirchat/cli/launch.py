@@ -31,7 +31,7 @@ def misplaced_flag(flag: str, command: str) -> UsageError:
 
 
 def profile_of(flags: dict[str, Any]) -> Profile:
-    """The profile that flags, environment and files give together."""
+    """The settings from flags, environment and profile files together, by their precedence."""
     named = flags.get("profile")
     settings = {key: value for key, value in flags.items() if key != "profile"}
     return resolve(named, settings, os.environ)
@@ -40,7 +40,7 @@ def profile_of(flags: dict[str, Any]) -> Profile:
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load the model and open a session; the settings are checked before anything heavy."""
+    """Load the model and open a session; the policy is checked before anything heavy loads."""
     with quick_start():
         with insistent():
             policy_class(profile.policy)
@@ -60,7 +60,7 @@ def quick_start() -> Iterator[None]:
 
 
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
-    """Load the model of a profile."""
+    """Load the model of a profile; `report` is called with its progress."""
     with insistent():
         from sirchat.models.model import load_model
 

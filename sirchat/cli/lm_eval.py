@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from sirchat.tasks.study import Study
 
 
-def add_lm_eval(app: typer.Typer) -> None:
-    """Add the command `lm-eval` to `sirchat eval`."""
-    study(app, "lm-eval", None)(lm_eval)
+lm_eval_app = typer.Typer()
 
 
+@study(lm_eval_app, "lm-eval", None)
 def lm_eval(
     profile: Profile,
     tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],

@@ -49,7 +49,7 @@ Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster.", min=1)
 Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 
 
-_OF_POLICIES = ("budget", "decay", "recent", "sinks")
+_POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
 """Settings that some policies do not use."""
 
 
@@ -136,12 +136,12 @@ def _swept(text: str) -> tuple[str, list[str]]:
     return key.replace("-", "_"), values.split(",")
 
 
-def _settings_used(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, object]:
-    """The settings of one row: those that its policy uses, and its share of all options."""
+def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
+    """The settings of one row that its policy uses, with its policy options among `shared`."""
     policy = given["policy"]
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
     known = {field.name for field in fields(policy_class(policy))}
-    options = {name: value for name, value in of_all.items() if name in known}
+    options = {name: value for name, value in shared.items() if name in known}
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
             if is_option(key, text, policy):
@@ -155,7 +155,7 @@ def _lacks(key: str, policy: str) -> bool:
     """Whether a policy does not use a setting that is for policies, or has no such option."""
     kind = policy_class(policy)
     known = {*kind.uses, *(field.name for field in fields(kind))}
-    return key not in known and (key in _OF_POLICIES or key not in Profile.model_fields)
+    return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
