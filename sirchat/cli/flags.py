@@ -18,7 +18,7 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a command.
 
-    The command gets the ones that were given as its argument `flags`, by setting, in place of them.
+    The values that the user gave arrive in the command's argument `flags`, by setting name.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()

@@ -91,8 +91,9 @@ def test_flag_over_environment_over_profile() -> None:
 
 def test_booleans_can_be_set_both_ways() -> None:
     def profile(*flags: str) -> dict[str, bool]:
-        told: dict[str, bool] = json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
-        return told
+        record = json.loads(run("--json", *flags).stdout.splitlines()[0])
+        found: dict[str, bool] = record["profile"]
+        return found
 
     assert profile("--no-protect")["protect"] is False
     assert profile("--profile", "sirllm-rps", "--protect")["protect"] is True

@@ -61,7 +61,7 @@ def test_loading_reports_its_progress(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_listener_nothing_is_drawn_either(
+def test_without_a_progress_callback_nothing_is_drawn_either(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_babbler(tmp_path))
