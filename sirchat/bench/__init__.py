@@ -1,1 +1,1 @@
-"""Speed against peers, side by side in one run, reported as ratios."""
+"""Benchmarks: speed and memory, measured side by side in one process and reported as ratios."""

@@ -1,9 +1,9 @@
-"""An archive as a long chat leaves it, and questions to it; made fast, for measuring searches.
+"""A large archive like that of a long chat, and queries to it, for measuring searches.
 
-Conversations of the bundled model's world are read side by side in plain forward passes, each by
-itself from position 0, and all of their rows but the sinks are archived: real keys, values and
-surprisals, without the evictions of a chat. The questions are user turns of other conversations,
-read behind what came before them there.
+The conversations are generated ones, as the bundled model was trained on. They are read in batches
+by plain forward passes, each from position 0, and all of their rows but the sinks are archived. So
+keys, values and surprisals are real, and no chat has to run. The queries are user turns of other
+conversations, read after the turns before them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from sirchat.training.rows import Renderer
 from sirchat.world.dialogue import Mix, dialogue
 
 TOKENS, SINKS = 512, 4
-"""Length of each conversation, and how many of its first rows are left out."""
+"""Tokens of each conversation, and how many of its first rows are not archived."""
 
-_SIDE_BY_SIDE = 16
-_MIX = Mix(0.14, 0.13, 0.02, game=0.02, story=0.12, quiz=0.5, untold=0.05, long_list=0.3)
+_BATCH = 16
+_MIX = Mix(
+    tell=0.14, ask=0.13, repeat=0.02, game=0.02, story=0.12, quiz=0.5, untold=0.05, long_list=0.3
+)
 
 Surprisal = NDArray[np.float64]
 
 
 def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Surprisal]:
-    """An archive of `count` rows of generated conversations, and their surprisals [count]."""
+    """An archive of `count` rows of generated conversations; their surprisals [count] in nats."""
     archive, scores = Archive(), np.zeros(count)
     done, renderer, rng = 0, Renderer(model.tokenizer), Random(f"archived/{seed}")
     while done < count:
-        ids = torch.tensor([_ids(renderer, rng) for _ in range(_SIDE_BY_SIDE)])
-        for rows, told in _read(model, ids.to(model.device), done):
+        ids = torch.tensor([_ids(renderer, rng) for _ in range(_BATCH)])
+        for rows, surprisals in _read(model, ids.to(model.device), done):
             rows = rows.between(0, count - done)
             archive.add(rows)
-            scores[done : done + len(rows)] = told[: len(rows)]
+            scores[done : done + len(rows)] = surprisals[: len(rows)]
             done += len(rows)
             if done == count:
                 break
@@ -52,7 +54,7 @@ def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Su
 
 
 def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
-    """`count` user turns of conversations that are not in the archive, as a search reads them."""
+    """Queries from `count` user turns of conversations that are not in the archive."""
     renderer, rng = Renderer(model.tokenizer), Random(f"asked/{seed}")
     for _ in range(count):
         ids = _ids(renderer, rng)
@@ -68,7 +70,7 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
 
 
 def _ids(renderer: Renderer, rng: Random) -> list[int]:
-    """One conversation, cut at TOKENS."""
+    """The first TOKENS ids of a conversation."""
     ids: list[int] = []
     while len(ids) < TOKENS:
         ids = renderer.render(dialogue(rng, 30, _MIX)).ids
@@ -76,7 +78,7 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """Where the last whole user turn begins, and where the reply to it does."""
+    """Index of the first id of the last user turn that has a reply, and of that reply."""
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 
@@ -85,13 +87,16 @@ def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
 def _read(
     model: LoadedModel, ids: Tensor, start: int
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
-    """Read conversations [B, TOKENS]; each one's rows, from position `start`, and surprisals."""
+    """Read conversations [B, TOKENS]; the rows of each and their surprisals, in nats.
+
+    The rows are numbered from stream position `start` on.
+    """
     cache = DynamicCache(config=model.module.config)
     logits = model.module(input_ids=ids, past_key_values=cache).logits  # [B, TOKENS, V]
     written_at = np.arange(SINKS, TOKENS)
     for number, one in enumerate(ids):
-        told = surprisal(logits[number, SINKS - 1 : -1], one[SINKS:])
+        scores = surprisal(logits[number, SINKS - 1 : -1], one[SINKS:])
         pairs = [(layer.keys[number], layer.values[number]) for layer in cache.layers]
         tensors = [tensor[:, SINKS:] for pair in pairs for tensor in pair]
-        yield Rows(start + np.arange(len(told)), written_at, tensors), told.cpu().numpy()
-        start += len(told)
+        yield Rows(start + np.arange(len(scores)), written_at, tensors), scores.cpu().numpy()
+        start += len(scores)

@@ -1,4 +1,4 @@
-"""Searching an archive through an index, against looking at every row: speed, and what is found."""
+"""Searching an archive through an index, against scoring every row: speed and recall."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sirchat.bench.archived import SINKS, TOKENS, archived, questions
-from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import BEST_RECALL, Profile, changed
 from sirchat.errors import UsageError
@@ -22,12 +22,12 @@ from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel
 
 MEASURES = ("attention", "mips", "cosine", "cosine-pairwise")
-"""What is measured, weighted by surprisal."""
+"""The recall measures that are compared, each weighted by surprisal."""
 
 
 @dataclass(frozen=True)
-class _Side:
-    """Archive and questions, and the settings under which they are searched."""
+class _Searched:
+    """An archive, queries to it, and the recall settings of the search."""
 
     archive: Archive
     surprisal_of: SurprisalOf
@@ -36,7 +36,7 @@ class _Side:
     recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
-        """The scores of all rows, or of those that the index proposes."""
+        """The scores of all rows, or with `index` of those that the index proposes."""
         archive, rotations = self.archive, self.model.rotations
         ranking = Ranking(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
@@ -44,7 +44,7 @@ class _Side:
         return ranking.proposed() if index else ranking.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Seconds of one search after the other, the questions in turn; notes each one's `best`."""
+        """Seconds of one search after the other, without end; appends what each found to `best`."""
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
             ranked = self.search(query, index=index)
@@ -59,31 +59,32 @@ class _Side:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Seconds a search through an index over those of an exact one, for each measure.
+    """Seconds of a search through an index over those of an exact search, for each measure.
 
-    Raises UsageError where faiss is not installed, or the model has no tokenizer of ours.
+    The archive has `rows` rows. Raises UsageError where faiss is not installed, or the model is not
+    `tiny`.
     """
     if not is_available():
         raise UsageError("faiss is not installed", hint="pip install 'sirchat[faiss]'")
     if model.name != "tiny":
-        raise UsageError("--index reads conversations of tiny's world", hint="--model tiny")
+        raise UsageError("the index is measured on conversations of tiny's world, by tiny alone")
     start = time.perf_counter()
     archive, surprisal = archived(model, rows)
     seconds = time.perf_counter() - start
-    made = (
+    archive_note = (
         f"{rows:,} rows: {TOKENS - SINKS} of each of {-(-rows // (TOKENS - SINKS)):,} generated "
         f"conversations, read side by side in plain passes in {seconds:.0f} s, {model.dtype}, "
         f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of others\n"
     )
     asked = list(questions(model, options.rounds))
-    side = _Side(archive, surprisal.__getitem__, asked, model, _recall(BEST_RECALL))
+    side = _Searched(archive, surprisal.__getitem__, asked, model, _recall(BEST_RECALL))
     for measure in sorted(MEASURES, key=lambda one: one != BEST_RECALL):
         result = _measure(replace(side, recall=_recall(measure)), options)
-        yield replace(result, note=f"{made}{result.note}")
-        made = ""
+        yield replace(result, note=f"{archive_note}{result.note}")
+        archive_note = ""
 
 
-def _measure(side: _Side, options: BenchOptions) -> Ratio:
+def _measure(side: _Searched, options: BenchOptions) -> Ratio:
     start = time.perf_counter()
     side.search(side.asked[0], index=True)
     seconds = time.perf_counter() - start
@@ -106,7 +107,7 @@ def _measure(side: _Side, options: BenchOptions) -> Ratio:
 
 
 def _recall(measure: str) -> RecallSettings:
-    """The settings of recall by this measure, as they are by default."""
+    """The default recall settings for this measure, with the index on."""
     recall = build_cache_settings(changed(Profile(), "bench", recall=measure)).recall
     assert recall is not None
     return replace(recall, index="on")

@@ -1,7 +1,7 @@
-"""The live panel, on against off: what drawing costs while the model speaks.
+"""The live panel, on against off: what drawing costs while the model generates.
 
-Both sides show an endless reply on a terminal of 120 columns that nobody looks at; what counts is
-the time from one token to the next, drawing included.
+Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. What
+counts is the time from one token to the next, drawing included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
-from sirchat.bench.speed import BenchOptions, Ratio, compare
+from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
@@ -21,16 +21,16 @@ from sirchat.ui.live import LiveTurn
 from sirchat.ui.screen import Screen
 
 COLUMNS, ROWS = 120, 40
-"""The window."""
+"""Size of the terminal."""
 
 BLOCK_SECONDS = 1.0
-"""Long enough for several frames."""
+"""Duration of a block, long enough for several frames."""
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Seconds a token with the panel over those without; the note tells what both wrote.
+    """Seconds per token with the panel over those without; the note says how much both wrote.
 
-    Raises UsageError where the terminal wants no drawing, or the model has no tokenizer.
+    Raises UsageError where the terminal is too plain for a panel, or the model has no tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"the panel shows text, and {model.name} has no tokenizer")
@@ -53,7 +53,7 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Seconds a token, block by block, of a reply that never ends."""
+    """Seconds per token of each block of a reply that never ends."""
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()
@@ -63,11 +63,11 @@ def _blocks(
         for event in events:
             view.show(event)
             if not session.speed:
-                continue  # still reading
+                continue  # still prefill
             now = time.perf_counter()
             if begun and now - begun >= BLOCK_SECONDS:
                 yield (now - begun) / (session.seen - seen)
-                now = time.perf_counter()  # the other side had its turn
+                now = time.perf_counter()  # meanwhile the other side ran
             elif begun:
                 continue
             begun, seen = now, session.seen

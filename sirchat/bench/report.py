@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from sirchat.bench.index import bench_index
-from sirchat.bench.panel import bench_panel
-from sirchat.bench.speed import BenchOptions, bench_attention, bench_record, run_bench
-from sirchat.bench.training import bench_training
+from sirchat.bench.archive import ArchiveUse
+from sirchat.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.models.model import LoadedModel
 
 
-def print_bench(
-    model: LoadedModel,
-    options: BenchOptions,
-    *,
-    panel: bool,
-    attention: bool,
-    archived: int,
-    training: int,
-    as_json: bool,
+def print_ratios(
+    measured: Iterable[Ratio], model: LoadedModel, options: BenchOptions, *, as_json: bool
 ) -> None:
-    """Run the benchmark, or another, and print it to stdout; progress on stderr.
-
-    That of the live panel with `panel`, that of counting `attention`, that of the search index
-    where rows are `archived`, and that of a training step on rows of `training` tokens.
-    Raises UsageError where the terminal wants no drawing, or faiss is not installed.
-    """
+    """Run a benchmark that yields ratios and print them to stdout; progress goes to stderr."""
     notes = Console(stderr=True, highlight=False)
     results = []
-    if archived:
-        measured = bench_index(model, options, archived)
-    elif training:
-        measured = bench_training(model, options, training)
-    elif attention:
-        measured = bench_attention(model, options)
-    else:
-        measured = bench_panel(model, options) if panel else run_bench(model, options)
     with notes.status("measuring", spinner="line"):
         for result in measured:
             results.append(result)
             notes.print(f"{result.name}: {result.median:.3f}", style="dim")
     if as_json:
-        Console(soft_wrap=True, highlight=False).print(
-            json.dumps(bench_record(results, model, options), indent=2), markup=False
-        )
+        _print_json(bench_record(results, model, options))
         return
     table = Table("measured", "ours", "other", "ratio", "quartiles", box=None)
     for r in results:
@@ -59,3 +37,30 @@ def print_bench(
     console.print(table)
     for note in (r.note for r in results if r.note):
         console.print(note)
+
+
+def print_archive(
+    measured: Iterable[ArchiveUse], model: LoadedModel, tokens: int, *, as_json: bool
+) -> None:
+    """Run the benchmark of the archive over `tokens` tokens and print the result to stdout."""
+    notes = Console(stderr=True, highlight=False)
+    with notes.status("reading", spinner="line"):
+        results = list(measured)
+    if as_json:
+        _print_json({"model": model.name, "results": [asdict(one) for one in results]})
+        return
+    table = Table("archive", "limit", "most archived", "most on disk", "memory grew", box=None)
+    for one in results:
+        grew = "unknown" if one.memory is None else _mib(one.memory)
+        table.add_row(one.place, _mib(one.limit), _mib(one.archive), _mib(one.disk), grew)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{model.name} on {model.device}, {tokens:,} tokens", markup=False)
+    console.print(table)
+
+
+def _print_json(record: dict[str, object]) -> None:
+    Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""Models with random weights, for measuring speed at sizes that are not bundled."""
+"""Models with random weights, to measure speed at sizes that are not bundled."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128256,
     },
 }
-"""Llama shapes by name."""
+"""Llama configurations by name."""
 
 
 def bench_model(name: str, device: DeviceName = "auto", dtype: DtypeName = "auto") -> LoadedModel:
-    """A loaded model, or a random one of a named shape."""
+    """A model of SHAPES with random weights, or the model that `load_model` loads by that name."""
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype)
     where = pick_device(device)

@@ -1,4 +1,4 @@
-"""A step of training with anchors: what its masks cost, dense or by blocks, in time and memory."""
+"""A training step with anchors: time and memory of its attention masks, dense or in blocks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from sirchat.bench.speed import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
 from sirchat.models.model import LoadedModel
 from sirchat.training.ansan import blocks, visible
 
 Mask = Literal["none", "dense", "blocks"]
 
 _SEQUENCE = 20
-"""Tokens from one anchor to the next."""
+"""Distance from one anchor to the next, in tokens."""
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """A row of `tokens`: forward and backward in bfloat16, and AdamW in float32.
+    """Time a step on a row of `tokens`: forward and backward in bfloat16, AdamW in float32.
 
-    A dense mask against none; on a GPU also one by blocks against the dense one.
+    Compares a dense mask with none and, on a GPU, a block mask with the dense one.
     """
     model.module.float()  # as `sirchat train anchor` holds weights
     on_gpu = model.device.type == "cuda"
@@ -35,15 +35,15 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
         found = compare(name, one, two, options)
         note = ""
         if on_gpu:
-            most = [
+            peaks = [
                 f"{mask} {_peak(model, tokens, mask) / 2**30:.1f} GiB" for mask in (ours, other)
             ]
-            note = f"memory at its peak: {', '.join(most)}"
+            note = f"memory at its peak: {', '.join(peaks)}"
         yield replace(found, note=note)
 
 
 def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
-    """Seconds a token, step after step."""
+    """Seconds per token of one training step after the other, without end."""
     module = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     ids = torch.tensor([some_ids(model, tokens)], device=model.device)
@@ -68,7 +68,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
-    """Bytes of GPU memory that a step takes at most."""
+    """Peak GPU memory of a step in bytes."""
     torch.cuda.reset_peak_memory_stats()
     next(_steps(model, tokens, mask))
     return torch.cuda.max_memory_allocated()

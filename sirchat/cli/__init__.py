@@ -1,4 +1,4 @@
-"""The command line: parses, dispatches, and turns errors into exit codes."""
+"""The command line: parses flags, runs commands, and turns errors into exit codes."""
 
 from sirchat.cli.app import main
 

@@ -86,7 +86,7 @@ def compare(
 def _settings(
     profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
 ) -> tuple[Profile, ...]:
-    """`full`, and then what the flags ask for."""
+    """The settings to compare: those of policy `full` first, then those that the flags name."""
     budgets = str(profile.budget) if budgets is None else budgets
     decays = as_typed(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
@@ -96,7 +96,7 @@ def _settings(
 
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
-    """The transcript, and what messages call it."""
+    """The transcript's rounds, and the name that messages give the file."""
     from sirchat.tasks.side_by_side.rounds import rounds_of
     from sirchat.text.transcript import read_transcript
 
@@ -111,7 +111,7 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
-    """Compare, with a bar on standard error, where that is a terminal; and whether Ctrl-C came."""
+    """The comparison, and whether Ctrl-C ended it; shows a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

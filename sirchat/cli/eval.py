@@ -1,31 +1,34 @@
-"""The `sirchat eval` commands: each makes a study, of its own options and those of all."""
+"""The `sirchat eval` commands, and those that measure what a model under a policy remembers.
+
+Each function builds a study from its own options; the flags of all studies are added to it.
+"""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from sirchat.cli.eval_mechanisms import mechanisms_app
+from sirchat.cli.lm_eval import lm_eval_app
 from sirchat.cli.study_flags import Compared, Defaults, study, whole_numbers
-from sirchat.config.profile import Profile, changed, parse_value
 
 if TYPE_CHECKING:
     from sirchat.tasks.choice import Scoring
     from sirchat.tasks.recall import Ask
     from sirchat.tasks.study import Study
-    from sirchat.text.anchors import Per
 
 eval_app = typer.Typer(help="Measure what a model under a policy still remembers.")
+eval_app.add_typer(mechanisms_app)
+eval_app.add_typer(lm_eval_app)
 
 _PAPERS = "full,entropy,sink,random,interval,reservoir"
 
 Scored = Annotated[
     str, typer.Option(help="How an option is taken.", metavar="paper|released|reply")
 ]
-Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
-Told = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
+FactCounts = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
 Distances = Annotated[
     str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
 ]
-Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
 Data = Annotated[
     str | None,
     typer.Option(help="A folder with the paper's released files; else questions of our own."),
@@ -54,19 +57,34 @@ def recall(
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
     distances = whole_numbers("between", between)
-    return RecallStudy(*compared, distances, before, chosen, cast("Ask", ask), generate)
+    return RecallStudy(
+        **compared,
+        between=distances,
+        before=before,
+        kinds=chosen,
+        ask=cast("Ask", ask),
+        generate=generate,
+    )
 
 
-@study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of="Questions for each cell."))
+@study(
+    eval_app,
+    "facts",
+    Defaults("entropy,sink", budgets="128", limit=300, of="Questions for each cell."),
+)
 def facts(
     compared: Compared,
-    facts: Told = "1,4,8",
+    facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
 ) -> "Study":
     """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
     from sirchat.tasks.facts import Facts
 
-    return Facts(*compared, whole_numbers("facts", facts), whole_numbers("between", between))
+    return Facts(
+        **compared,
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+    )
 
 
 @study(
@@ -74,7 +92,7 @@ def facts(
     "policies",
     Defaults(
         "salience,entropy,sink,random,reservoir,attention",
-        "96,128,256,512",
+        budgets="96,128,256,512",
         limit=300,
         of="Questions for each cell.",
     ),
@@ -84,7 +102,7 @@ def policies(
     parts: Annotated[
         str, typer.Option(help="What is asked; all of it unless named here.", metavar="A,B,...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
-    facts: Told = "1,4,8",
+    facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
     at: Annotated[int, typer.Option(help="Budget of ablation, lists and games.", min=1)] = 128,
     data: Data = None,
@@ -92,11 +110,19 @@ def policies(
     """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
     from sirchat.tasks.policies import Policies
 
-    counts, distances = whole_numbers("facts", facts), whole_numbers("between", between)
-    return Policies(*compared, tuple(parts.split(",")), counts, distances, at, data)
+    return Policies(
+        **compared,
+        parts=tuple(parts.split(",")),
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+        at=at,
+        data=data,
+    )
 
 
-@study(eval_app, "topics", Defaults("entropy", "128", "1,0.95,0.9,0.8,auto", limit=75))
+@study(
+    eval_app, "topics", Defaults("entropy", budgets="128", decays="1,0.95,0.9,0.8,auto", limit=75)
+)
 def topics(
     compared: Compared,
     topics: Annotated[int, typer.Option(help="Topics that follow each other.", min=1)] = 3,
@@ -106,7 +132,7 @@ def topics(
     """Change the topic: the share of exact answers about the last one, and the first."""
     from sirchat.tasks.topics import Topics
 
-    return Topics(*compared, topics, facts, between)
+    return Topics(**compared, topics=topics, facts=facts, between=between)
 
 
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
@@ -136,7 +162,9 @@ def grocery(
 @study(
     eval_app,
     "rock-paper-scissors",
-    Defaults("entropy,sink", "1024", "0.9", 10, "Matches against each player."),
+    Defaults(
+        "entropy,sink", budgets="1024", decays="0.9", limit=10, of="Matches against each player."
+    ),
 )
 def rock_paper_scissors(
     compared: Compared,
@@ -147,7 +175,7 @@ def rock_paper_scissors(
     """Play against three players who prefer a move each; the share of rounds won."""
     from sirchat.tasks.rock_paper_scissors import RockPaperScissors
 
-    return RockPaperScissors(*compared, rounds, cast("Scoring", scoring), data)
+    return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
 
 
 @study(
@@ -165,148 +193,7 @@ def perplexity(
     """Read a long text: what a token costs, in nats, as the text goes on."""
     from sirchat.tasks.perplexity import Perplexity
 
-    return Perplexity(*compared, text, readings)
-
-
-@study(eval_app, "context", Defaults("full,anchor", "2048", limit=50, of="Conversations."))
-def context(
-    compared: Compared,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens of context.", metavar="N,M,...")
-    ] = "128,256,512,1024,2048",
-) -> "Study":
-    """Read conversations: perplexity by the length of the context."""
-    from sirchat.tasks.context import Context
-
-    return Context(*compared, whole_numbers("lengths", lengths))
-
-
-@study(
-    eval_app,
-    "demonstrations",
-    Defaults("full,anchor", "1024", limit=50, of="Sets of demonstrations for each setting."),
-)
-def demonstrations(
-    compared: Compared,
-    shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
-    questions: Annotated[int, typer.Option(help="Questions behind each set.", min=1)] = 4,
-    places: Annotated[
-        str,
-        typer.Option(
-            help="Where anchors are put, beside where the model has them.",
-            metavar="tokens,random,...",
-        ),
-    ] = "",
-) -> "Study":
-    """Ask behind demonstrations that are read once: accuracy, cache and speed of anchors."""
-    from sirchat.tasks.demonstrations import Demonstrations
-
-    put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
-    return Demonstrations(*compared, whole_numbers("shots", shots), questions, put)
-
-
-@study(eval_app, "anchor-attention", None)
-def anchor_attention(
-    profile: Profile,
-    limit: Conversations = 50,
-    facts: Annotated[int, typer.Option(help="Facts told in each.")] = 5,
-) -> "Study":
-    """Tell facts and ask for one: which rounds' anchors its answer attends to."""
-    from sirchat.tasks.anchor_attention import AnchorAttention
-
-    return AnchorAttention(profile, limit, facts)
-
-
-@study(eval_app, "attention", None)
-def attention(
-    profile: Profile,
-    limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
-    tokens: Annotated[int, typer.Option(help="Tokens read of each text.")] = 40,
-    text: Annotated[
-        str | None, typer.Option(help="A file with a text a line; else talk of our own.")
-    ] = None,
-) -> "Study":
-    """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
-    from sirchat.tasks.attention import AttentionStudy
-
-    return AttentionStudy(profile, limit, tokens, text)
-
-
-@study(
-    eval_app, "uniformity", Defaults("reservoir,random", "96", "1", 300, "Lots for each setting.")
-)
-def uniformity(
-    compared: Compared,
-    rounds: Annotated[int, typer.Option(help="Rounds of the stream.", min=1)] = 8,
-) -> "Study":
-    """Read one stream with many lots: how often each tenth of it is still held."""
-    from sirchat.tasks.uniformity import Uniformity
-
-    return Uniformity(*compared, rounds)
-
-
-@study(eval_app, "retrieval", None)
-def retrieval(
-    profile: Profile,
-    task: Annotated[
-        str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
-    ] = "facts-12",
-    limit: Conversations = 200,
-    base: Annotated[str, typer.Option(help="Base budgets in tokens.", metavar="N,M,...")] = "72",
-    counts: Annotated[
-        str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
-    ] = "10,20,50,100,200",
-    measures: Annotated[
-        str, typer.Option(help="Measures to compare, with commas.", metavar="A,B,...")
-    ] = "mips,cosine,cosine-pairwise,attention,random",
-    weights: Annotated[
-        str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
-    ] = "none,surprisal",
-    spans: Annotated[
-        str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
-    ] = "0,2",
-    soft: Annotated[
-        str, typer.Option(help="Roots shared with neighbours, or not.", metavar="off,on")
-    ] = "off,on",
-    data: Annotated[
-        str | None, typer.Option(help="A file of conversations, instead of a task's.")
-    ] = None,
-) -> "Study":
-    """Let a small budget forget, bring tokens back by each measure: the share of exact answers."""
-    from sirchat.tasks.retrieval import Retrieval
-
-    return Retrieval(
-        profile,
-        task,
-        limit,
-        whole_numbers("base", base),
-        whole_numbers("counts", counts),
-        tuple(measures.split(",")),
-        tuple(weights.split(",")),
-        whole_numbers("spans", spans),
-        tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),
-        data,
-    )
-
-
-@study(eval_app, "privacy", None)
-def privacy(
-    profile: Profile,
-    task: Annotated[
-        str, typer.Option(help="What is told.", metavar="facts-12|facts-40|stories-10|...")
-    ] = "facts-12",
-    limit: Conversations = 100,
-    base: Base = 72,
-    counts: Annotated[
-        str, typer.Option(help="How many tokens come back; 0 for none.", metavar="N,M,...")
-    ] = "0,10,20,50,100,200",
-) -> "Study":
-    """Bring back more and more: how much of an old turn is let out, and what it is good for."""
-    from sirchat.tasks.privacy import Privacy
-
-    if profile.recall == "off":
-        profile = changed(profile, "eval", recall="on")
-    return Privacy(profile, task, limit, base, whole_numbers("counts", counts))
+    return Perplexity(**compared, text=text, readings=readings)
 
 
 def _multiple_choice(
@@ -314,4 +201,6 @@ def _multiple_choice(
 ) -> "Study":
     from sirchat.tasks.multiple_choice import MultipleChoice
 
-    return MultipleChoice(*compared, task, cast("Scoring", scoring), shots, data)
+    return MultipleChoice(
+        **compared, task=task, scoring=cast("Scoring", scoring), shots=shots, data=data
+    )

@@ -16,7 +16,10 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command a flag for every setting; it gets those that were given as `flags`."""
+    """Add a flag for every setting to a command.
+
+    The values that the user gave arrive in the command's argument `flags`, by setting name.
+    """
     own = inspect.signature(command).parameters
     extra = _parameters()
 
@@ -92,7 +95,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _metavar(annotation: Any) -> str | None:
-    """What a flag takes, for the help."""
+    """The placeholder for a flag's value in the help."""
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)

@@ -1,4 +1,4 @@
-"""From flags to a profile, a model, a session; the flags that several commands share."""
+"""From flags to a profile, a model or a session; and the flags that several commands share."""
 
 import gc
 import os
@@ -10,6 +10,7 @@ import typer
 
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
+from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_class
 from sirchat.ui.interrupt import insistent
 
@@ -24,8 +25,13 @@ Trust = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def misplaced_flag(flag: str, command: str) -> UsageError:
+    """The error for a flag that was given before its subcommand, where it has no effect."""
+    return UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
+
+
 def profile_of(flags: dict[str, Any]) -> Profile:
-    """The profile that flags, environment and files give together."""
+    """The settings from flags, environment and profile files together, by their precedence."""
     named = flags.get("profile")
     settings = {key: value for key, value in flags.items() if key != "profile"}
     return resolve(named, settings, os.environ)
@@ -34,7 +40,7 @@ def profile_of(flags: dict[str, Any]) -> Profile:
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load the model and open a session; the settings are checked before anything heavy."""
+    """Load the model and open a session; the policy is checked before anything heavy loads."""
     with quick_start():
         with insistent():
             policy_class(profile.policy)
@@ -45,7 +51,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Collect no garbage: importing and loading make none, and looking for it takes a sixth."""
+    """Without the garbage collector, which finds nothing in loading and takes a sixth of it."""
     gc.disable()
     try:
         yield
@@ -54,7 +60,7 @@ def quick_start() -> Iterator[None]:
 
 
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
-    """Load the model of a profile."""
+    """Load the model of a profile; `report` is called with its progress."""
     with insistent():
         from sirchat.models.model import load_model
 

@@ -1,4 +1,4 @@
-"""The command `sirchat eval lm-eval`: tasks of lm-eval, under policies and budgets."""
+"""The command `sirchat eval lm-eval`: tasks of lm-evaluation-harness under several settings."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from sirchat.tasks.study import Study
 
 
-def add_lm_eval(app: typer.Typer) -> None:
-    """Give the studies one more."""
-    study(app, "lm-eval", None)(lm_eval)
+lm_eval_app = typer.Typer()
 
 
+@study(lm_eval_app, "lm-eval", None)
 def lm_eval(
     profile: Profile,
     tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],
@@ -47,5 +46,5 @@ def lm_eval(
     from sirchat.tasks.lm_eval.study import LmEval
 
     folder = None if include_path is None else str(include_path)
-    harness = Harness(num_fewshot, limit, folder, apply_chat_template)
-    return LmEval(settings, tuple(tasks.split(",")), harness, piece)
+    harness = Harness(shots=num_fewshot, limit=limit, folder=folder, chat=apply_chat_template)
+    return LmEval(settings, tasks=tuple(tasks.split(",")), harness=harness, piece=piece)

@@ -1,4 +1,4 @@
-"""The flags that every study has: what is compared, how long, where the results go."""
+"""The flags that every study has: settings to compare, repeats, where results and work go."""
 
 import inspect
 import shlex
@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 import typer
 
@@ -49,12 +49,12 @@ Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster.", min=1)
 Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 
 
-_POLICIES_OWN = ("budget", "decay", "recent", "sinks")
-"""Settings that a policy may make no use of."""
+_POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
+"""Settings that some policies do not use."""
 
 
-class Compared(NamedTuple):
-    """The first four fields of every grid."""
+class Compared(TypedDict):
+    """The fields that every study has that compares settings."""
 
     settings: tuple[Profile, ...]
     limit: int
@@ -63,7 +63,7 @@ class Compared(NamedTuple):
 
 
 class Defaults(NamedTuple):
-    """What a grid compares unless told otherwise."""
+    """Default values of the flags that choose what a study compares; `of` is the help of limit."""
 
     policies: str = "entropy,sink"
     budgets: str = "256"
@@ -75,10 +75,10 @@ class Defaults(NamedTuple):
 def study(
     app: typer.Typer, name: str, compares: Defaults | None
 ) -> Callable[[Callable[..., "Study"]], None]:
-    """Make a command of a function that makes a study.
+    """Register a function that builds a study as the command `name` of `app`.
 
-    The function's own options come after its first parameter: the settings that the flags of a
-    grid mean, where it `compares` any, else the profile.
+    The function's first parameter gets the settings to compare, with `compares` as the defaults of
+    their flags, or the profile where that is None. Its other parameters are the command's options.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -104,17 +104,17 @@ def study(
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """A profile for each row of a comparison, without what its policy makes no use of.
+    """A profile for each row of a comparison; settings that its policy does not use are left out.
 
-    The profile's options of a policy go to every policy that has them. Raises SettingError for a
-    value that is not allowed, and for a sweep or an option of something unknown.
+    The profile's policy options go to every policy that has them. Raises SettingError for a value
+    that is not allowed, and for a sweep or an option of an unknown name.
     """
     swept = dict(_swept(one) for one in sweep)
     axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
     settings: list[Profile] = []
     for values in product(*(axes | swept).values()):
         given = dict(zip(axes | swept, values, strict=True))
-        own = _own(given, profile.policy_options)
+        own = _settings_used(given, profile.policy_options)
         setting = changed(profile, "eval", **own)
         if setting not in settings:
             settings.append(setting)
@@ -127,7 +127,7 @@ def settings_of(
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
-    """`recent=16,32`: the name of a setting, or of an option of a policy, and its values."""
+    """The name and the values in `recent=16,32`; the name may be a policy option's."""
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
@@ -136,12 +136,12 @@ def _swept(text: str) -> tuple[str, list[str]]:
     return key.replace("-", "_"), values.split(",")
 
 
-def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, object]:
-    """What a row sets: what its policy makes use of, of the options of all rows, too."""
+def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
+    """The settings of one row that its policy uses, with its policy options among `shared`."""
     policy = given["policy"]
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
     known = {field.name for field in fields(policy_class(policy))}
-    options = {name: value for name, value in of_all.items() if name in known}
+    options = {name: value for name, value in shared.items() if name in known}
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
             if is_option(key, text, policy):
@@ -152,14 +152,14 @@ def _own(given: dict[str, str], of_all: Mapping[str, object]) -> dict[str, objec
 
 
 def _lacks(key: str, policy: str) -> bool:
-    """Whether a policy makes no use of a setting of policies, or has no such option."""
+    """Whether a policy does not use a setting that is for policies, or has no such option."""
     kind = policy_class(policy)
     known = {*kind.uses, *(field.name for field in fields(kind))}
-    return key not in known and (key in _POLICIES_OWN or key not in Profile.model_fields)
+    return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them; raises SettingError for anything else."""
+    """The whole numbers in a comma-separated list; raises SettingError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise SettingError(f"{option} is {shown(text)}, must be numbers of 0 or more, with commas")
@@ -167,7 +167,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def command_line() -> str:
-    """The command line, as it could be given again."""
+    """The command line of this process, quoted for a shell."""
     return shlex.join(["sirchat", *sys.argv[1:]])
 
 
@@ -187,7 +187,7 @@ def _run(
 
     elsewhere = None
     if ray is not None:
-        cluster = Cluster(ray, workers, 1.0 if model.device.type == "cuda" else 0.0)
+        cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
         elsewhere = partial(spread, load=partial(load, profile, trust_remote_code), cluster=cluster)
     run(made, model, command=command_line(), out=out, as_json=json, elsewhere=elsewhere)
 
@@ -238,4 +238,4 @@ def _compared(
     repeats: int,
 ) -> Compared:
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
-    return Compared(settings, limit, profile.seed, repeats)
+    return Compared(settings=settings, limit=limit, seed=profile.seed, repeats=repeats)

@@ -1,7 +1,7 @@
 """The `sirchat train` commands: the bundled models, and anchors for any other."""
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -103,17 +103,36 @@ def train_anchor(
     all GPUs, or machines, take part.
     """
     from sirchat.text.anchors import Per
-    from sirchat.training.anchor import TRAINED, AnchorOptions, Attention, Schedule
+    from sirchat.training.anchor import TRAINED, AnchorOptions, Attention, Schedule, Trained
     from sirchat.ui.training import train_anchor_with_progress
 
     _refuse_unknown("variant", variant, TRAINED)
     _refuse_unknown("per", per, get_args(Per))
     _refuse_unknown("schedule", schedule, get_args(Schedule))
     _refuse_unknown("attention", attention, get_args(Attention))
-    options: dict[str, Any] = {
-        name: value for name, value in locals().items() if name in AnchorOptions.__annotations__
-    }
-    train_anchor_with_progress(AnchorOptions(**options))
+    options = AnchorOptions(
+        model=model,
+        out=out,
+        data=tuple(data or ()),
+        variant=cast("Trained", variant),
+        per=cast("Per", per),
+        scratch=scratch,
+        attention=cast("Attention", attention),
+        tokens=tokens,
+        batch=batch,
+        per_device=per_device,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        schedule=cast("Schedule", schedule),
+        bf16=bf16,
+        gradient_checkpointing=gradient_checkpointing,
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+    )
+    train_anchor_with_progress(options)
 
 
 def _refuse_unknown(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -28,7 +28,7 @@ from sirchat.models.probe import (
     refuse_stateful_layers,
     sliding_window,
 )
-from sirchat.models.progress import Progress, reporting
+from sirchat.models.progress import Progress, quiet_libraries, reporting
 from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -174,6 +174,7 @@ class LoadedModel:
         return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
 
 
+@quiet_libraries()
 def load_model(
     name: str,
     *,

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import io
+import logging
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm.std import tqdm
 from transformers.utils import logging as transformers_logging
 
 Progress = Callable[[str, int, int | None], None]
-"""What is being done, how much of it is done, of how much if that is known."""
+"""Called with what is being done, how much of it is done, and of how much (None if unknown)."""
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """While inside, transformers and the libraries below it draw, warn and log nothing.
+
+    Their progress bars stay off afterwards, too. Also a decorator: `@quiet_libraries()`. What goes
+    wrong is said by the exception alone.
+    """
+    transformers_logging.disable_progress_bar()  # also the hub's
+    with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
+        from transformers import modeling_gguf_pytorch_utils
+
+        modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """While inside, transformers reports to `progress`, and draws nothing.
+    """While inside, the progress bars of transformers report to `progress`.
 
     Gives the options of `from_pretrained` with which downloads report, too.
     """
-    transformers_logging.disable_progress_bar()
     if progress is None:
         yield {}
         return
 
-    tell = progress
+    report_progress = progress
 
     class Bar(_Bar):
         def report(self, what: str, done: int, total: int | None) -> None:
-            tell(what, done, total)
+            report_progress(what, done, total)
 
     def make(factory: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bar:
         return Bar(*args, **kwargs)
@@ -41,7 +64,7 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
         transformers_logging.set_tqdm_hook(before)
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
     """Counts like tqdm, but reports instead of drawing."""
 
     def report(self, what: str, done: int, total: int | None) -> None:
@@ -50,7 +73,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
-        kwargs.pop("name", None)  # the hub's own
+        kwargs.pop("name", None)  # an option that only the hub's own bars have
         super().__init__(*args, **kwargs)
 
     def display(self, *args: Any, **kwargs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A bar while a model is loaded; on a terminal only, and gone when it is done."""
+"""A progress bar while a model loads; on a terminal only, and gone once it is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sirchat.ui.text import displayable_line
 
 @contextmanager
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
-    """Show a bar for loading `name`; gives where to report to, or None where none is shown."""
+    """Show a bar for loading `name`; gives the function to report to, or None without a bar."""
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
         return

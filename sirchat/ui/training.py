@@ -1,4 +1,4 @@
-"""Train the bundled model with a progress bar: loss, recall, speed and time left."""
+"""Train a model behind a progress bar that shows loss, recall, speed and time left."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from sirchat.errors import SettingError
+from sirchat.models.progress import quiet_libraries
 from sirchat.training.schedule import SIZES
 from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 
@@ -35,7 +36,7 @@ _COLUMNS = (
 def train_with_progress(
     kind: type[Trainer], out: Path, *, steps: int | None, size: str, seed: int, resume: bool
 ) -> None:
-    """Train and export to `out`; progress goes to stderr, the folder's name to stdout."""
+    """Train a bundled model into `out`; progress goes to stderr, the folder's name to stdout."""
     names = [name for name in SIZES if name == size]
     if not names:
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
@@ -49,10 +50,14 @@ def train_with_progress(
 
 
 def train_anchor_with_progress(options: AnchorOptions) -> None:
-    """Train anchors; progress goes to stderr, the folder's name to stdout; from one process."""
+    """Train a model with anchors; progress goes to stderr, the folder's name to stdout.
+
+    Where several processes train together, only the first one writes.
+    """
     from sirchat.training.anchor import Step, is_first, prepare, train_anchors
 
-    training = prepare(options)  # what can't work is said before there is a bar
+    with quiet_libraries():
+        training = prepare(options)  # what can't work is said before there is a bar
     with Progress(*_COLUMNS, console=Console(stderr=True), disable=not is_first()) as progress:
         task = progress.add_task("first step", total=None)
 

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from command import run
 _LIGHT = (
     ["--help"],
     ["replay", "--help"],
+    ["bench", "--help"],
     ["profiles", "list"],
     ["--version"],
     ["--show-completion"],
@@ -89,8 +91,9 @@ def test_flag_over_environment_over_profile() -> None:
 
 def test_booleans_can_be_set_both_ways() -> None:
     def profile(*flags: str) -> dict[str, bool]:
-        told: dict[str, bool] = json.loads(run("--json", *flags).stdout.splitlines()[0])["profile"]
-        return told
+        record = json.loads(run("--json", *flags).stdout.splitlines()[0])
+        found: dict[str, bool] = record["profile"]
+        return found
 
     assert profile("--no-protect")["protect"] is False
     assert profile("--profile", "sirllm-rps", "--protect")["protect"] is True
@@ -164,48 +167,5 @@ def test_our_policies_keep_their_contract(name: str) -> None:
     assert "keeps the contract" in run("policies", "check", name).stdout
 
 
-def test_bench_prints_ratios_as_json() -> None:
-    done = run("bench", "--json", "--cache", "64", "--rounds", "2", "--seen", "100,300")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)["results"]
-    assert [r["name"].split()[0] for r in results] == ["decode", "prefill", "decode", "decode"]
-    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
-
-
-def test_bench_of_attention_compares_with_none() -> None:
-    command = ("bench", "--attention", "--json", "--cache", "64", "--rounds", "2")
-    done = run(*command, "--seen", "100,300")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)["results"]
-    assert [r["name"].split()[0] for r in results] == ["attention", "attention", "the", "salience,"]
-    assert all(r["low"] <= r["median"] <= r["high"] for r in results)
-
-
-def test_bench_of_the_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("sirchat.bench.panel.BLOCK_SECONDS", 0.2)
-    done = run("bench", "--panel", "--json", "--cache", "64", "--rounds", "2")
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)["results"]
-    assert result["median"] > 0
-    assert "kB/s to the terminal" in result["note"]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert run("bench", "--panel", "--rounds", "2").returncode == 2
-
-
-def test_bench_of_a_training_step_compares_masks() -> None:
-    done = run("bench", "--training", "64", "--rounds", "2", "--device", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)["results"]
-    assert result["name"] == "a training step of 64 tokens, mask dense against none"
-    assert result["low"] <= result["median"] <= result["high"]
-
-
-def test_bench_of_the_archive_says_what_it_took() -> None:
-    done = run("bench", "--limits", "4000", "--archive-limit", "8MiB", "--json")
-    assert done.returncode == 0, done.stderr
-    ram, disk = json.loads(done.stdout)["results"]
-    assert (ram["place"], disk["place"]) == ("ram", "disk")
-    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
-    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
-    assert run("bench", "--limits", "4000", "--archive-limit", "much").returncode == 2
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (files("sirchat") / "py.typed").is_file()

@@ -395,7 +395,7 @@ def test_faiss_is_loaded_only_where_it_is_used() -> None:
 
 
 def test_bench_tells_speed_recall_and_size() -> None:
-    done = run("bench", "--index", "--archived", "10000", "--rounds", "2", "--json")
+    done = run("bench", "index", "--archived", "10000", "--rounds", "2", "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     assert len(results) == 4

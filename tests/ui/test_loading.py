@@ -1,34 +1,124 @@
-"""Loading a model reports how far it is, and transformers itself draws nothing."""
+"""A model loads behind one progress bar of ours; no library draws, warns or logs beside it."""
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+from transformers import AutoTokenizer
 
-from chatting import save_babbler
+from chatting import save_babbler, tiny
+from gguf_file import write_gguf
 from sirchat.models.model import load_model
+from terminal import Terminal
+
+Reports = list[tuple[str, int, int | None]]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model as a GGUF file."""
+    pytest.importorskip("gguf")
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny())
+
+
+def python(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=environ,
+    )
+
+
+def load_reporting(name: str) -> Reports:
+    reports: Reports = []
+    load_model(
+        name,
+        device="cpu",
+        progress=lambda what, done, total: reports.append((what, done, total)),
+    )
+    return reports
 
 
 def test_loading_reports_its_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = str(save_babbler(tmp_path))
     capfd.readouterr()
-    reports: list[tuple[str, int, int | None]] = []
-    load_model(
-        folder,
-        device="cpu",
-        progress=lambda what, done, total: reports.append((what, done, total)),
-    )
-    what, done, total = reports[-1]
+    what, done, total = load_reporting(folder)[-1]
     assert what == "Loading weights"
     assert done == total
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_listener_nothing_is_drawn_either(
+def test_without_a_progress_callback_nothing_is_drawn_either(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_babbler(tmp_path))
     capfd.readouterr()
     load_model(folder, device="cpu")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_gguf_file_reports_its_tensors(gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    reports = load_reporting(str(gguf))
+    tensors = [(done, total) for what, done, total in reports if "GGUF tensors" in what]
+    assert tensors[-1][0] == tensors[-1][1] == len(tiny().module.state_dict()) - 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_libraries_say_while_loading_is_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_babbler(tmp_path))
+    real = AutoTokenizer.from_pretrained
+    without_bars: list[bool] = []
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        without_bars.append(are_progress_bars_disabled())
+        warnings.warn("a warning", UserWarning, stacklevel=1)
+        logging.getLogger("huggingface_hub").warning("a log line")
+        logging.getLogger("transformers").error("an error line")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", noisy)
+    enable_progress_bars()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(folder, device="cpu")
+    assert without_bars == [True]
+    assert (caught, caplog.messages) == ([], [])
+    logging.getLogger("huggingface_hub").warning("afterwards")
+    assert caplog.messages == ["afterwards"]
+
+
+def test_a_gguf_file_loads_silently_in_a_process_of_its_own(gguf: Path) -> None:
+    load = "import sys; from sirchat.models.model import load_model; load_model(sys.argv[1])"
+    done = python("-c", load, str(gguf))
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
+    done = python("-m", "sirchat", "--device", "cpu", "--model", str(gguf), text="hello")
+    assert done.stdout.startswith("USER: hello\nASSISTANT: ")
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
+
+
+def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
+    command = ("--device", "cpu", "--model", str(gguf))
+    with Terminal(sys.executable, "-m", "sirchat", *command, home=tmp_path) as chat:
+        chat.wait_prompt()
+        assert b"loading " in chat.raw
+        assert b"it/s" not in chat.raw
+        assert b"%|" not in chat.raw
+        chat.send("/quit\r")

@@ -1,0 +1,98 @@
+"""Memory and disk space that the archive takes over a long conversation, against its limit."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.models.model import LoadedModel
+
+_ROUND = 2_000  # tokens
+
+
+@dataclass(frozen=True)
+class ArchiveUse:
+    """The most bytes that the archive of a conversation took at the end of any round.
+
+    Attributes:
+        place: where the archive was, `ram` or `disk`.
+        tokens: number of tokens read.
+        limit: the archive's limit in bytes.
+        archive: bytes of keys and values in the archive.
+        disk: bytes of the archive's files.
+        memory: growth of the process in bytes since its first rounds; None where unknown.
+        archived: number of rows in the archive at the end.
+        seconds: duration of the whole run.
+    """
+
+    place: str
+    tokens: int
+    limit: int
+    archive: int
+    disk: int
+    memory: int | None
+    archived: int
+    seconds: float
+
+
+def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
+    """Read `tokens` random ids under the entropy policy at budget 1,024.
+
+    Once with the archive in memory and once on disk; `limit` is its limit in bytes.
+    """
+    for place in ("ram", "disk"):
+        with tempfile.TemporaryDirectory() as folder:
+            yield _read(model, tokens, limit, Path(folder) if place == "disk" else None)
+
+
+def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> ArchiveUse:
+    files = folder / "archive" if folder else None
+    engine = Engine(
+        model, CacheSettings(policy=Entropy(), budget=1024, archive=limit, folder=files)
+    )
+    draw, start = random.Random(0), time.perf_counter()
+    archive = disk = memory = before = 0
+    for turn in range(-(-tokens // _ROUND)):
+        ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
+        for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn=turn, round=turn)):
+            archive = max(archive, engine.store.archive_bytes)
+        engine.close_round()
+        disk = max(disk, _size(files))
+        now = _resident()
+        before = now if archive < limit // 2 else before
+        memory = max(memory, now - before)
+    return ArchiveUse(
+        place="disk" if folder else "ram",
+        tokens=engine.ledger.seen,
+        limit=limit,
+        archive=archive,
+        disk=disk,
+        memory=memory if before else None,
+        archived=engine.store.archived,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _resident() -> int:
+    """Resident memory of this process in bytes; 0 where the system does not report it."""
+    gc.collect()
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return 0
+    return pages * 4096
+
+
+def _size(folder: Path | None) -> int:
+    if folder is None or not folder.exists():
+        return 0
+    return sum(path.stat().st_size for path in folder.iterdir())

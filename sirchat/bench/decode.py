@@ -1,0 +1,152 @@
+"""Decode and prefill, with everything on, against a bare transformers loop with DynamicCache.
+
+Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
+tokenizer, flags sentence ends and decodes to text. The bare side only picks the next id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.detokenizer import TextStream
+
+_TURN = TurnRef(turn=0, round=0)
+_ARCHIVE = 2**30  # bytes, the default
+_POLICY = Entropy()
+
+
+def bench_decode(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
+    """Measure decode, prefill, decode with an archive, and decode late in a stream.
+
+    The last one only where `options.seen` names two different lengths.
+    """
+    yield compare(
+        "decode", lambda: generated_blocks(model, options), lambda: _bare(model, options), options
+    )
+    yield compare(
+        "prefill",
+        lambda: _our_prefill(model, options),
+        lambda: _bare_prefill(model, options),
+        options,
+    )
+    yield compare(
+        "decode with an archive against without",
+        lambda: generated_blocks(model, options),
+        lambda: generated_blocks(model, options, archive=0),
+        options,
+    )
+    early, late = options.seen
+    if late > early:
+        name = f"decode after {late:,} tokens against after {early:,}"
+        yield compare(
+            name,
+            lambda: generated_blocks(model, options, late),
+            lambda: generated_blocks(model, options, early),
+            options,
+        )
+
+
+def generated_blocks(
+    model: LoadedModel,
+    options: BenchOptions,
+    seen: int = 0,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
+) -> Iterator[float]:
+    """Seconds per token of blocks of generation that contain one eviction each, without end.
+
+    `seen` tokens are read first (twice the cache, by default); `archive` is a limit in bytes.
+    """
+    engine = _engine(model, options, archive, policy)
+    ids = some_ids(model, seen or 2 * options.cache)
+    for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+        pass
+    sampler = Sampler(Sampling())
+
+    text = TextStream(model.tokenizer) if model.tokenizer is not None else None
+
+    def block() -> None:
+        records = engine.generate(
+            sampler, _TURN, stop_ids=frozenset(), max_new_tokens=options.block
+        )
+        for record in records:
+            if text is not None and isinstance(record, GeneratedToken):
+                text.push(record.id)
+
+    # Fill the cache, so that every timed block begins with a full one and makes room once.
+    while engine.resident < options.cache:
+        for _ in engine.generate(sampler, _TURN, stop_ids=frozenset(), max_new_tokens=1):
+            pass
+    while True:
+        yield timed(block, model) / options.block
+
+
+def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of blocks of a plain greedy loop that ends at the same cache length."""
+    prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
+
+    while True:
+        cache = DynamicCache(config=model.module.config)
+        with torch.inference_mode():
+            output = model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+            start_id = int(output.logits[0, -1].argmax())
+
+        def block(cache: Any = cache, token: int = start_id) -> None:
+            with torch.inference_mode():
+                for _ in range(options.block):
+                    ids = torch.tensor([[token]], device=model.device)
+                    logits = model.module(input_ids=ids, past_key_values=cache).logits
+                    token = int(logits[0, -1].argmax())
+
+        yield timed(block, model) / options.block
+
+
+def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of reading a full cache of ids, with surprisal and ledger."""
+    ids = some_ids(model, options.cache)
+    while True:
+        engine = _engine(model, options)
+
+        def block(engine: Engine = engine) -> None:
+            for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+                pass
+
+        yield timed(block, model) / options.cache
+
+
+def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of reading the same ids in one pass, with the last token's logits only."""
+    prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
+    while True:
+        cache = DynamicCache(config=model.module.config)
+
+        def block(cache: Any = cache) -> None:
+            with torch.inference_mode():
+                model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+
+        yield timed(block, model) / options.cache
+
+
+def _engine(
+    model: LoadedModel,
+    options: BenchOptions,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
+) -> Engine:
+    settings = CacheSettings(policy=policy, budget=options.cache, decay=0.9, archive=archive)
+    if model.tokenizer is None:
+        return Engine(model, settings)
+    return Engine(model, settings, ends_sequence=ends_sequence(model.tokenizer, model.anchors))

@@ -1,0 +1,129 @@
+"""A ratio of two sides that run in turn, block by block, in one process.
+
+A change of the machine's speed then affects both sides. What counts is the ratio of each pair of
+blocks, ours over the other side (below 1: ours is faster).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sirchat.models.model import LoadedModel
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of our side over time of the other one, from several pairs of blocks.
+
+    Attributes:
+        name: what was measured.
+        ours_ms: our side's median time in milliseconds per `unit`.
+        other_ms: the other side's median time in milliseconds per `unit`.
+        median: median of the pairs' ratios.
+        low: their lower quartile.
+        high: their upper quartile.
+        pairs: number of pairs.
+        note: anything else that was measured, as text.
+        unit: what a time is for: a token, or a search.
+    """
+
+    name: str
+    ours_ms: float
+    other_ms: float
+    median: float
+    low: float
+    high: float
+    pairs: int
+    note: str = ""
+    unit: str = "token"
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Sizes of a benchmark.
+
+    Attributes:
+        cache: rows held in the cache while decoding.
+        rounds: pairs of blocks that are timed.
+        seen: tokens read before the early and the late side of decode's last comparison.
+    """
+
+    cache: int = 1024
+    rounds: int = 15
+    seen: tuple[int, int] = (2_000, 100_000)
+
+    @property
+    def block(self) -> int:
+        """Tokens timed at once: those between two evictions, so that a block contains just one."""
+        return max(8, self.cache // 16)
+
+
+def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions) -> dict[str, Any]:
+    """The results, with the model, device and sizes that are needed to repeat them."""
+    return {
+        "model": model.name,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **asdict(options),
+        "results": [asdict(result) for result in results],
+    }
+
+
+def compare(
+    name: str,
+    make_ours: Callable[[], Iterator[float]],
+    make_other: Callable[[], Iterator[float]],
+    options: BenchOptions,
+) -> Ratio:
+    """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
+
+    `make_ours` and `make_other` start a side: an iterator over the seconds per token of its blocks.
+    """
+    ours, other = make_ours(), make_other()
+    pairs: list[tuple[float, float]] = []
+    for number in range(options.rounds + 1):
+        if number % 2:  # neither side always goes first
+            pair = (next(ours), next(other))
+        else:
+            second = next(other)
+            pair = (next(ours), second)
+        pairs.append(pair)
+    pairs = pairs[1:]
+    ratios = sorted(a / b for a, b in pairs)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    ours_ms, other_ms = (1000 * statistics.median(side) for side in zip(*pairs, strict=True))
+    return Ratio(
+        name=name,
+        ours_ms=ours_ms,
+        other_ms=other_ms,
+        median=median,
+        low=low,
+        high=high,
+        pairs=len(pairs),
+    )
+
+
+def some_ids(model: LoadedModel, count: int) -> list[int]:
+    """Random token ids, the same ones each time."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
+    return ids
+
+
+def timed(block: Callable[[], None], model: LoadedModel) -> float:
+    """Seconds that a call takes, until the device has finished its work."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    block()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,82 @@
+"""Opening a chat: a new one, or a saved one with `--resume`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sirchat.cli.launch import open_session, profile_of, quick_start
+from sirchat.config.profile import Profile, changed, parse_value
+from sirchat.errors import terminal_has_gone
+
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
+    from sirchat.models.progress import Progress
+    from sirchat.saved.store import SessionStore
+
+
+def open_chat(
+    flags: dict[str, Any], *, resume: str | None, rebuild: bool, trust: bool, debug: bool
+) -> None:
+    """Open a chat and talk until the user leaves.
+
+    A saved chat (`resume`) opens under its own settings, then switches to those that flags name;
+    with `rebuild`, its text is read again under the settings of the flags.
+    """
+    later: dict[str, Any] = {}
+    if resume is None:
+        profile, store = profile_of(flags), None
+    else:
+        profile, store, later = _saved(resume, flags, at_once=rebuild)
+    with quick_start():
+        from sirchat.ui.repl import chat
+        from sirchat.ui.screen import Screen
+
+    def opened(report: "Progress | None") -> "Session":
+        session = open_session(profile, trust, report)
+        if store is not None:
+            from sirchat.saved.autosave import take_up
+
+            take_up(session, store, rebuild=rebuild)
+        if later:
+            list(session.switch("--resume", **later))
+        return session
+
+    with _closed_terminal_ends_chat():
+        chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
+
+
+_AT_ONCE = ("model", "device", "dtype", "panel", "theme", "save", "save_kv")
+"""Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""
+
+
+def _saved(
+    ident: str, flags: dict[str, Any], *, at_once: bool
+) -> "tuple[Profile, SessionStore, dict[str, Any]]":
+    """The settings to open a saved session with, its store, and those to switch to afterwards."""
+    from sirchat.chat.settings import FIXED
+    from sirchat.config.profile_files import load_profile
+    from sirchat.paths import sessions_dir
+    from sirchat.saved.autosave import saved_profile
+    from sirchat.saved.session_list import find_session
+    from sirchat.saved.store import SessionStore
+
+    store = SessionStore.open(find_session(sessions_dir(), ident))
+    named = load_profile(flags["profile"]) if flags.get("profile") else {}
+    given = {key: value for key, value in named.items() if key not in FIXED}
+    for key, value in flags.items():
+        if key != "profile":
+            given[key] = parse_value(key, value) if isinstance(value, str) else value
+    first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
+    rest = {key: value for key, value in given.items() if key not in first}
+    return changed(saved_profile(store), "--resume", **first), store, rest
+
+
+@contextmanager
+def _closed_terminal_ends_chat() -> Iterator[None]:
+    """End the chat without an error message where the terminal has gone."""
+    try:
+        yield
+    except OSError as error:
+        if not terminal_has_gone(error):
+            raise
+        raise BrokenPipeError from error

@@ -1,0 +1,53 @@
+"""The `sirchat profiles` commands."""
+
+from typing import Annotated, Any
+
+import typer
+
+from sirchat.cli.flags import with_settings
+from sirchat.cli.launch import profile_of
+from sirchat.config.profile_files import init_profile, list_profiles, profile_path, show
+from sirchat.paths import user_profiles_dir
+from sirchat.ui.text import displayable, displayable_line
+
+profiles_app = typer.Typer(help="Named settings: list, show, find, and start your own.")
+
+
+@profiles_app.command("list")
+def profiles_list() -> None:
+    """The profiles there are, by name."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name", "description", "from", box=None)
+    for profile in list_profiles():
+        origin = "sirchat" if profile.shipped else "you"
+        table.add_row(
+            *map(Text, map(displayable_line, (profile.name, profile.description, origin)))
+        )
+    Console().print(table)
+
+
+@profiles_app.command("show")
+@with_settings
+def profiles_show(
+    name: Annotated[str, typer.Argument(help="A profile's name, or a YAML file.")],
+    flags: dict[str, Any],
+) -> None:
+    """Every setting of a profile, as YAML."""
+    typer.echo(displayable(show(profile_of({**flags, "profile": name}))), nl=False)
+
+
+@profiles_app.command("path")
+def profiles_path(
+    name: Annotated[str | None, typer.Argument(help="A profile's name.")] = None,
+) -> None:
+    """Where a profile is, or where your own go."""
+    typer.echo(displayable_line(str(profile_path(name) if name else user_profiles_dir())))
+
+
+@profiles_app.command("init")
+def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's name.")]) -> None:
+    """Write a commented profile of your own, to edit."""
+    typer.echo(displayable_line(str(init_profile(name))))

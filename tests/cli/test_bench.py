@@ -1,0 +1,94 @@
+"""`sirchat bench` and its subcommands."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from command import run
+
+
+def results(*arguments: str) -> list[dict[str, Any]]:
+    """What `sirchat bench ARGUMENTS --json` measured."""
+    done = run("bench", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    return found
+
+
+@pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
+def test_decode_is_measured_by_default(command: list[str]) -> None:
+    found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
+    assert [r["name"].split()[0] for r in found] == ["decode", "prefill", "decode", "decode"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in found)
+
+
+def test_attention_is_compared_with_none() -> None:
+    found = results("attention", "--cache", "64", "--rounds", "2")
+    assert [r["name"].split()[0] for r in found] == ["attention", "attention", "the", "salience,"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in found)
+
+
+def test_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sirchat.bench.panel.BLOCK_SECONDS", 0.2)
+    (found,) = results("panel", "--cache", "64", "--rounds", "2")
+    assert found["median"] > 0
+    assert "kB/s to the terminal" in found["note"]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("bench", "panel", "--rounds", "2").returncode == 2
+
+
+def test_training_compares_masks() -> None:
+    (found,) = results("training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
+    assert found["name"] == "a training step of 64 tokens, mask dense against none"
+    assert found["low"] <= found["median"] <= found["high"]
+
+
+def test_archive_says_what_it_took() -> None:
+    ram, disk = results("archive", "--tokens", "4000", "--archive-limit", "8MiB")
+    assert (ram["place"], disk["place"]) == ("ram", "disk")
+    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
+    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
+
+
+def test_without_json_a_table_is_printed() -> None:
+    done = run("bench", "training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
+    assert done.stdout.splitlines()[0] == "tiny on cpu, cache 1024, 2 pairs"
+    assert "a training step of 64 tokens" in done.stdout
+    done = run("bench", "archive", "--tokens", "2000", "--device", "cpu")
+    assert done.stdout.splitlines()[0] == "tiny on cpu, 2,000 tokens"
+    assert "256 MiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--panel", "--rounds", "24"], ["--panel", "sirchat bench panel"]),
+        (["--attention"], ["--attention", "sirchat bench attention"]),
+        (["--index", "--archived", "1000"], ["--index", "sirchat bench index"]),
+        (["--json", "--limits=9", "--archive-limit", "1MiB"], ["sirchat bench archive --tokens"]),
+        (["--training", "4096"], ["--training", "sirchat bench training --tokens"]),
+        (["--rounds", "5", "panel"], ["--rounds", "panel"]),
+        (["--json", "panel"], ["--json", "panel"]),
+        (["panel", "--seen", "100,300"], ["--seen"]),
+        (["decode", "--seen", "much"], ["--seen", "EARLY,LATE"]),
+        (["--seen", "100,300"], ["--seen", "--cache", "1024"]),
+        (["--cache", "63"], ["--cache", "64"]),
+        (["attention", "--rounds", "1"], ["--rounds", "2"]),
+        (["index", "--archived", "9"], ["--archived", "10000"]),
+        (["archive"], ["--tokens"]),
+        (["archive", "--tokens", "9", "--archive-limit", "much"], ["--archive-limit", "much"]),
+        (["training", "--tokens", "1"], ["--tokens", "2"]),
+        (["panel", "--device", "gpu"], ["--device", "gpu", "cuda"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
+    done = run("bench", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr

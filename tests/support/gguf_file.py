@@ -1,0 +1,97 @@
+"""A Llama model written as a GGUF file, as llama.cpp stores it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sirchat.models.model import LoadedModel
+from sirchat.paths import tiny_dir
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, model: LoadedModel) -> Path:
+    """Write a model that has the bundled tokenizer to `path`, in float32; gives the path."""
+    import gguf
+
+    config = model.module.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer, model.tokenizer)
+    for name, weight in _tensors(model.module).items():
+        writer.add_tensor(name, weight.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
+    import gguf
+
+    bundled = json.loads((tiny_dir() / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["content"]: token["id"] for token in bundled["added_tokens"]}
+    ids = dict(bundled["model"]["vocab"]) | special
+    ordered = sorted(ids, key=ids.__getitem__)
+    kinds = [gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in ordered]
+    merges = bundled["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(ordered)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def _tensors(module: Any) -> dict[str, torch.Tensor]:
+    """The weights under their GGUF names."""
+    config = module.config
+    out = {}
+    for name, weight in module.state_dict().items():
+        if name == "model.embed_tokens.weight":
+            out["token_embd.weight"] = weight
+        elif name == "model.norm.weight":
+            out["output_norm.weight"] = weight
+        elif name == "lm_head.weight" and not config.tie_word_embeddings:
+            out["output.weight"] = weight
+        elif name.startswith("model.layers."):
+            layer, part = name.removeprefix("model.layers.").split(".", 1)
+            part = part.removesuffix(".weight")
+            if part == "self_attn.q_proj":
+                weight = _permuted(weight, config.num_attention_heads)
+            elif part == "self_attn.k_proj":
+                weight = _permuted(weight, config.num_key_value_heads)
+            out[f"blk.{layer}.{_NAMES[part]}.weight"] = weight
+    return out
+
+
+def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q and k as GGUF's llama stores them: rotary pairs side by side."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns)
