@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.cli.eval import eval_app
+from sirchat.cli.app import eval_app
 from sirchat.config.profile_files import list_profiles
 from sirchat.memory.contract import broken_promises
 from sirchat.memory.policies import ALIASES, policy_names
