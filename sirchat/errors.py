@@ -76,7 +76,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as an error shows it: as in YAML, on one line, cut when long."""
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)

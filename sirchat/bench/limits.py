@@ -82,7 +82,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> T
     for turn in range(-(-tokens // _ROUND)):
         ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
         for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn, turn)):
-            archive = max(archive, engine.holding.archive_bytes)
+            archive = max(archive, engine.store.archive_bytes)
         engine.close_round()
         disk = max(disk, _size(files))
         now = _resident()
@@ -95,7 +95,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> T
         archive=archive,
         disk=disk,
         memory=memory if before else None,
-        archived=engine.holding.archived,
+        archived=engine.store.archived,
         seconds=time.perf_counter() - start,
     )
 

@@ -138,7 +138,7 @@ class Reports:
 
     def troubles(self) -> Iterator[Notice]:
         """What went wrong with the archive; the conversation goes on."""
-        troubles = self.engine.holding.troubles
+        troubles = self.engine.store.problems
         while troubles:
             yield Notice(troubles.pop(0))
 

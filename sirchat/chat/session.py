@@ -111,7 +111,7 @@ class Session:
 
         Of what is held alone, if all take more than `limit` bytes; None if that does, too.
         """
-        return self._engine.holding.rows(limit)
+        return self._engine.store.rows(limit)
 
     def received(self, positions: Positions) -> AttentionCheckpoint:
         """What attention these tokens got, where it was counted; see `saving`."""
@@ -270,7 +270,7 @@ class Session:
         What is archived comes back. Raises UsageError where nothing is meant, and SettingError,
         changing nothing, when the pins would leave too little room.
         """
-        positions = self._meant(target, self._engine.holding.reachable())
+        positions = self._meant(target, self._engine.store.reachable())
         moves = list(self._engine.pin(positions, pinned))
         yield from self._reports.moved(self._now.last, moves)
         yield Pinned(len(positions), pinned, self.resident)

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from sirchat.config.yaml12 import parse_scalar
-from sirchat.errors import SettingError, nearest, shown
+from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
 _SPARE = 16  # the least number of cache slots beside the sinks
@@ -364,7 +364,9 @@ def _misfit(
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: setters[key][0] if key in setters else -1)
     origin = setters[key][1]
-    return SettingError(f"{origin(key)}: {key} can't be {shown(values[key])}; {context['rule']}")
+    return SettingError(
+        f"{origin(key)}: {key} can't be {format_value(values[key])}; {context['rule']}"
+    )
 
 
 def check(layer: Layer) -> None:
@@ -384,7 +386,7 @@ def refuse_unknown(key: object, source: str) -> None:
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
         hint = nearest(str(key), Profile.model_fields)
-        raise SettingError(f"{start}there is no setting {shown(key)}", hint=hint)
+        raise SettingError(f"{start}there is no setting {format_value(key)}", hint=hint)
 
 
 def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
@@ -397,7 +399,7 @@ def _refusal(detail: ErrorDetails, origin: Origin) -> SettingError:
     if "[key]" in inner:
         name, may_be = f"{key}: a name", "text"
     hint = nearest(value, choices(key)) if isinstance(value, str) and not inner else ""
-    message = f"{origin(key)}: {name} can't be {shown(value)}; it must be {may_be}"
+    message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
     return SettingError(message, hint=hint)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from sirchat import paths
 from sirchat.config.profile import Layer, Profile, check, merged, parse_value, refuse_unknown
 from sirchat.config.yaml12 import parse_yaml, yaml_line
-from sirchat.errors import SettingError, nearest, shown
+from sirchat.errors import SettingError, format_value, nearest
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def profile_path(name_or_file: str) -> Path:
     profiles = _named_profiles()
     if name_or_file not in profiles:
         hint = nearest(name_or_file, profiles) or f"there are {', '.join(sorted(profiles))}"
-        raise SettingError(f"there is no profile {shown(name_or_file)}", hint=hint)
+        raise SettingError(f"there is no profile {format_value(name_or_file)}", hint=hint)
     return profiles[name_or_file]
 
 
@@ -93,7 +93,9 @@ def init_profile(name: str) -> Path:
     Raises SettingError when the name is unfit, taken, or the file can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise SettingError(f"a profile can't be named {shown(name)}; use letters, digits, - and _")
+        raise SettingError(
+            f"a profile can't be named {format_value(name)}; use letters, digits, - and _"
+        )
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.private_dir(path.parent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from sirchat.errors import SettingError, shown
+from sirchat.errors import SettingError, format_value
 
 # YAML 1.2's plain scalars. YAML 1.1, PyYAML's own, reads `panel: off` as false, `1e-3` as text.
 _SCALARS = [
@@ -37,7 +37,7 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{shown(key.value)} is set twice", problem_mark=key.start_mark
+                    problem=f"{format_value(key.value)} is set twice", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

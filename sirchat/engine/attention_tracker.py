@@ -59,7 +59,7 @@ class AttentionTracker:
     @property
     def _own(self) -> int:
         """Rows in the cache, without those that a layer has for itself."""
-        return self._cache.length - self._cache.foreign
+        return self._cache.length - self._cache.inserted_count
 
     def fitting(self, count: int, size: int) -> int:
         """How many of `count` rows to come have a layer's weights in `size` bytes; one at least."""

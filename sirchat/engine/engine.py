@@ -67,7 +67,7 @@ class Engine:
         )
         self.cache.in_stream = settings.in_stream
         self._reader = Reader(model, self.cache, self.ledger)
-        self.holding = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
+        self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self._layers: tuple[NDArray[np.int64], ...] = ()  # in the reserve, layer by layer
         self._last: tuple[CacheSettings, Selection] | None = None  # of the last forward pass
 
@@ -250,11 +250,11 @@ class Engine:
         if not self._budget.unbounded:
             self.cache.reserve(self.budget)
         moves = list(self._hold(wanted))
-        self.cache.place(in_stream=settings.in_stream)
+        self.cache.set_positions(in_stream=settings.in_stream)
         if (settings.archive, settings.folder) != (before.settings.archive, before.settings.folder):
-            self.holding.set_limit(settings.archive, settings.folder)
+            self.store.set_limit(settings.archive, settings.folder)
         if settings.recall is None or settings.recall.index == "off":
-            self.holding.archive.index = None
+            self.store.archive.index = None
         yield from moves
 
     def pin(
@@ -280,7 +280,7 @@ class Engine:
     def _wanted(self, before: CacheSettings) -> Selection:
         """What is to be held after a switch."""
         now, last = self._budget.settings, self._last
-        if last is not None and last[0] == now and self.holding.has(last[1].held):
+        if last is not None and last[0] == now and self.store.has(last[1].held):
             return last[1]
         same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
         fits = (
@@ -297,7 +297,7 @@ class Engine:
 
     def _choice(self) -> Selection:
         """What the policy keeps of everything that is held or archived; the reserve is empty."""
-        reachable = self.holding.reachable()
+        reachable = self.store.reachable()
         if self._budget.compacts_at_anchors:
             view = self._budget.view(reachable, None)
             rows = self._budget.settings.policy.reduce(view)
@@ -315,7 +315,7 @@ class Engine:
     def _hold(self, choice: Selection) -> Iterator[EvictedRows | RestoredRows]:
         gone, came = _NONE, _NONE
         if not np.array_equal(choice.held, self.ledger.held_positions):
-            gone, came = self.holding.hold(choice.held)
+            gone, came = self.store.hold(choice.held)
             self._layers = ()
         self.ledger.recall(choice.recalled)
         self._insert(choice.layers)
@@ -330,15 +330,13 @@ class Engine:
             return
         self._layers = layers
         if layers:
-            self.holding.insert(
-                int((self.ledger.held_positions < self._budget.sinks).sum()), layers
-            )
+            self.store.insert(int((self.ledger.held_positions < self._budget.sinks).sum()), layers)
         else:
-            self.cache.remove()
+            self.cache.remove_inserted()
 
     def checkpoint(self) -> EngineCheckpoint:
         """The present moment, at the beginning of a turn, to come back to."""
-        return EngineCheckpoint(self.holding.checkpoint(), self.logits, self._round, self._held_now)
+        return EngineCheckpoint(self.store.checkpoint(), self.logits, self._round, self._held_now)
 
     def undo(self, to: EngineCheckpoint) -> None:
         """Go back: what was read or generated since has never been. The settings stay.
@@ -347,7 +345,7 @@ class Engine:
         changing nothing, when a row that was held then can't be had any more.
         """
         self.cache.reserve(len(to.checkpoint.held))
-        self.holding.undo(to.checkpoint)
+        self.store.undo(to.checkpoint)
         self._layers = ()
         self.ledger.recall(to.choice.recalled)
         with suppress(LookupError):  # what a layer had for itself may be gone by now
@@ -409,7 +407,7 @@ class Engine:
         self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
         self._reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
-            self.holding.load(rows, device)
+            self.store.load(rows, device)
             if received is not None:
                 self.ledger.attention.load(received)
         else:
@@ -417,7 +415,7 @@ class Engine:
 
     def forget(self, positions: NDArray[np.int64]) -> None:
         """Let these rows go for good, wherever they are, with all that is known of them."""
-        self.holding.forget(positions)
+        self.store.forget(positions)
         self._layers = ()
         self.ledger.erase(positions)
         self._last = None
@@ -425,7 +423,7 @@ class Engine:
     def check_pins(self, more: int) -> None:
         """Raise SettingError when the pins and `more` rows would leave too little room."""
         if not self._budget.unbounded:
-            self._budget.check_pins(self.holding.reachable(), more)
+            self._budget.check_pins(self.store.reachable(), more)
 
     def require(self, count: int) -> None:
         """Raise ContextFullError when `count` more rows do not fit and nothing may be forgotten."""
@@ -456,7 +454,7 @@ class Engine:
         if len(self.ledger.recalled):
             stays = np.union1d(self._budget.policy_positions[rows.numpy()], self.ledger.recalled)
             rows = torch.from_numpy(np.searchsorted(self.ledger.held_positions, stays))
-        gone = self.holding.keep(rows)
+        gone = self.store.keep(rows)
         return EvictedRows(gone, self.resident, self.ledger.seen)
 
     def _held_ids(self) -> list[int]:

@@ -43,12 +43,12 @@ def search(
     recall, start = engine.settings.recall, engine.ledger.seen
     longest = engine.budget - engine.reserve
     fits = engine.resident - engine.recalled + len(ids) <= longest
-    if recall is None or not engine.reserve or (fits and not engine.holding.archived):
+    if recall is None or not engine.reserve or (fits and not engine.store.archived):
         return None
     if recall.query == "recent":
         return _score(engine, recall, _recent(engine), rotations, start)
     checkpoint = engine.checkpoint()
-    with engine.holding.unlimited():
+    with engine.store.unlimited():
         try:
             ear = QueryRecorder()
             with observed_by(ear) if recall.measure == "attention" else nullcontext():
@@ -72,7 +72,7 @@ def _score(
     """The archived rows among the first `before` of the stream, or the best, and their scores."""
     ledger = engine.ledger
     archived = np.flatnonzero(ledger.column("state")[:before] == State.ARCHIVED)
-    archive = engine.holding.archive
+    archive = engine.store.archive
     archived = archived[archive.has(archived)]
     if not len(archived):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from sirchat.errors import SessionError, shown
+from sirchat.errors import SessionError, format_value
 
 LENGTH = 40
 """Characters of the longest name."""
@@ -23,8 +23,9 @@ def checked_name(text: str) -> str:
     is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
     if is_another_way or not is_text:
         raise SessionError(
-            f"a session can't be called {shown(name)}; allowed: up to {LENGTH} letters, digits and "
-            "other signs that show, not last, nor like an id, nor with a dash or quote in front",
+            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} letters, "
+            "digits and other signs that show, not last, nor like an id, nor with a dash or quote "
+            "in front",
             hint="for example /save my trip",
         )
     return name

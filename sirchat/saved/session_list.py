@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from sirchat.errors import SessionError, nearest, shown
+from sirchat.errors import SessionError, format_value, nearest
 from sirchat.saved.database import (
     UNDECODABLE,
     check_format,
@@ -86,10 +86,10 @@ def find_session(folder: Path, ident: str) -> Path:
     fits = called or [name for name in found if ident and name.startswith(ident)]
     if len(fits) > 1:
         how = "are called" if called else "begin with"
-        raise SessionError(f"several sessions {how} {shown(ident)}: {_several(fits)}")
+        raise SessionError(f"several sessions {how} {format_value(ident)}: {_several(fits)}")
     if not fits:
         raise SessionError(
-            f"there is no saved session {shown(ident)}",
+            f"there is no saved session {format_value(ident)}",
             hint=nearest(ident, [*found, *named.values()]) or _choice(found),
         )
     return found[fits[0]]
@@ -104,8 +104,8 @@ def free_name(folder: Path, text: str, own: str) -> str:
     for one in list_sessions(folder).sessions:
         if one.id != own and (one.id == name or same_name(one.name, name)):
             raise SessionError(
-                f"session {one.id} is called {shown(name)} already; allowed: a name that no other "
-                "session has",
+                f"session {one.id} is called {format_value(name)} already; allowed: a name that no "
+                "other session has",
                 hint=f"choose another, or remove that one: sirchat sessions rm {one.id}",
             )
     return name

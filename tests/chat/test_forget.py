@@ -70,7 +70,7 @@ def test_its_keys_and_values_are_overwritten() -> None:
     list(chat.ask("other words " * 30))
     archived = [one.row.position for one in chat.why(SECRET) if one.state == "archived"]
     assert archived
-    archive = chat._engine.holding._archive
+    archive = chat._engine.store._archive
     before = archive.fetch(np.array(archived))
     list(chat.forget(SECRET))
     for segment in archive._segments:

@@ -100,7 +100,7 @@ def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
         assert rotation.key is not None
         key = first.tensors[2 * layer]
         for slot, old in enumerate(first.written_at.tolist()):
-            cos, sin = rotation.key.turn(torch.tensor([old]), torch.tensor([slot]))
+            cos, sin = rotation.key.cos_sin(torch.tensor([old]), torch.tensor([slot]))
             moved = rotation.key.apply(key[:, slot : slot + 1], cos, sin)
             torch.testing.assert_close(engine.cache.layer_keys(layer)[0, :, slot], moved[:, 0])
 
@@ -114,8 +114,8 @@ def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
 
 def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
     engine = talked(memory("sink", 64, archive=1))
-    assert engine.holding.archive_bytes <= 1
-    assert engine.holding.archived == 0
+    assert engine.store.archive_bytes <= 1
+    assert engine.store.archived == 0
     list(engine.switch(memory("sink", 200, archive=1)))
     assert engine.resident == 64
 
@@ -135,7 +135,7 @@ def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
     engine = talked(memory("sink", 64))
     list(engine.switch(memory("sink", 150, archive=0)))
     assert engine.resident == 150
-    assert engine.holding.archived == 0
+    assert engine.store.archived == 0
 
 
 @pytest.mark.parametrize("policy", ["sink", "random", "entropy"])
@@ -149,19 +149,19 @@ def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
 
 def test_turns_undone_leave_nothing_in_the_archive() -> None:
     engine = talked(memory("sink", 64))
-    before = engine.holding.archive_bytes
+    before = engine.store.archive_bytes
     for turn in range(30):
         checkpoint = engine.checkpoint()
         talk(engine, 7 + turn, count=100)
         engine.undo(checkpoint)
-    assert engine.holding.archive_bytes <= 2 * before
+    assert engine.store.archive_bytes <= 2 * before
 
 
 def test_turning_the_archive_off_empties_it() -> None:
     engine = talked(memory("sink", 64))
-    assert engine.holding.archived == engine.ledger.seen - engine.resident
+    assert engine.store.archived == engine.ledger.seen - engine.resident
     list(engine.switch(memory("sink", 64, archive=0)))
-    assert engine.holding.archived == engine.holding.archive_bytes == 0
+    assert engine.store.archived == engine.store.archive_bytes == 0
 
 
 @pytest.mark.parametrize("policy", BOUNDED)

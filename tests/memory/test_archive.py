@@ -131,8 +131,8 @@ def test_full_segments_are_private_files_and_go_with_the_archive(tmp_path: Path)
     folder = tmp_path / "a" / "b"
     archive = Archive(folder=folder)
     archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
+    assert archive._files is not None
+    archive._files.wait()
     assert len(list(folder.iterdir())) == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -145,8 +145,8 @@ def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
     archive.remove(np.array([17]))
-    assert archive._shelf is not None
-    archive._shelf.wait()
+    assert archive._files is not None
+    archive._files.wait()
     (path,) = (tmp_path / "a").iterdir()
     assert (load_file(path)["0"][:, 16] == 0).all()
     assert (load_file(path)["0"][:, 15] == 16).all()
@@ -158,18 +158,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
-    assert str(tmp_path) in (archive.trouble or "")
+    assert archive._files is not None
+    archive._files.wait()
+    assert str(tmp_path) in (archive.disk_error or "")
 
 
 def test_a_path_that_is_no_folder_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
     archive = Archive(folder=tmp_path / "a" / "b")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
-    assert str(tmp_path) in (archive.trouble or "")
+    assert archive._files is not None
+    archive._files.wait()
+    assert str(tmp_path) in (archive.disk_error or "")
     check_fetched(archive, [0, 5])
 
 
@@ -208,12 +208,12 @@ def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
 
 def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: Path) -> None:
     chat, _ = long_chat()
-    archived = chat._engine.holding.archived
+    archived = chat._engine.store.archived
     list(chat.switch("/set", archive="disk"))
-    assert chat._engine.holding.archived == archived > 1000
+    assert chat._engine.store.archived == archived > 1000
     list(chat.switch("/set", archive_limit="2GiB"))
     list(chat.switch("/set", archive="ram"))
-    assert chat._engine.holding.archived == archived
+    assert chat._engine.store.archived == archived
     assert not list(home.rglob("*.safetensors"))
 
 
@@ -221,7 +221,7 @@ def test_a_full_archive_is_told_once_and_the_chat_goes_on() -> None:
     chat, notices = long_chat(archive_limit="200kB")
     assert [text for text in notices if "archive is full" in text] == notices
     assert len(notices) == 1
-    assert chat._engine.holding.archive_bytes <= 200_000
+    assert chat._engine.store.archive_bytes <= 200_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
 

@@ -117,7 +117,7 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
     cache.update(first, first, 0)
     cache.commit(held - 1)
     naive = first
-    cos, sin = WHOLE.turn(torch.tensor([1]), torch.tensor([0]))
+    cos, sin = WHOLE.cos_sin(torch.tensor([1]), torch.tensor([0]))
     for _ in range(times):
         row = random_rows(1)[0].bfloat16()
         cache.update(row, row, 0)
@@ -126,7 +126,7 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
         naive = WHOLE.apply(naive, cos, sin).bfloat16()
     survivors = first[:, :, times:].float()
     old = torch.arange(times, held - 1)
-    exact = WHOLE.apply(survivors, *WHOLE.turn(old, old - times))
+    exact = WHOLE.apply(survivors, *WHOLE.cos_sin(old, old - times))
     now = cache.layer_keys(0)[:, :, : len(old)]
     assert relative_error(now, exact) < 0.005
     assert relative_error(naive[:, :, times:], exact) > 0.1
@@ -152,7 +152,7 @@ def check(cache: BoundedCache, rows: list[Row]) -> None:
             for i, rotation in enumerate((rotations.key, rotations.value)):
                 expected = row.tensors[layer][i]
                 if rotation is not None:
-                    turn = rotation.turn(torch.tensor([row.written_at]), torch.tensor([slot]))
+                    turn = rotation.cos_sin(torch.tensor([row.written_at]), torch.tensor([slot]))
                     expected = rotation.apply(expected, *turn)
                 view = (cache.layer_keys, cache.layer_values)[i](layer)[:, :, [slot]]
                 torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)

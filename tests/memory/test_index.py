@@ -24,7 +24,7 @@ from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import WORTHWHILE, Index
+from sirchat.memory.index import AUTO_INDEX_ROWS, Index
 from sirchat.memory.ranking import Ranked, Ranking, wants_index
 from sirchat.memory.recall import (
     LayerQueries,
@@ -53,7 +53,7 @@ def some_rows(count: int, first: int = 0, seed: int = 0) -> Rows:
     """Rows in clumps, the same in every layer, first written at slots up to 900."""
     generator = torch.Generator().manual_seed(seed)
     written_at = torch.randint(0, 900, (count,), generator=generator)
-    turn = TURNING.turn(torch.zeros(count), written_at)
+    turn = TURNING.cos_sin(torch.zeros(count), written_at)
     of = torch.randint(0, 40, (count,), generator=generator)
     tensors = []
     for number in range(2 * LAYERS):
@@ -161,9 +161,9 @@ def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: b
     stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
     bare = vectors.of_softmax(query) or asked
     for (layer, head), row, ask, plain in zip(vectors.heads, stored, asked, bare, strict=True):
-        back = TURNING.turn(torch.from_numpy(rows.written_at), torch.zeros(300))
+        back = TURNING.cos_sin(torch.from_numpy(rows.written_at), torch.zeros(300))
         keys = TURNING.apply(rows.tensors[2 * layer], *back)[head]
-        ours = query.heard[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
+        ours = query.layer_queries[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
         logits = ours @ keys.T * DIMS**-0.5
         more = nats.log() * (1 + soft) if weight == "surprisal" else 0.0
         for gap in (ask @ row.T - logits - more, plain @ row.T - logits):
@@ -301,7 +301,7 @@ def test_a_search_by_index_leaves_everything_as_it_was(
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
     assert found is not None
-    assert engine.holding.archive.index is not None
+    assert engine.store.archive.index is not None
     assert same(contents(engine), before)
     now = engine.ledger.rows()
     for column in ("token_id", "state", "flags", "surprisal"):
@@ -330,24 +330,24 @@ def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPat
 
 def test_no_index_stays_where_none_is_wanted() -> None:
     engine, model = talked(memory("sink", index="on"))
-    assert engine.holding.archive.index is not None
+    assert engine.store.archive.index is not None
     recall = engine.settings.recall
     assert recall is not None
     list(engine.switch(replace(engine.settings, recall=replace(recall, index="off"))))
-    assert engine.holding.archive.index is None
+    assert engine.store.archive.index is None
     say(engine, model, 30)
-    assert engine.holding.archive.index is None
+    assert engine.store.archive.index is None
 
 
 def test_auto_takes_an_index_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = RecallSettings("attention", index="auto")
-    assert wants_index(auto, WORTHWHILE + 1)
-    assert not wants_index(auto, WORTHWHILE)
-    assert not wants_index(replace(auto, scope="layer"), WORTHWHILE + 1)
-    assert not wants_index(replace(auto, index="off"), WORTHWHILE + 1)
+    assert wants_index(auto, AUTO_INDEX_ROWS + 1)
+    assert not wants_index(auto, AUTO_INDEX_ROWS)
+    assert not wants_index(replace(auto, scope="layer"), AUTO_INDEX_ROWS + 1)
+    assert not wants_index(replace(auto, index="off"), AUTO_INDEX_ROWS + 1)
     assert wants_index(replace(auto, index="on"), 1)
     monkeypatch.setattr(ranking, "is_available", lambda: False)
-    assert not wants_index(auto, WORTHWHILE + 1)
+    assert not wants_index(auto, AUTO_INDEX_ROWS + 1)
 
 
 def test_tiny_answers_from_what_an_index_found() -> None:

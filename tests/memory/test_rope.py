@@ -95,7 +95,7 @@ def samples(rotation: Rotation) -> dict[int, Tensor]:
 
 def move(x: Tensor, rotation: Rotation, old: int, new: int) -> Tensor:
     """`x` [..., D], all at position `old`, moved to `new`."""
-    cos, sin = rotation.turn(torch.tensor([old]), torch.tensor([new]))
+    cos, sin = rotation.cos_sin(torch.tensor([old]), torch.tensor([new]))
     return rotation.apply(x[..., None, :], cos, sin)[..., 0, :]
 
 

@@ -66,7 +66,7 @@ def state(chat: Session) -> dict[str, Any]:
         "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
         "shares": view.turns,
         "counts": (end.turns, end.seen, end.resident, end.tokens_out),
-        "archived": chat._engine.holding.archived,
+        "archived": chat._engine.store.archived,
         "logits": logits.tolist(),
         "profile": chat.profile,
         "kv": contents(chat.rows()),
@@ -265,7 +265,7 @@ def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
     saving.close()
     again, store = resumed(folder, babbler())
     store.close()
-    assert again._engine.holding.archived == 0 < chat._engine.holding.archived
+    assert again._engine.store.archived == 0 < chat._engine.store.archived
     assert again.snapshot().rows == chat.snapshot().rows
     for one in (chat, again):
         list(one.ask("and on"))
