@@ -25,7 +25,8 @@ from sirchat.chat.snapshot import (
     log_worth_of,
     token_rows,
 )
-from sirchat.config.profile import Profile, as_typed
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, RestoredRows
 from sirchat.models.capabilities import no_attention_reason

@@ -22,8 +22,10 @@ from sirchat.cli.launch import Debug, Trust, open_session, profile_of, quick_sta
 from sirchat.cli.lm_eval import add_lm_eval
 from sirchat.cli.sessions import sessions_app
 from sirchat.cli.train import train_app
-from sirchat.config.profile import Profile, changed, parse_size, parse_value
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import init_profile, list_profiles, resolve, show
+from sirchat.config.values import parse_value
 from sirchat.errors import (
     SirchatError,
     TranscriptError,

@@ -14,7 +14,9 @@ import typer
 
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, load, profile_of
-from sirchat.config.profile import Profile, changed, is_option, parse_option, parse_value
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import policy_class
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, how_else, options_of
-from sirchat.config.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
+from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen

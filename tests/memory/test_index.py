@@ -18,7 +18,8 @@ from import_graph import SOURCES, imports
 from recalling import find, memory, say, some_ids, talked
 from sirchat.chat.events import Recalled
 from sirchat.chat.settings import build_cache_settings
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.memory import index as index_module
 from sirchat.memory import ranking
