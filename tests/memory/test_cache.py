@@ -1,4 +1,4 @@
-"""The bounded cache: appended and compacted in place, and keys that never drift."""
+"""The bounded cache: appending and compacting in place, without drift of the keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Row:
 
 @given(steps)
 @settings(max_examples=60)
-def test_slot_i_holds_row_i_as_first_written_and_turned_once(plan: list[tuple[str, Any]]) -> None:
+def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[str, Any]]) -> None:
     cache, rows = BoundedCache(LAYERS, capacity=40), list[Row]()
     for step, what in plan:
         if step == "reserve":
@@ -59,7 +59,7 @@ def test_slot_i_holds_row_i_as_first_written_and_turned_once(plan: list[tuple[st
         check(cache, rows)
 
 
-def test_attention_sees_the_new_rows_before_they_are_committed() -> None:
+def test_attention_reads_the_new_rows_before_they_are_committed() -> None:
     cache = BoundedCache(LAYERS, capacity=8)
     for length in (3, 4):
         seen = cache.update(*random_rows(length), 0)
@@ -79,7 +79,7 @@ def test_appending_never_copies_what_is_held() -> None:
     assert (cache.layer_keys(0).data_ptr(), cache.nbytes) == before
 
 
-def test_memory_is_the_capacity_and_half_again_where_keys_turn() -> None:
+def test_memory_is_the_capacity_and_half_again_with_rotated_keys() -> None:
     cache = BoundedCache([LayerRotation(WHOLE)], capacity=16)
     assert cache.nbytes == 0
     write(cache, 1)
@@ -101,7 +101,7 @@ def test_writing_past_the_capacity_is_an_error(extra: int) -> None:
     assert cache.length == 4
 
 
-def test_a_layer_that_was_never_written_has_nothing_to_show() -> None:
+def test_reading_a_layer_that_was_never_written_is_an_error() -> None:
     with pytest.raises(LookupError):
         BoundedCache(LAYERS, capacity=1).layer_keys(0)
 
