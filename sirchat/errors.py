@@ -1,15 +1,15 @@
 """Every error that sirchat raises on purpose.
 
     SirchatError            exit code 1
-    ├── UsageError          exit code 2: what was asked for can't be asked
+    ├── UsageError          exit code 2: the request itself is not valid
     │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
     │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
     ├── SessionError        a saved session can't be found, opened, read or written
     ├── UndoError           a turn that can't be undone
-    ├── ModelError          the model can't be loaded or can't live under a budget
+    ├── ModelError          the model can't be loaded, or its cache can't be held under a budget
     └── ContextFullError    policy `full` reached the model's context length
 
-The message is one line that names the bad value and what is allowed; `hint` says what to do next.
+The message is one line with the bad value and the allowed ones; `hint` says what to do next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 
 class SirchatError(Exception):
-    """Base of the family: `str(error)` is one line for the user, `hint` the next step."""
+    """Base class: `str(error)` is one line for the user; `hint`, its last part, the next step."""
 
     exit_code = 1
 
@@ -36,7 +36,7 @@ class SirchatError(Exception):
 
 
 class UsageError(SirchatError):
-    """What was asked for can't be asked: exit code 2."""
+    """The request itself is not valid: exit code 2."""
 
     exit_code = 2
 
@@ -54,19 +54,19 @@ class SessionError(SirchatError):
 
 
 class UndoError(SirchatError):
-    """There is no turn to undo, or its memory is gone."""
+    """There is no turn to undo, or rows that were held before it are no longer stored."""
 
 
 class ModelError(SirchatError):
-    """A model can't be loaded, or has no per-token cache that a budget could hold."""
+    """A model can't be loaded, or has no per-token KV cache to evict from."""
 
 
 class ContextFullError(SirchatError):
-    """The model's context is full and the policy may forget nothing."""
+    """The model's context is full and the policy never evicts."""
 
 
 def terminal_has_gone(error: BaseException) -> bool:
-    """Whether an error says that nobody reads the output any more."""
+    """Whether an error means that the terminal or pipe for output was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
@@ -76,8 +76,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
-def shown(value: object) -> str:
-    """A value as an error shows it: as in YAML, on one line, cut when long."""
+def format_value(value: object) -> str:
+    """A value for an error message: as in YAML, on one line, cut to 60 characters."""
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""Where sirchat keeps its files, and how it makes folders and files that only their owner reads.
+"""Paths of sirchat's files, and private folders and files, which only their owner can read.
 
-`SIRCHAT_HOME`, when set, puts everything under one folder: `config`, `data` and `state`.
+`SIRCHAT_HOME`, when set, is the parent of all three folders: `config`, `data` and `state`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from platformdirs import PlatformDirs
 
 
 def config_dir() -> Path:
-    """The user's settings: profiles."""
+    """The folder of the user's settings: profiles."""
     return _under_home("config") or _platform().user_config_path
 
 
 def data_dir() -> Path:
-    """What the user made: saved conversations and archives."""
+    """The folder of the user's data: saved conversations and archives."""
     return _under_home("data") or _platform().user_data_path
 
 
 def state_dir() -> Path:
-    """What can be lost without harm: the input history."""
+    """The folder of what can be lost without harm: the input history."""
     return _under_home("state") or _platform().user_state_path
 
 
@@ -33,33 +33,33 @@ def user_profiles_dir() -> Path:
 
 
 def history_file() -> Path:
-    """The lines typed at the prompt, for recall with the arrow keys."""
+    """The file of lines typed at the prompt, which the arrow keys bring back."""
     return state_dir() / "history"
 
 
 def sessions_dir() -> Path:
-    """The saved conversations."""
+    """The folder of saved conversations."""
     return data_dir() / "sessions"
 
 
 def archives_dir() -> Path:
-    """What left the memory of chats under way, where it waits on disk."""
+    """The folder of running chats' archives (`archive: disk`)."""
     return data_dir() / "archives"
 
 
 def shipped_profiles_dir() -> Path:
-    """The profiles that come with sirchat: in the package, or beside it in a source checkout."""
+    """The folder of shipped profiles: in the package, or beside it in a source checkout."""
     packaged = _package() / "profiles"
     return packaged if packaged.is_dir() else _package().parent / "profiles"
 
 
 def tiny_dir() -> Path:
-    """The bundled model: weights, tokenizer, model card."""
+    """The folder of the bundled model: weights, tokenizer, model card."""
     return _package() / "tiny"
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` and its missing parents with mode 0700; a folder that exists stays as it is.
+    """Make `path` and its missing parents with mode 0700; existing folders are not changed.
 
     Raises OSError where a folder can't be made.
     """
@@ -69,7 +69,7 @@ def private_dir(path: Path) -> Path:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open `path` as `open()` does, text as UTF-8; a file made by this has mode 0600.
+    """Open `path` like `open()`, text as UTF-8; a file that it creates has mode 0600.
 
     Raises OSError like `open()`.
     """

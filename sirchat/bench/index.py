@@ -12,7 +12,8 @@ import numpy as np
 from sirchat.bench.archived import SINKS, TOKENS, archived, questions
 from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.settings import build_cache_settings
-from sirchat.config.profile import BEST_RECALL, Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import BEST_RECALL, Profile
 from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available

@@ -22,7 +22,8 @@ from sirchat.chat.events import (
 from sirchat.chat.scores import policy_scores
 from sirchat.chat.settings import has_effect
 from sirchat.chat.snapshot import Positions, Texts, token_rows
-from sirchat.config.profile import Profile, as_typed
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, RestoredRows
 from sirchat.models.capabilities import no_attention_reason

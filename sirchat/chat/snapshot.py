@@ -138,7 +138,7 @@ def take_snapshot(
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
-        apart=engine.cache.foreign,
+        apart=engine.cache.inserted_count,
     )
 
 

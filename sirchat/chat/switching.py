@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from sirchat.chat.settings import check_attention, check_budget, check_recall, refuse_fixed
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.models.model import LoadedModel
 

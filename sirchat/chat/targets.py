@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sirchat.chat.snapshot import Positions, Texts
-from sirchat.errors import UsageError, shown
+from sirchat.errors import UsageError, format_value
 from sirchat.memory.ledger import Flag, Ledger, Role
 
 
@@ -29,7 +29,7 @@ def positions_of(
     else:
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
-        raise UsageError(f"{shown(target)} is nowhere in what can be remembered")
+        raise UsageError(f"{format_value(target)} is nowhere in what can be remembered")
     return positions
 
 

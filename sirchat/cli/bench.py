@@ -9,7 +9,8 @@ from typer.core import TyperGroup
 
 from sirchat.cli.launch import Debug, misplaced_flag
 from sirchat.cli.study_flags import Json
-from sirchat.config.profile import Profile, changed, parse_size
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sirchat.cli.launch import open_session, profile_of, quick_start
-from sirchat.config.profile import Profile, changed, parse_value
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import parse_value
 from sirchat.errors import terminal_has_gone
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ import typer
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, load, profile_of
 from sirchat.cli.study_flags import Json, Policies, Sweep, command_line, settings_of
-from sirchat.config.profile import Profile, as_typed, changed, parse_value
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.ui.text import displayable, displayable_line
 

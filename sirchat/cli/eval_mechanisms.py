@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sirchat.cli.study_flags import Compared, Defaults, study, whole_numbers
-from sirchat.config.profile import Profile, changed, parse_value
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import parse_value
 
 if TYPE_CHECKING:
     from sirchat.tasks.study import Study

@@ -14,8 +14,10 @@ import typer
 
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, load, profile_of
-from sirchat.config.profile import Profile, changed, is_option, parse_option, parse_value
-from sirchat.errors import SettingError, shown
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import is_option, parse_option, parse_value
+from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import policy_class
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
-            f"sweep is {shown(text)}, must be a setting and its values, such as recent=16,32"
+            f"sweep is {format_value(text)}, must be a setting and its values, such as recent=16,32"
         )
     return key.replace("-", "_"), values.split(",")
 
@@ -162,7 +164,9 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """The whole numbers in a comma-separated list; raises SettingError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise SettingError(f"{option} is {shown(text)}, must be numbers of 0 or more, with commas")
+        raise SettingError(
+            f"{option} is {format_value(text)}, must be numbers of 0 or more, with commas"
+        )
     return tuple(map(int, parts))
 
 

@@ -1,1 +1,1 @@
-"""Every setting, validated: profiles, their YAML files, and which value wins."""
+"""Settings: the profile, its YAML files, and the precedence of flags, environment and files."""

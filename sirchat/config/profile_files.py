@@ -1,7 +1,8 @@
-"""Where settings come from: flags, the environment, profile files.
+"""Profile files, and the precedence of flags, environment variables and profiles.
 
-A value is taken from the first of: flag, environment `SIRCHAT_<KEY>`, the profile, the user's
-`default.yaml`, the built-in default. Profiles are YAML files that hold only the keys they set.
+A setting's value comes from the first of these that sets it: flag, environment `SIRCHAT_<KEY>`,
+the profile, the user's `default.yaml`, the built-in default. A profile is a YAML file with only the
+keys that it sets.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sirchat import paths
-from sirchat.config.profile import Layer, Profile, check, merged, parse_value, refuse_unknown
+from sirchat.config.layers import Layer, check_values, merged
+from sirchat.config.profile import Profile
+from sirchat.config.values import parse_value, require_setting
 from sirchat.config.yaml12 import parse_yaml, yaml_line
-from sirchat.errors import SettingError, nearest, shown
+from sirchat.errors import SettingError, format_value, nearest
 
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """A profile that can be named: its file, what it says it is for, and whose it is."""
+    """A profile in one of the two profile folders.
+
+    `shipped` is true for one that comes with sirchat, false for one of the user's own.
+    """
 
     name: str
     path: Path
@@ -31,11 +37,12 @@ class ProfileInfo:
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """The settings in force; `profile` is a name or file, else `SIRCHAT_PROFILE` names it.
+    """The settings from all sources.
 
-    In `flags` None means not given, and text is parsed as by `parse_value`. Empty variables count
-    as not set. A layer that names another policy drops the `policy_options` of those below it.
-    Raises SettingError for the first problem.
+    `profile` is a name or a file; without it, `SIRCHAT_PROFILE` names one. In `flags`, None means
+    not given, and text is parsed by `parse_value`. Empty environment variables count as not set. A
+    source that sets another policy clears the `policy_options` of lower ones. Raises SettingError
+    for the first problem.
     """
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
@@ -46,22 +53,23 @@ def resolve(
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The file of a profile. A `.yaml` ending or a slash makes it a file, which may be missing.
+    """The file of a profile.
 
-    A name is looked for in the user's folder, then among the shipped profiles. Raises SettingError
-    when no profile has it.
+    With a `.yaml` ending or a slash the argument is the path itself, which may not exist. A name is
+    looked up in the user's folder, then among the shipped profiles. Raises SettingError for an
+    unknown name.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
     profiles = _named_profiles()
     if name_or_file not in profiles:
         hint = nearest(name_or_file, profiles) or f"there are {', '.join(sorted(profiles))}"
-        raise SettingError(f"there is no profile {shown(name_or_file)}", hint=hint)
+        raise SettingError(f"there is no profile {format_value(name_or_file)}", hint=hint)
     return profiles[name_or_file]
 
 
 def load_profile(name_or_file: str) -> dict[str, object]:
-    """The keys that a profile sets, each checked; it is found as by `profile_path`.
+    """The values that a profile sets, each checked; the file is found by `profile_path`.
 
     Raises SettingError when there is no such profile, it isn't well-formed, or a key or value is
     not allowed.
@@ -70,16 +78,16 @@ def load_profile(name_or_file: str) -> dict[str, object]:
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """Every profile that has a name, sorted; the user's own hides a shipped one of that name."""
+    """Every profile in both folders, by name; the user's own hides a shipped one of that name."""
     shipped = paths.shipped_profiles_dir()
     return [
-        ProfileInfo(name, path, _described(path), path.parent == shipped)
+        ProfileInfo(name, path, _description(path), path.parent == shipped)
         for name, path in sorted(_named_profiles().items())
     ]
 
 
 def show(profile: Profile) -> str:
-    """Every setting as YAML, its description as a comment; `load_profile` reads it back."""
+    """Every setting as YAML, its description as a comment; `load_profile` can read it."""
     values = profile.model_dump()
     return "\n".join(
         f"# {field.description}\n{yaml_line(key, values[key])}"
@@ -88,12 +96,15 @@ def show(profile: Profile) -> str:
 
 
 def init_profile(name: str) -> Path:
-    """Write a profile with every setting commented out into the user's folder; only they read it.
+    """Write a private profile into the user's folder, with every setting commented out.
 
-    Raises SettingError when the name is unfit, taken, or the file can't be written.
+    Returns its path. Raises SettingError when the name is invalid or taken, or the file can't be
+    written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise SettingError(f"a profile can't be named {shown(name)}; use letters, digits, - and _")
+        raise SettingError(
+            f"a profile can't be named {format_value(name)}; use letters, digits, - and _"
+        )
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.private_dir(path.parent)
@@ -113,7 +124,7 @@ def _file_layer(path: Path) -> Layer:
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
     given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
     layer = Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
-    check(layer)
+    check_values(layer)
     return layer
 
 
@@ -124,13 +135,13 @@ def _variable(key: str) -> str:
 def _flag_layer(flags: Mapping[str, object]) -> Layer:
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
-        refuse_unknown(key, _flag(key))
+        require_setting(key, _flag(key))
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()
     }
     layer = Layer(values, _flag)
-    check(layer)
+    check_values(layer)
     return layer
 
 
@@ -143,7 +154,7 @@ def _named_profiles() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
 
 
-def _described(path: Path) -> str:
+def _description(path: Path) -> str:
     try:
         return " ".join(str(_read(path).get("description", "")).split())
     except SettingError as error:
@@ -163,7 +174,7 @@ def _read(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(values, dict):
         raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
-    check(Layer(values, lambda key: str(path)))
+    check_values(Layer(values, lambda key: str(path)))
     return values
 
 

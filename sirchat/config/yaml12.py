@@ -1,6 +1,6 @@
-"""YAML as profiles use it: 1.2's plain scalars, and no key twice.
+"""YAML for profiles: scalars as in YAML 1.2, and duplicate keys refused.
 
-YAML 1.1, PyYAML's own, reads `panel: off` as false and `1e-3` as text.
+PyYAML implements YAML 1.1, which reads `panel: off` as false and `1e-3` as text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import yaml
 
-from sirchat.errors import SettingError, shown
+from sirchat.errors import SettingError, format_value
 
-# YAML 1.2's plain scalars. YAML 1.1, PyYAML's own, reads `panel: off` as false, `1e-3` as text.
-_SCALARS = [
+_SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
     for tag, pattern in {
         "null": r"~|null|Null|NULL|",
@@ -28,7 +27,7 @@ _SCALARS = [
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars, and no key twice."""
+    """Reads scalars as in YAML 1.2, and refuses duplicate keys."""
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
 
@@ -37,14 +36,14 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{shown(key.value)} is set twice", problem_mark=key.start_mark
+                    problem=f"{format_value(key.value)} is set twice", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes whatever either version of YAML would read as something other than text."""
+    """Quotes text that either version of YAML would read as something other than text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -67,7 +66,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """`text` as YAML reads it, or as it is where YAML reads nothing."""
+    """`text` as a YAML value, or unchanged where it isn't valid YAML or is empty."""
     try:
         value: object = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -76,7 +75,7 @@ def parse_scalar(text: str) -> object:
 
 
 def yaml_line(key: str, value: object) -> str:
-    """`key: value` as YAML, with its line end."""
+    """`key: value` as YAML, ending in a newline."""
     document = {key: value}
     text: str = yaml.dump(document, Dumper=Dumper, allow_unicode=True, width=2**31)
     return text

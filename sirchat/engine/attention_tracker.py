@@ -87,7 +87,7 @@ class AttentionTracker:
     @property
     def _shared_rows(self) -> int:
         """Number of rows in the cache, without those that belong to single layers."""
-        return self._cache.length - self._cache.foreign
+        return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
         """How many of the next `count` rows fit one pass whose weights take `size` bytes a layer.

@@ -265,7 +265,7 @@ class ResidentRows:
             sinks = int((self._ledger.held_positions < self.budget.sinks).sum())
             self._store.insert(sinks, layers)
         else:
-            self._cache.remove()
+            self._cache.remove_inserted()
 
     def _keep(self, num_keep: int, round: int) -> EvictedRows:
         """Evict all but `num_keep` rows of the policy's; recalled rows stay."""

@@ -1,4 +1,5 @@
-"""What the model remembers: the ledger, the cache of keys and values, the policies that choose.
+"""The model's memory: the ledger of tokens, the KV cache, its archive, and the eviction policies.
 
-This package knows tensors, never text, models or screens; `cache.py` alone knows transformers.
+This package works on tensors. It imports no text, model or screen code; only `cache.py` imports
+transformers.
 """

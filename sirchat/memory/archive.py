@@ -1,8 +1,8 @@
-"""What left the cache and can come back: keys and values as first written, in RAM or on disk.
+"""The archive of evicted rows: their keys and values as first written, in RAM or on disk.
 
-Rows are appended in segments of fixed size and found by their stream position. A row that returns
-to the cache stays here too, and is not stored a second time when it leaves again. Over its limit
-the archive lets go of whole segments, those of the lowest scores first.
+Rows are appended to segments of fixed size and looked up by stream position. A row that returns to
+the cache also stays in the archive, and is not stored a second time when it is evicted again. Over
+its limit the archive drops whole segments, the one with the lowest mean score first.
 """
 
 from __future__ import annotations
@@ -20,41 +20,46 @@ from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, Segm
 
 
 class Archive:
-    """Rows by stream position, up to `limit` bytes; full segments go to `folder`, if given.
+    """Archived rows by stream position.
+
+    Args:
+        limit: most bytes to keep, applied by `shrink`; None for no limit.
+        folder: where full segments are written, or None to keep them in RAM.
 
     Attributes:
-        index: finds rows by what they hold, where somebody made one; what leaves here leaves it.
+        index: search index over the archived rows, or None where none was built. Rows that leave
+            the archive are removed from it.
     """
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
-        self._shelf = SegmentFiles(folder) if folder is not None else None
+        self._files = SegmentFiles(folder) if folder is not None else None
         self._segments: list[Segment | None] = []
         self.clear()
 
     @property
-    def trouble(self) -> str | None:
-        """Why the disk can't be written, once it can't."""
-        return self._shelf.trouble if self._shelf is not None else None
+    def disk_error(self) -> str | None:
+        """Why the disk can't be written; None while it can."""
+        return self._files.error if self._files is not None else None
 
     def close(self) -> None:
-        """Store nothing, and delete what is on disk."""
+        """Remove every row, and delete the files on disk."""
         self.clear()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._files is not None:
+            self._files.close()
 
     def clear(self) -> None:
-        """Store nothing."""
+        """Remove every row."""
         for number in range(len(self._segments)):
             self._drop(number)
         self._segments = []
-        self._places = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
+        self._slots = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
         self.index: Index | None = None
 
     @property
     def nbytes(self) -> int:
-        """Memory of all keys and values, in bytes."""
-        return sum(one.nbytes for one in self._segments if one is not None)
+        """Size of all keys and values, in bytes."""
+        return sum(segment.nbytes for segment in self._segments if segment is not None)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -62,18 +67,18 @@ class Archive:
     @property
     def positions(self) -> Positions:
         """Stream positions of all rows, ascending."""
-        return np.flatnonzero(self._places >= 0)
+        return np.flatnonzero(self._slots >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
-        """Which of these stream positions [n] are stored."""
-        known = positions < len(self._places)
-        found = np.zeros(len(positions), bool)
-        found[known] = self._places[positions[known]] >= 0
-        return found
+        """Mask [n] of the stream positions [n] that are stored."""
+        in_range = positions < len(self._slots)
+        stored = np.zeros(len(positions), bool)
+        stored[in_range] = self._slots[positions[in_range]] >= 0
+        return stored
 
     @torch.inference_mode()
     def add(self, rows: Rows) -> None:
-        """Store rows, wherever their tensors are; those that are stored already are skipped."""
+        """Store rows from any device; rows that are stored already are skipped."""
         new = np.flatnonzero(~self.has(rows.positions))
         if len(new) < len(rows):
             rows = rows.take(new)
@@ -84,103 +89,110 @@ class Archive:
         while start < len(rows):
             segment, number = self._open(rows.tensors)
             end = min(len(rows), start + SEGMENT_ROWS - segment.used)
-            self._places[rows.positions[start:end]] = (
+            self._slots[rows.positions[start:end]] = (
                 number * SEGMENT_ROWS + segment.used + np.arange(end - start)
             )
             segment.put(rows.between(start, end))
             start = end
-            if segment.is_full and self._shelf is not None:
-                self._shelf.put(number, segment)
+            if segment.is_full and self._files is not None:
+                self._files.put(number, segment)
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
-        """The rows at these stream positions [n], in this order; of one layer alone, if given.
+        """The rows at these stream positions [n], in this order; of one layer only, if given.
 
-        Without `values`, theirs are of width 0: keys alone come in half the time.
-        Raises LookupError when one of them is not stored.
+        Without `values`, the value tensors have width 0, which takes half the time.
+        Raises LookupError when one of the rows is not stored.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of these rows")
-        order = np.argsort(self._places[positions])
-        places = self._places[positions[order]]
-        numbers, starts = np.unique(places // SEGMENT_ROWS, return_index=True)
+        order = np.argsort(self._slots[positions])
+        slots = self._slots[positions[order]]
+        numbers, starts = np.unique(slots // SEGMENT_ROWS, return_index=True)
         parts: list[list[Tensor]] = []
         written_at = np.zeros(len(positions), np.int64)
-        for number, start, end in zip(numbers, starts, [*starts[1:], len(places)], strict=True):
+        for number, start, end in zip(numbers, starts, [*starts[1:], len(slots)], strict=True):
             segment = self._segments[number]
             if segment is None:
                 raise LookupError("the archive does not have all of these rows")
             stored = segment.tensors
             if layer is not None:
                 stored = stored[2 * layer : 2 * layer + 2]
-            within = places[start:end] % SEGMENT_ROWS
+            within = slots[start:end] % SEGMENT_ROWS
             written_at[order[start:end]] = segment.written_at[within]
             rows = torch.from_numpy(within)
-            parts.append([one.index_select(1, rows) for one in stored[:: 1 if values else 2]])
-        tensors = [torch.cat(one, dim=1) for one in zip(*parts, strict=True)]
-        if (np.diff(order) < 0).any():  # a copy of all, so not in vain
-            back = torch.from_numpy(np.argsort(order))
-            tensors = [one.index_select(1, back) for one in tensors]
+            parts.append([tensor.index_select(1, rows) for tensor in stored[:: 1 if values else 2]])
+        tensors = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+        if (np.diff(order) < 0).any():  # copies everything, so only where the order differs
+            inverse = torch.from_numpy(np.argsort(order))
+            tensors = [tensor.index_select(1, inverse) for tensor in tensors]
         if not values:
-            tensors = [one for key in tensors for one in (key, key[:, :, :0])]
+            tensors = [tensor for key in tensors for tensor in (key, key[:, :, :0])]
         return Rows(positions.copy(), written_at, tensors)
 
     def blocks(self, wanted: Positions) -> Iterator[Rows]:
-        """Those of the stream positions `wanted` that are stored, segment by segment: views."""
-        is_wanted = np.zeros(len(self._places) + 1, bool)  # the last one is that of erased rows, -1
-        is_wanted[wanted[wanted < len(self._places)]] = True
+        """The stored rows among the stream positions `wanted`, one segment at a time.
+
+        A segment that is wanted whole is given as views.
+        """
+        is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
+        is_wanted[wanted[wanted < len(self._slots)]] = True
         for segment in self._segments:
             if segment is None or not segment.used:
                 continue
-            mine = np.flatnonzero(is_wanted[segment.positions[: segment.used]])
+            chosen = np.flatnonzero(is_wanted[segment.positions[: segment.used]])
             rows = Rows(
                 segment.positions[: segment.used],
                 segment.written_at[: segment.used],
-                [one[:, : segment.used] for one in segment.tensors],
+                [tensor[:, : segment.used] for tensor in segment.tensors],
             )
-            if len(mine):
-                yield rows if len(mine) == segment.used else rows.take(mine)
+            if len(chosen):
+                yield rows if len(chosen) == segment.used else rows.take(chosen)
 
     def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
-        """Let go of the segments with the lowest mean score until the limit is met.
+        """Drop the segments with the lowest mean score until the limit is met.
 
-        Returns the positions [k] of the rows that are stored no more.
+        `score` gives the scores [n] of the rows at stream positions [n]. Returns the positions [k]
+        of the dropped rows.
         """
         gone: list[Positions] = []
         while self.limit is not None and self.nbytes > self.limit:
-            full = [n for n, one in enumerate(self._segments) if one is not None]
-            lowest = min(full, key=lambda n: self._mean(n, score))
-            gone.append(self._stored(lowest))
-            self._places[gone[-1]] = -1
+            numbers = [n for n, segment in enumerate(self._segments) if segment is not None]
+            lowest = min(numbers, key=lambda n: self._mean_score(n, score))
+            gone.append(self._positions_in(lowest))
+            self._slots[gone[-1]] = -1
             self._drop(lowest)
             if self.index is not None:
                 self.index.remove(gone[-1])
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
     def remove(self, positions: Positions) -> None:
-        """Forget these rows: their keys and values are overwritten, and no index knows them."""
+        """Overwrite the keys and values of these rows, and drop the index, which learnt from them.
+
+        Positions that are not stored are skipped.
+        """
         self.index = None
         self._erase(positions[self.has(positions)])
 
     @torch.inference_mode()
     def _erase(self, positions: Positions) -> None:
-        places = self._places[positions]
-        for number in np.unique(places // SEGMENT_ROWS):
+        slots = self._slots[positions]
+        for number in np.unique(slots // SEGMENT_ROWS):
             segment = self._segments[number]
-            rows = places[places // SEGMENT_ROWS == number] % SEGMENT_ROWS
+            rows = slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS
             if segment is not None:
-                if self._shelf is not None:
-                    self._shelf.wait()  # a segment under way would come back as it was
+                if self._files is not None:
+                    self._files.wait()  # a pending write would bring back the old tensors
                 was_full = segment.is_full
                 segment.erase(rows)
                 if segment.is_empty and was_full:
                     self._drop(int(number))
-                elif was_full and self._shelf is not None:
-                    self._shelf.put(int(number), segment)
-        self._places[positions] = -1
+                elif was_full and self._files is not None:
+                    self._files.put(int(number), segment)
+        self._slots[positions] = -1
 
     def truncate(self, seen: int) -> None:
-        """Forget every row from stream position `seen` on."""
+        """Overwrite and remove every row from stream position `seen` on."""
         stored = self.positions
         stored = stored[stored >= seen]
         self._erase(stored)
@@ -189,22 +201,22 @@ class Archive:
 
     def _drop(self, number: int) -> None:
         self._segments[number] = None
-        if self._shelf is not None:
-            self._shelf.drop(number)
+        if self._files is not None:
+            self._files.drop(number)
 
-    def _mean(self, number: int, score: Callable[[Positions], NDArray[np.float64]]) -> float:
-        stored = self._stored(number)
+    def _mean_score(self, number: int, score: Callable[[Positions], NDArray[np.float64]]) -> float:
+        stored = self._positions_in(number)
         return float(score(stored).mean()) if len(stored) else -np.inf
 
-    def _stored(self, number: int) -> Positions:
-        """The positions of a segment's rows."""
+    def _positions_in(self, number: int) -> Positions:
+        """Stream positions of a segment's rows."""
         segment = self._segments[number]
         if segment is None:
             return np.zeros(0, np.int64)
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The segment that is being filled, and its number."""
+        """The segment with free rows, and its number; a new one like these tensors if needed."""
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
             last = Segment(like)
@@ -213,7 +225,7 @@ class Archive:
 
     def _reserve(self, rows: int) -> None:
         """Grow by doubling."""
-        if rows > len(self._places):
-            grown = np.full(max(rows, 2 * len(self._places)), -1, np.int64)
-            grown[: len(self._places)] = self._places
-            self._places = grown
+        if rows > len(self._slots):
+            grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)
+            grown[: len(self._slots)] = self._slots
+            self._slots = grown

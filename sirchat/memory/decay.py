@@ -1,11 +1,10 @@
-"""Decay that goes by the conversation: what was said before fades as a round tells more than usual.
+"""Automatic decay (`decay: auto`): older scores fade when a round is more surprising than usual.
 
-How much a round tells is the sum of its eight highest surprisals, so that a message that is merely
-long does not count as telling. A round that tells more than half as much again as the rounds before
-it did on average, the last sixteen of them and at least four, begins something new: scores of
-before are multiplied by what the others would have to tell for that, over what it does, and by 0.1
-at least. What it told itself stays as it is. Otherwise nothing fades, and what was told at the
-beginning outlives any small talk.
+A round's surprisal is the sum of its eight highest token surprisals, in nats, so that a long
+message does not count as surprising for its length alone. It is compared with 1.5 times the mean
+over the rounds before it (the last sixteen; with fewer than four, nothing fades). Above that, the
+scores of all older rounds are multiplied by the threshold over the round's surprisal, but by no
+less than 0.1. Otherwise the factor is 1, so that early facts outlive any amount of small talk.
 """
 
 from __future__ import annotations
@@ -15,28 +14,32 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-_FEWEST, _MOST = 4, 16  # rounds before it that a round is compared with
-_MORE = 1.5  # times their mean
-_HIGHEST = 8  # tokens that speak for a round
-_LEAST = 0.1  # is left, however much a round tells
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
+_THRESHOLD = 1.5  # times their mean
+_TOP_TOKENS = 8  # of a round, whose surprisals are summed
+_MIN_FACTOR = 0.1
 
 
 def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor on scores of before the last round, up to 1, where nothing fades.
+    """The factor, at most 1, on the scores of all tokens older than the last round.
 
-    By the surprisal [n], in nats, and the round [n] of each token; rounds ascend by one, and that
-    of a system prompt, 0, is none.
+    Args:
+        surprisal: of each token [n], in nats.
+        rounds: the round of each token [n], ascending by one; round 0 is the system prompt, which
+            is not counted as a round.
     """
     last = int(rounds[-1]) if len(rounds) else 0
-    first = max(1, last - _MOST)
-    if last - first < _FEWEST:
+    first = max(1, last - _MAX_ROUNDS)
+    if last - first < _MIN_ROUNDS:
         return 1.0
     bounds = np.searchsorted(rounds, np.arange(first, last + 2))
-    *before, now = (_told(surprisal[start:end]) for start, end in pairwise(bounds.tolist()))
-    usual = _MORE * sum(before) / len(before)
-    return min(1.0, max(_LEAST, usual / now)) if now else 1.0
+    *before, now = (
+        _round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds.tolist())
+    )
+    threshold = _THRESHOLD * sum(before) / len(before)
+    return min(1.0, max(_MIN_FACTOR, threshold / now)) if now else 1.0
 
 
-def _told(surprisal: NDArray[np.float32]) -> float:
+def _round_surprisal(surprisal: NDArray[np.float32]) -> float:
     known = surprisal[~np.isnan(surprisal)]
-    return float(np.sort(known)[-_HIGHEST:].sum())
+    return float(np.sort(known)[-_TOP_TOKENS:].sum())

@@ -1,7 +1,7 @@
-"""Random draws that depend on nothing but where they are made.
+"""Random draws without a generator state: each is a hash of what it is for.
 
 A draw is a hash of (seed, purpose, position, tokens seen), so the same conversation gives the
-same draws on every device, in any order, after a resume. The mixer is splitmix64 (Steele et al.
+same draws on every device, in any order, and after a resume. The hash is splitmix64 (Steele et al.
 2014).
 """
 
@@ -19,7 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """Keeps draws for different uses independent of each other."""
+    """What a draw is for; draws for different purposes are independent of each other."""
 
     ARRIVAL = 1
     EVICTION = 2
@@ -30,7 +30,7 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """One draw in [0, 1) for each stream position; `seen` is the tokens read so far."""
+    """One draw in [0, 1) for each stream position [n]; `seen` is the number of tokens read."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))
         state = _mix(state ^ (np.uint64(seen) + _GAMMA))

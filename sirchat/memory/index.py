@@ -1,8 +1,9 @@
-"""Find archived rows without looking at all: an index over what the measure compares.
+"""An approximate search index over the archive, so that recall need not score every row.
 
-The index learns from the rows that are there when it is made, and is made anew when there are four
-times as many. What leaves the archive leaves the index; after `/forget` it is made anew without a
-trace, for its axes and centroids come from the rows.
+Its projection axes and centroids are learnt from the rows archived when it is built; it is rebuilt
+when there are four times as many. Rows that leave the archive are removed from the index. After
+`/forget` it is rebuilt from the remaining rows, because axes and centroids carry traces of the
+forgotten ones.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from sirchat.memory.vectors import Vectors
 if TYPE_CHECKING:
     from sirchat.memory.archive import Archive
 
-WORTHWHILE = 100_000
-"""Archived rows above which `recall_index: auto` uses an index."""
+AUTO_INDEX_ROWS = 100_000
+"""Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Rows that each query vector proposes, at least, and that all of them propose together."""
+"""Least number of rows that each query vector proposes, and number that all propose together."""
 
-_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 512}  # lists looked at
-_INDEXED = ("measure", "weight", "soft")
+_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 512}  # lists searched
+_INDEXED_SETTINGS = ("measure", "weight", "soft")
 _GROWTH = 4
-_BATCH = 16_384  # rows that are added at once
+_BATCH = 16_384  # rows added at once
 
 SurprisalOf = Callable[[Positions], NDArray[np.float64]]
+"""Gives the surprisals [n], in nats, of the rows at stream positions [n]."""
 
 
 def is_available() -> bool:
@@ -45,31 +47,36 @@ def is_available() -> bool:
 
 
 class Index:
-    """The archived rows' vectors under one measure and weight."""
+    """A search index over archived rows, for one measure and weight.
+
+    Args:
+        recall: the measure, weight and softening that it serves.
+        rotations: one entry per layer of the model.
+    """
 
     def __init__(self, recall: RecallSettings, rotations: Sequence[LayerRotation]) -> None:
         self._recall = recall
         self._rotations = rotations
         self._vectors: Vectors | None = None
         self._parts: list[Nearest] = []
-        self._has = np.zeros(1024, bool)  # by position
-        self._learnt = 0
+        self._has = np.zeros(1024, bool)  # by stream position
+        self._learnt = 0  # number of archived rows when it was built
 
     def __len__(self) -> int:
         return int(self._has.sum())
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index, in bytes."""
-        return sum(one.nbytes for one in self._parts) + self._has.nbytes
+        """Size of the index, in bytes."""
+        return sum(part.nbytes for part in self._parts) + self._has.nbytes
 
     def is_for(self, recall: RecallSettings) -> bool:
-        """Whether it finds what this recall looks for."""
-        mine = self._recall
-        return all(getattr(mine, key) == getattr(recall, key) for key in _INDEXED)
+        """Whether it can be searched under these settings."""
+        built = self._recall
+        return all(getattr(built, key) == getattr(recall, key) for key in _INDEXED_SETTINGS)
 
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Take in the archive's rows at these positions [n], ascending, that are not in yet."""
+        """Add the archive's rows at these positions [n], ascending, that are not indexed yet."""
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)
         self._reserve(int(positions[-1]) + 1 if len(positions) else 0)
@@ -78,37 +85,40 @@ class Index:
             self._add(archive, new[start : start + _BATCH], surprisal_of)
 
     def remove(self, positions: Positions) -> None:
-        """Take out the rows at these positions [n], as far as they are in."""
-        known = positions[positions < len(self._has)]
-        mine = known[self._has[known]]
-        if len(mine):
+        """Remove the rows at these positions [n]; those that are not indexed are skipped."""
+        in_range = positions[positions < len(self._has)]
+        indexed = in_range[self._has[in_range]]
+        if len(indexed):
             for part in self._parts:
-                part.remove(mine)
-            self._has[mine] = False
+                part.remove(indexed)
+            self._has[indexed] = False
 
     def propose(self, query: Query, lowest: float = 0.0) -> Positions:
-        """Positions, ascending, of rows that may score high; `lowest` is the lowest score of all.
+        """Positions, ascending, of the rows that probably score highest.
 
-        Raises LookupError when `attention` has no queries that fit the cached keys.
+        `lowest` is the lowest score of all rows, which a score weighted by surprisal is counted
+        from. Raises LookupError when `attention` has no queries that match the cached keys.
         """
         if self._vectors is None:
             return np.zeros(0, np.int64)
-        asked = self._vectors.of_query(query, lowest)
-        k = max(HITS, PROPOSALS // sum(map(len, asked)))
-        found = [part.search(one, k) for part, one in zip(self._parts, asked, strict=True)]
-        for part, one in zip(self._parts, self._vectors.of_softmax(query), strict=False):
-            found.append(part.search(one, HITS // 4))
+        queries = self._vectors.of_query(query, lowest)
+        k = max(HITS, PROPOSALS // sum(map(len, queries)))
+        found = [
+            part.search(vectors, k) for part, vectors in zip(self._parts, queries, strict=True)
+        ]
+        for part, vectors in zip(self._parts, self._vectors.of_softmax(query), strict=False):
+            found.append(part.search(vectors, HITS // 4))
         return united(found)
 
     @torch.inference_mode()
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Begin anew: choose axes and lists by an even sample of these rows."""
+        """Start over: learn axes and centroids from an evenly spaced sample of these rows."""
         rows = archive.fetch(evenly(positions, sample_for(len(positions))))
         self._vectors = Vectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
         samples = self._vectors.of_rows(rows, _nats(rows, surprisal_of))
         probes = _PROBES[self._recall.measure]
-        self._parts = [Nearest(one, len(positions), probes) for one in samples]
+        self._parts = [Nearest(sample, len(positions), probes) for sample in samples]
         self._has[:] = False
         self._learnt = len(positions)
 
@@ -118,8 +128,8 @@ class Index:
             raise RuntimeError("nothing has been learnt yet")
         rows = archive.fetch(positions)
         vectors = self._vectors.of_rows(rows, _nats(rows, surprisal_of))
-        for part, one in zip(self._parts, vectors, strict=True):
-            part.add(positions, one)
+        for part, added in zip(self._parts, vectors, strict=True):
+            part.add(positions, added)
         self._has[positions] = True
 
     def _reserve(self, rows: int) -> None:
@@ -131,15 +141,15 @@ class Index:
 
 
 def united(parts: Sequence[Positions]) -> Positions:
-    """What is in any of them, once, ascending. (Ten times as fast as to sort them.)"""
-    there = np.zeros(1 + max((int(one.max()) for one in parts if len(one)), default=-1), bool)
-    for one in parts:
-        there[one] = True
-    return np.flatnonzero(there)
+    """The union of positions, ascending. (Ten times as fast as `np.unique`, which sorts.)"""
+    mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
+    for part in parts:
+        mask[part] = True
+    return np.flatnonzero(mask)
 
 
 def evenly(positions: Positions, count: int) -> Positions:
-    """`count` of these positions, evenly spread; all, if there are no more."""
+    """`count` of these positions, evenly spaced; all of them, if there are no more."""
     if count >= len(positions):
         return positions
     return positions[np.arange(count) * len(positions) // count]

@@ -1,7 +1,7 @@
-"""What is held and what is archived: moves rows between cache and archive, ledger in step.
+"""The key/value store: moves rows between cache and archive, and keeps the ledger in step.
 
-Without an archive the rows that a turn pushed out are still kept until the next one begins, so that
-a turn can be undone.
+With the archive off, the rows that a turn evicted are still kept until the next turn begins, so
+that the turn can be undone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
-JOURNAL_BYTES = 256 * 2**20
-"""Without an archive, what one turn pushes out is kept up to this size; beyond, no undo."""
+UNDO_BYTES = 256 * 2**20
+"""With the archive off, most bytes of evicted rows kept to undo a turn; beyond it, no undo."""
 
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """A moment to come back to: tokens seen, those held [n], the decay so far, their attention."""
+    """The state of the store at one moment, for `KeyValueStore.undo`.
+
+    Attributes:
+        seen: number of tokens read.
+        held: stream positions [n] of the held rows, ascending.
+        log_decay: the ledger's accumulated decay, a logarithm.
+        attention: attention that the held rows had received.
+    """
 
     seen: int
     held: Positions
@@ -40,10 +47,10 @@ class KeyValueStore:
     """Cache, ledger and archive of one conversation.
 
     Args:
-        cache: empty.
-        ledger: empty.
-        limit: bytes that the archive may take; 0 for no archive.
-        folder: folder for full segments of the archive; None for RAM.
+        cache: an empty cache.
+        ledger: an empty ledger.
+        limit: most bytes of the archive; 0 turns it off.
+        folder: where full segments of the archive are written, or None to keep them in RAM.
     """
 
     def __init__(
@@ -52,19 +59,19 @@ class KeyValueStore:
         self.cache = cache
         self.ledger = ledger
         self._problems: list[str] = []
-        self._archive = Archive(limit or JOURNAL_BYTES, folder)
+        self._archive = Archive(limit or UNDO_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
-        self._told = False
+        self._is_full_reported = False
 
     @property
     def archived(self) -> int:
-        """Rows that are not held and can come back."""
+        """Number of rows that are archived and not held."""
         return int((self.ledger.column("state") == State.ARCHIVED).sum())
 
     @property
     def archive_bytes(self) -> int:
-        """Memory of the archive."""
+        """Size of the archive's keys and values, in bytes."""
         return self._archive.nbytes
 
     def take_problems(self) -> list[str]:
@@ -73,66 +80,66 @@ class KeyValueStore:
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Let the archive take `limit` bytes, in `folder` or in RAM; 0 empties it."""
-        before, was_on = self._archive, self._archiving
+        """Set the archive's limit in bytes, and its folder (None: RAM); 0 turns it off."""
+        old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
-            before.limit = limit
+            old.limit = limit
             self._shrink()
             return
-        self._archive, self._folder = Archive(limit or JOURNAL_BYTES, folder), folder
+        self._archive, self._folder = Archive(limit or UNDO_BYTES, folder), folder
         if self._archiving:
-            stored = before.positions
+            stored = old.positions
             if len(stored):
-                self._archive.add(before.fetch(stored))
+                self._archive.add(old.fetch(stored))
         else:
             self.ledger.lose(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
-        before.close()
+        old.close()
         self._shrink()
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all rows that are held or archived."""
+        """Stream positions [n], ascending, of all rows held or archived."""
         return np.flatnonzero(self.ledger.column("state") != State.GONE)
 
     def keep(self, rows: Tensor) -> Positions:
-        """Hold only these rows [k] of those held; returns the positions that left."""
-        leaves = np.ones(self.ledger.held_count, bool)
-        leaves[rows.numpy()] = False
-        self._put_away(np.flatnonzero(leaves))
+        """Evict all held rows but `rows` [k]; returns the stream positions evicted."""
+        evicted = np.ones(self.ledger.held_count, bool)
+        evicted[rows.numpy()] = False
+        self._archive_rows(np.flatnonzero(evicted))
         self.cache.keep(rows)
-        gone = self.ledger.keep(rows, self._away)
+        positions = self.ledger.keep(rows, self._evicted_state)
         self._shrink()
-        return gone
+        return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Hold exactly these reachable positions [n], ascending.
+        """Hold exactly the rows at these stream positions [n], ascending, all of them reachable.
 
-        Returns the positions that left and those that came back.
+        Returns the positions evicted and the positions brought back from the archive.
         """
-        self.cache.remove()
+        self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
-        self._put_away(np.flatnonzero(~stays))
+        self._archive_rows(np.flatnonzero(~stays))
         self._replace(np.flatnonzero(stays), positions)
-        gone, came = self.ledger.hold(positions, self._away)
+        evicted, restored = self.ledger.hold(positions, self._evicted_state)
         self._shrink()
-        return gone, came
+        return evicted, restored
 
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Let archived rows, `layers[i]` in layer i, stand before held row `start`.
+        """Insert archived rows, those at `layers[i]` into layer i, before held row `start`.
 
-        Raises LookupError, changing nothing, when one of them is gone.
+        Raises LookupError, changing nothing, when one of them is not archived.
         """
-        rows = [self._archive.fetch(one, layer) for layer, one in enumerate(layers)]
+        rows = [self._archive.fetch(positions, layer) for layer, positions in enumerate(layers)]
         self.cache.insert(start, rows)
 
     @property
     def archive(self) -> Archive:
-        """What is stored now, to search in; another one after `set_limit`."""
+        """The present archive, to search in; `set_limit` may replace it."""
         return self._archive
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Lose nothing while this lasts: what is read in it will be taken back."""
+        """Suspend the archive's limit, for a pass that is undone afterwards."""
         limit, self._archive.limit = self._archive.limit, None
         try:
             yield
@@ -140,7 +147,7 @@ class KeyValueStore:
             self._archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The present moment, at the beginning of a turn."""
+        """The present state, to be taken at the beginning of a turn."""
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
@@ -150,57 +157,60 @@ class KeyValueStore:
         )
 
     def has(self, positions: Positions) -> bool:
-        """Whether all of these rows are held or stored."""
+        """Whether the rows at all of these stream positions are held or archived."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self._archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Go back to `mark`: what was read since has never been.
+        """Restore the state of `checkpoint`, as if nothing had been read since.
 
-        Raises LookupError, changing nothing, when a row of then is gone.
+        Raises LookupError, changing nothing, when a row that was held then is neither held nor
+        archived now.
         """
         if not self.has(checkpoint.held):
             raise LookupError("some of the rows that were held then are gone")
-        self.cache.remove()
-        before = self.ledger.held_positions
-        since = before >= checkpoint.seen
-        stays = np.isin(before, checkpoint.held, assume_unique=True)
-        self._put_away(np.flatnonzero(~stays & ~since))
+        self.cache.remove_inserted()
+        held = self.ledger.held_positions
+        is_new = held >= checkpoint.seen
+        stays = np.isin(held, checkpoint.held, assume_unique=True)
+        self._archive_rows(np.flatnonzero(~stays & ~is_new))
         self._replace(np.flatnonzero(stays), checkpoint.held)
-        self.ledger.hold(checkpoint.held, self._away)
+        self.ledger.hold(checkpoint.held, self._evicted_state)
         self._archive.truncate(checkpoint.seen)
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Everything that is held or archived, as first written, by ascending position, on the CPU.
+        """All rows held or archived, as first written, by ascending position, on the CPU.
 
-        What is held alone, if all takes more than `limit` bytes; None if that does, too.
+        The held rows alone, if all together exceed `limit` bytes; None if those exceed it, too.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
-        a_row = self.cache.first_written(torch.arange(min(1, len(held))), held[:1].copy()).nbytes
-        if limit is not None and len(held) * a_row > limit:
+        row_bytes = self.cache.first_written(
+            torch.arange(min(1, len(held))), held[:1].copy()
+        ).nbytes
+        if limit is not None and len(held) * row_bytes > limit:
             return None
-        mine = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
-        elsewhere = np.setdiff1d(positions, held, assume_unique=True)
-        if not len(elsewhere) or (limit is not None and len(positions) * a_row > limit):
-            return mine
-        return _merged(mine, self._archive.fetch(elsewhere))
+        held_rows = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
+        archived = np.setdiff1d(positions, held, assume_unique=True)
+        if not len(archived) or (limit is not None and len(positions) * row_bytes > limit):
+            return held_rows
+        return _merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows, device: torch.device) -> None:
-        """Take over saved rows: those that the ledger holds fill the cache, on `device`."""
-        at = np.searchsorted(rows.positions, self.ledger.held_positions)
-        self.cache.replace(rows.take(at).to(device))
+        """Take over saved rows: held ones fill the cache on `device`, the others the archive."""
+        held = np.searchsorted(rows.positions, self.ledger.held_positions)
+        self.cache.replace(rows.take(held).to(device))
         if self._archiving:
-            away = np.setdiff1d(np.arange(len(rows)), at)
-            self._archive.add(rows.take(away))
-            self.ledger.archive(rows.positions[away])
+            archived = np.setdiff1d(np.arange(len(rows)), held)
+            self._archive.add(rows.take(archived))
+            self.ledger.archive(rows.positions[archived])
             self._shrink()
 
     def forget(self, positions: Positions) -> None:
-        """Let these rows go for good, from the cache and from the archive."""
-        self.cache.remove()
+        """Erase the rows at these stream positions from the cache and from the archive."""
+        self.cache.remove_inserted()
         held = self.ledger.held_positions
         stays = np.flatnonzero(~np.isin(held, positions))
         self.cache.keep(torch.from_numpy(stays))
@@ -209,43 +219,43 @@ class KeyValueStore:
         self.ledger.lose(positions)
 
     @property
-    def _away(self) -> State:
+    def _evicted_state(self) -> State:
         return State.ARCHIVED if self._archiving else State.GONE
 
-    def _put_away(self, rows: NDArray[np.int64]) -> None:
-        """Archive these rows [k] of the held view, but those that are archived already."""
+    def _archive_rows(self, rows: NDArray[np.int64]) -> None:
+        """Add held rows `rows` [k] to the archive, unless they are in it already."""
         positions = self.ledger.held_positions[rows]
         new = ~self._archive.has(positions)
         if new.any():
             chosen = torch.from_numpy(rows[new])
             self._archive.add(self.cache.first_written(chosen, positions[new]))
-            if self._archive.trouble:
-                self._problems.append(f"the archive is off: {self._archive.trouble}")
+            if self._archive.disk_error:
+                self._problems.append(f"the archive is off: {self._archive.disk_error}")
                 self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Fill the cache with `positions` [n]: rows [k] of the held view, the others archived."""
+        """Fill the cache with `positions` [n]: held rows `rows` [k], the others archived."""
         held = self.ledger.held_positions[rows]
         if len(held) == len(positions):
             self.cache.keep(torch.from_numpy(rows))
             return
-        came = self._archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
+        filling = self._archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
         if len(held):
-            came = _merged(self.cache.first_written(torch.from_numpy(rows), held), came)
-        self.cache.replace(came)
+            filling = _merged(self.cache.first_written(torch.from_numpy(rows), held), filling)
+        self.cache.replace(filling)
 
     def _shrink(self) -> None:
-        gone = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
-        self.ledger.lose(gone)
-        if len(gone) and self._archiving and not self._told:
-            self._told = True
+        dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
+        self.ledger.lose(dropped)
+        if len(dropped) and self._archiving and not self._is_full_reported:
+            self._is_full_reported = True
             self._problems.append(
                 "the archive is full: from now on what surprised least is lost (/set archive_limit)"
             )
 
 
 def _merged(one: Rows, other: Rows) -> Rows:
-    """Both, by ascending position."""
+    """The rows of both, by ascending position."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)

@@ -1,7 +1,8 @@
-"""Score archived rows for a query: all of them, or exactly those that an index proposes.
+"""Score archived rows for a query: all of them, or only those that a search index proposes.
 
-With an index, an even sample of all rows is scored too. It stands in the softmax of `attention` for
-the rows that were not proposed; under the other measures it tells the lowest score.
+Proposed rows get their exact scores. With an index, an evenly spaced sample of all rows is scored
+too: under `attention` it represents the other rows in the softmax, under the other measures it
+estimates the lowest score.
 """
 
 from __future__ import annotations
@@ -17,38 +18,47 @@ from torch import Tensor
 
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import WORTHWHILE, Index, SurprisalOf, evenly, is_available, united
+from sirchat.memory.index import AUTO_INDEX_ROWS, Index, SurprisalOf, evenly, is_available, united
 from sirchat.memory.recall import Blocks, Query, RecallSettings, score, softened, weighted
 from sirchat.memory.segments import Positions, Rows
 
 SAMPLE = 32_768
-"""Rows that stand for those that were not proposed, in the softmax of `attention`."""
+"""Size of the sample that represents the rows not proposed in the softmax of `attention`."""
 
 LOWEST_OF = 16_384, 65_536
-"""Rows of which the lowest score is taken, at least and at most; between them, `_PART` of all."""
+"""Least and greatest size of the sample that estimates the lowest score; `_PART` of all between."""
 
 _PART = 1 / 16
-_BATCH = 8_192  # rows that are fetched at once
+_BATCH = 8_192  # rows fetched at once
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Candidates at `positions` [n], ascending, and their scores [layers, n]."""
+    """Scores [layers, n] of candidate rows at stream positions [n], ascending."""
 
     positions: Positions
     scores: Tensor
 
 
 def wants_index(recall: RecallSettings, rows: int) -> bool:
-    """Whether this many archived rows are searched through an index."""
+    """Whether this many archived rows should be searched through an index."""
     if recall.index == "off" or recall.measure == "random" or recall.scope == "layer":
         return False
-    return recall.index == "on" or (rows > WORTHWHILE and is_available())
+    return recall.index == "on" or (rows > AUTO_INDEX_ROWS and is_available())
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """A search: for rows like `query`'s, among those at `archived` [n], ascending and stored."""
+    """One search of the archive.
+
+    Attributes:
+        archive: where the rows are stored.
+        archived: stream positions [n], ascending, of the rows to score; all are in the archive.
+        query: what they are scored against.
+        recall: measure, weight and index settings.
+        rotations: one entry per layer of the model.
+        surprisal_of: gives the surprisals [k], in nats, of rows at stream positions [k].
+    """
 
     archive: Archive
     archived: Positions
@@ -65,9 +75,9 @@ class Ranking:
         return Ranked(self.archived, self._finished(scores, self.archived))
 
     def proposed(self) -> Ranked:
-        """The scores of the rows that are likely the best.
+        """The scores of the rows that the archive's index proposes, and of a sample.
 
-        The archive's index is made, or brought up to date.
+        The index is built first, or brought up to date.
         """
         archive, recall = self.archive, self.recall
         if archive.index is None or not archive.index.is_for(recall):
@@ -78,7 +88,7 @@ class Ranking:
         return Ranked(ranked.positions, self._finished(ranked.scores, ranked.positions))
 
     def _attended(self, index: Index) -> Ranked:
-        """What is proposed and a sample of the rest share the softmax of `attention`."""
+        """Scores by `attention`, whose softmax is over the proposed rows and a sample."""
         near = max(self.recall.span, int(self.recall.soft))
         proposed = _archived_near(index.propose(self.query), near, self.archived)
         positions = united((proposed, evenly(self.archived, SAMPLE)))
@@ -87,13 +97,13 @@ class Ranking:
         return Ranked(positions, self._score(_once(rows), shares))
 
     def _similar(self, index: Index) -> Ranked:
-        """A sample tells the lowest score, from which a weighted one is counted."""
-        few, many = LOWEST_OF
-        weighs = self.recall.weight == "surprisal"
-        count = int(np.clip(_PART * len(self.archived), few, many))
-        sample = evenly(self.archived, count if weighs else 0)
+        """Scores by the other measures; a sample gives the lowest score, which weighting needs."""
+        least, most = LOWEST_OF
+        weighted = self.recall.weight == "surprisal"
+        count = int(np.clip(_PART * len(self.archived), least, most))
+        sample = evenly(self.archived, count if weighted else 0)
         sampled = self._scores_of(sample)
-        lowest = float(sampled.amin(1).mean()) if weighs else 0.0
+        lowest = float(sampled.amin(1).mean()) if weighted else 0.0
         proposed = index.propose(self.query, lowest)
         proposed = _archived_near(proposed, self.recall.span, self.archived)
         new = proposed[~_is_among(proposed, sample)]
@@ -103,18 +113,18 @@ class Ranking:
         return Ranked(positions[order], scores)
 
     def _scores_of(self, positions: Positions) -> Tensor:
-        """A measure's scores [layers, k], a batch of rows at a time."""
-        found = [torch.zeros(len(self.rotations), 0)]
+        """Scores [layers, k] by the measure alone, computed a batch of rows at a time."""
+        scores = [torch.zeros(len(self.rotations), 0)]
         for start in range(0, len(positions), _BATCH):
             rows = self.archive.fetch(positions[start : start + _BATCH])
-            found.append(self._score(_once(rows)))
-        return torch.cat(found, dim=1)
+            scores.append(self._score(_once(rows)))
+        return torch.cat(scores, dim=1)
 
     def _score(self, blocks: Blocks, shares: Tensor | None = None) -> Tensor:
         return score(self.recall.measure, self.query, blocks, self.rotations, shares)
 
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
-        """A measure's scores [layers, k] of the rows at `positions`, softened and weighted."""
+        """Scores [layers, k] of the rows at `positions` [k], softened and weighted as set."""
         if self.recall.soft:
             scores = softened(scores, positions)
         if self.recall.weight == "surprisal":
@@ -126,24 +136,24 @@ def _once(rows: Rows) -> Blocks:
     return lambda: iter([rows])
 
 
-def _is_among(some: Positions, others: Positions) -> NDArray[np.bool_]:
-    """Which of some positions [n] are among others [k]; both are ascending."""
+def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
+    """Mask of the positions [n] that are among others [k]; both are ascending."""
     if not len(others):
-        return np.zeros(len(some), bool)
-    at = np.searchsorted(others, some).clip(max=len(others) - 1)
-    among: NDArray[np.bool_] = others[at] == some
-    return among
+        return np.zeros(len(positions), bool)
+    at = np.searchsorted(others, positions).clip(max=len(others) - 1)
+    mask: NDArray[np.bool_] = others[at] == positions
+    return mask
 
 
 def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
-    """These positions and up to `span` before and after each, as far as they are archived."""
-    near = [positions + away for away in range(-span, span + 1)]
-    found = united([one[one >= 0] for one in near])
-    return found[_is_among(found, archived)]
+    """The archived ones among these positions and up to `span` before and after each."""
+    shifted = [positions + offset for offset in range(-span, span + 1)]
+    near = united([part[part >= 0] for part in shifted])
+    return near[_is_among(near, archived)]
 
 
 def _shares(proposed: NDArray[np.bool_], total: int) -> Tensor:
-    """How many of all `total` rows each candidate [n] stands for: a proposed one for itself."""
+    """How many of all `total` rows each candidate [n] represents: a proposed one only itself."""
     shares = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)
     shares[others] = (total - int(proposed.sum())) / max(1, int(others.sum()))

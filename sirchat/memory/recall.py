@@ -1,18 +1,19 @@
-"""Which archived rows to bring back: how much each resembles, or is attended to by, what is said.
+"""Recall: score archived rows for a turn, and choose the rows to bring back.
 
-The measures of Retrieval-Augmented StreamingLLM, equations (1) to (3), over keys and values as
-first written, their rotation taken back, so that distance in the conversation plays no part:
+The measures of Retrieval-Augmented StreamingLLM, equations (1) to (3), compare keys and values as
+first written, with the rotary position undone, so that distance in the conversation plays no part:
 
 - `cosine-pairwise` (1): 1/2 (cos(k_i, k_j) + cos(v_i, v_j)), the maximum over the query's rows j;
 - `cosine` (2) and `mips` (3): the same with the query's mean key and mean value; `mips` takes
   inner products instead of cosines.
 
-A head's vectors are compared with each other, and the heads averaged. `attention` is ours: what the
-turn's own queries would attend to if the archive were all there is, softmax(q k / sqrt(d)), the
-maximum over the turn, the mean over heads. `random` is a choice by lot, to compare with.
+Vectors are compared head by head, and the heads averaged. `attention` is not from the paper: the
+weight that the turn's queries would give to a row in a softmax(q k / sqrt(d)) over the archive
+alone, the maximum over the turn's tokens, the mean over heads. `random` chooses rows at random, as
+a baseline.
 
-With scope `token` the layers' scores are averaged and one choice serves all; with `layer` each has
-its own, as in the paper's code.
+With scope `token` the layers' scores are averaged and all layers recall the same rows; with `layer`
+each layer recalls its own, as in the paper's code.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Weight = Literal["none", "surprisal"]
 Scope = Literal["token", "layer"]
 
 Blocks = Callable[[], Iterator[Rows]]
-"""Goes over the candidates once, block by block, always in the same order."""
+"""Each call iterates over all candidate rows, block by block, always in the same order."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,18 @@ class RecallSettings:
     """How archived rows are brought back for a turn.
 
     Attributes:
-        measure: what a row's score is.
-        weight: `surprisal` multiplies the score, counted from the lowest one, by how much the token
-            told when it was read.
-        n: rows that may come back, a reserve beside what the policy holds.
-        soft: under `attention`, take the root of each score and share it with the neighbours.
-        span: neighbours on each side of a hit that come along, within the n.
-        scope: one choice for all layers, or one for each.
-        query: the rows of the turn, read once to search; or the recent window before it (the
-            paper's).
-        index: whether candidates come from an index: `auto` where there are many rows and faiss is
-            installed.
+        measure: how a row is scored.
+        weight: `surprisal` multiplies a row's score above the lowest one by the token's surprisal
+            in nats.
+        n: most rows to bring back; as many cache slots are reserved for them.
+        soft: under `attention`, take the square root of each score and share it with the rows
+            before and after.
+        span: neighbours on each side of a hit that are brought back with it, counted within n.
+        scope: the same rows for all layers, or different ones for each layer.
+        query: what archived rows are compared with: the rows of the turn, which is read once to
+            search, or the recent window before it, as in the paper.
+        index: whether candidates come from a search index; `auto`: above `AUTO_INDEX_ROWS` rows,
+            where faiss is installed.
     """
 
     measure: Measure
@@ -68,33 +70,41 @@ class RecallSettings:
 
 @dataclass(frozen=True)
 class LayerQueries:
-    """A layer's queries: [H_q, m, D], rotation taken back, with the factor of its softmax.
+    """The query vectors of one layer.
 
-    `heads` is how many heads the keys had that they were compared with.
+    Attributes:
+        queries: [H_q, m, D], with the rotary position undone.
+        scale: the factor on q k in the layer's softmax.
+        heads: number of key heads in the attention call.
     """
 
     queries: Tensor
     scale: float
     heads: int
 
-    def fits(self, keys: Tensor) -> bool:
-        """Whether cached keys [H, n, D] are such as these queries look for."""
+    def match(self, keys: Tensor) -> bool:
+        """Whether cached keys [H, n, D] have the heads and dimensions of the attended keys."""
         return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
 @dataclass(frozen=True)
 class Query:
-    """What is looked for: rows as first written, and what their layers asked, if it was heard."""
+    """What archived rows are scored against: the turn's rows and the turn's queries.
+
+    Attributes:
+        rows: the turn's rows, as first written.
+        layer_queries: one entry per layer, where queries were recorded.
+    """
 
     rows: Rows
-    heard: Sequence[LayerQueries] = ()
+    layer_queries: Sequence[LayerQueries] = ()
 
-    def asked(self, layer: int) -> LayerQueries:
-        """What a layer asked; LookupError where that can't be compared with what is cached."""
+    def of_layer(self, layer: int) -> LayerQueries:
+        """The queries of a layer; raises LookupError if none match the cached keys."""
         keys = self.rows.tensors[2 * layer]
-        if layer >= len(self.heard) or not self.heard[layer].fits(keys):
+        if layer >= len(self.layer_queries) or not self.layer_queries[layer].match(keys):
             raise LookupError("this model's cached keys are not what its queries look for")
-        return self.heard[layer]
+        return self.layer_queries[layer]
 
 
 def score(
@@ -106,13 +116,13 @@ def score(
 ) -> Tensor:
     """The candidates' scores [layers, n], float32, in the order of `blocks`.
 
-    `shares` [n] tells how many rows each stands for, where not all rows are candidates: the softmax
-    of `attention` goes over all.
+    `shares` [n] says how many archived rows each candidate stands for, where only a sample of them
+    is given: the softmax of `attention` is over all rows.
 
-    Raises LookupError when `attention` has no queries that fit the cached keys.
+    Raises LookupError when `attention` has no queries that match the cached keys.
     """
     layers = [
-        _attention(query.asked(layer), _pairs(layer, blocks, rotation), shares)
+        _attention(query.of_layer(layer), _pairs(layer, blocks, rotation), shares)
         if measure == "attention"
         else _similarity(measure, query, layer, blocks, rotation)
         for layer, rotation in enumerate(rotations)
@@ -121,51 +131,55 @@ def score(
 
 
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
-    """Scores [layers, n], counted from each layer's lowest, times surprisal [n] in nats."""
+    """Scores [layers, n] less each layer's lowest, times surprisal [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
 def softened(scores: Tensor, positions: Positions) -> Tensor:
-    """The root of scores [layers, n], counted from each layer's lowest, shared with neighbours.
+    """The square roots of scores [layers, n] less each layer's lowest, smoothed along the stream.
 
-    A token at `positions` [n], ascending, keeps half of its own, and takes a quarter of those of
-    the tokens right before and after it in the stream. What a turn looks for stands beside what its
-    queries find; and few rows that they find at once should not decide alone.
+    `positions` [n] are ascending. A row gets half of its own root and a quarter of each of the
+    roots right before and after it in the stream: the answer often stands beside the token that the
+    queries match. The root keeps a few rows with very high weights from deciding alone.
     """
     roots = (scores - scores.min(dim=1, keepdim=True).values).sqrt()
-    beside = torch.from_numpy(np.diff(positions) == 1).to(roots)  # [n - 1]
-    shared = roots / 2
-    shared[:, 1:] += roots[:, :-1] * beside / 4
-    shared[:, :-1] += roots[:, 1:] * beside / 4
-    return shared
+    adjacent = torch.from_numpy(np.diff(positions) == 1).to(roots)  # [n - 1]
+    smoothed = roots / 2
+    smoothed[:, 1:] += roots[:, :-1] * adjacent / 4
+    smoothed[:, :-1] += roots[:, 1:] * adjacent / 4
+    return smoothed
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """The positions [at most n], ascending, of the highest scores [k]; of equals, the newer.
+    """At most n positions, ascending, with the highest scores [k]; of equal scores, the newer.
 
-    Each hit takes the candidates up to `span` places before and after it along, until n are taken.
+    With each hit come the candidates up to `span` positions before and after it, nearest first,
+    until n are chosen.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
     order = positions[len(positions) - 1 - newest_first.numpy()]
     if not span:
         return np.sort(order[:n])
-    known, taken = set(positions.tolist()), dict[int, None]()
+    candidates, chosen = set(positions.tolist()), dict[int, None]()
     for hit in order.tolist():
         for near in sorted(range(hit - span, hit + span + 1), key=lambda at: abs(at - hit)):
-            if near in known and len(taken) < n:
-                taken[near] = None
-        if len(taken) >= n:
+            if near in candidates and len(chosen) < n:
+                chosen[near] = None
+        if len(chosen) >= n:
             break
-    return np.sort(np.fromiter(taken, np.int64, len(taken)))
+    return np.sort(np.fromiter(chosen, np.int64, len(chosen)))
 
 
 def unrotated(rows: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
-    """`rows` [H, k, D] as they would be at position 0, in float32."""
+    """Rows [H, k, D], first written at rotary positions `written_at` [k], rotated to position 0.
+
+    The result is float32.
+    """
     if rotation is None:
         return rows.float()
     slots = int(written_at.max()) + 1 if len(written_at) else 0
-    cos, sin = rotation.turn(torch.arange(slots), torch.zeros(slots, dtype=torch.int64))
+    cos, sin = rotation.cos_sin(torch.arange(slots), torch.zeros(slots, dtype=torch.int64))
     return rotation.apply(rows, cos[written_at], sin[written_at])
 
 
@@ -176,7 +190,7 @@ def _pairs(layer: int, blocks: Blocks, rotation: LayerRotation) -> Iterator[tupl
 
 
 def pair(layer: int, rows: Rows, rotation: LayerRotation) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values [H, k, D], rotation taken back."""
+    """A layer's keys and values [H, k, D], with the rotary position undone."""
     written_at = torch.from_numpy(rows.written_at)
     key, value = rows.tensors[2 * layer : 2 * layer + 2]
     keys = unrotated(key, written_at, rotation.key)
@@ -187,38 +201,43 @@ def _similarity(
     measure: Measure, query: Query, layer: int, blocks: Blocks, rotation: LayerRotation
 ) -> Tensor:
     """Equations (1) to (3) for one layer: [n]."""
-    ours = pair(layer, query.rows, rotation)
+    wanted = pair(layer, query.rows, rotation)
     if measure != "cosine-pairwise":
-        ours = (ours[0].mean(1, keepdim=True), ours[1].mean(1, keepdim=True))  # [H, 1, D]
+        wanted = (wanted[0].mean(1, keepdim=True), wanted[1].mean(1, keepdim=True))  # [H, 1, D]
     if measure != "mips":
-        ours = (unit(ours[0]), unit(ours[1]))
-    found = []
-    for theirs in _pairs(layer, blocks, rotation):
+        wanted = (unit(wanted[0]), unit(wanted[1]))
+    scores = []
+    for candidates in _pairs(layer, blocks, rotation):
         if measure != "mips":
-            theirs = (unit(theirs[0]), unit(theirs[1]))
-        both = [their @ our.to(their.device).mT for their, our in zip(theirs, ours, strict=True)]
-        alike = (both[0] + both[1]).mean(0) / 2  # [k, m]
-        found.append(alike.amax(1))
-    return torch.cat(found)
+            candidates = (unit(candidates[0]), unit(candidates[1]))
+        of_keys, of_values = (
+            rows @ sought.to(rows.device).mT
+            for rows, sought in zip(candidates, wanted, strict=True)
+        )  # [H, k, m] each
+        similarity = (of_keys + of_values).mean(0) / 2  # [k, m]
+        scores.append(similarity.amax(1))
+    return torch.cat(scores)
 
 
 def _attention(
-    heard: LayerQueries, pairs: Iterator[tuple[Tensor, Tensor]], shares: Tensor | None
+    layer_queries: LayerQueries, pairs: Iterator[tuple[Tensor, Tensor]], shares: Tensor | None
 ) -> Tensor:
     """Softmax over all rows for each query, the turn's maximum, the heads' mean: [n]."""
-    logits = []
+    blocks = []
     for keys, _ in pairs:
         heads, _, dims = keys.shape
-        queries = heard.queries.to(keys.device).reshape(heads, -1, dims)  # [H, group x m, D]
-        logits.append(queries @ keys.mT * heard.scale)  # [H, group x m, k]
-    together = torch.cat(logits, dim=2)
+        queries = layer_queries.queries.to(keys.device).reshape(
+            heads, -1, dims
+        )  # [H, group x m, D]
+        blocks.append(queries @ keys.mT * layer_queries.scale)  # [H, group x m, k]
+    logits = torch.cat(blocks, dim=2)
     if shares is not None:
-        shares = shares.to(together.device)
-        together += shares.log()  # a row that stands for many counts as often in the sum
-    weights = together.softmax(-1)
-    by_head = weights.reshape(len(weights), -1, heard.queries.shape[1], weights.shape[2])
-    found: Tensor = by_head.amax(2).mean((0, 1))  # of [H, group, m, n]
-    return found if shares is None else found / shares
+        shares = shares.to(logits.device)
+        logits += shares.log()  # a row that stands for s rows enters the softmax's sum s times
+    weights = logits.softmax(-1)
+    by_head = weights.reshape(len(weights), -1, layer_queries.queries.shape[1], weights.shape[2])
+    scores: Tensor = by_head.amax(2).mean((0, 1))  # of [H, group, m, n]
+    return scores if shares is None else scores / shares
 
 
 def unit(x: Tensor) -> Tensor:

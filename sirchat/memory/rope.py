@@ -1,8 +1,8 @@
-"""Rotary positions: find a layer's rotation from samples, and turn keys to other positions.
+"""Rotary position embeddings: detect a layer's rotation, and rotate keys to other positions.
 
-With one input token the hidden states do not depend on its position, so a cached tensor read at
-position p and at p + d differs by exactly that layer's rotation. `match_rotation` finds which of
-the model's frequency buffers, in which layout, explains the difference: found, not guessed.
+With a single input token the hidden states do not depend on its position, so the cached tensors
+for positions p and p + d differ by exactly that layer's rotation. `match_rotation` finds which of
+the model's frequency buffers, in which layout, explains the difference: measured, not guessed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer turns a head by a token's position.
+    """The rotary embedding of one layer.
 
     Attributes:
-        inv_freq: float32 [d/2], radians a position; on the CPU, for not every device has float64.
-        interleaved: pairs are neighbours (0, 1), (2, 3), ... and not halves (0, d/2), ...
-        offset: first of the d rotated dimensions within the head.
+        inv_freq: angular frequencies, float32 [d/2], in radians per position; kept on the CPU,
+            because not every device has float64.
+        interleaved: whether rotated pairs are neighbours (0, 1), (2, 3), ... rather than halves
+            (0, d/2), (1, d/2 + 1), ...
+        offset: index within the head of the first of the d rotated dimensions.
     """
 
     inv_freq: Tensor
@@ -31,24 +33,24 @@ class Rotation:
 
     @property
     def dims(self) -> int:
-        """Number d of rotated dimensions."""
+        """Number of rotated dimensions, d."""
         return 2 * self.inv_freq.numel()
 
-    def turn(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [n, d/2] that move keys from positions `old` [n] to `new` [n].
+    def cos_sin(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [n, d/2] that rotate keys from positions `old` [n] to `new` [n].
 
-        Angles are rounded to float32 as models do, then subtracted in float64: the moved key is
-        the one the model would have computed at the new position.
+        Angles are rounded to float32, as models do, then subtracted in float64, so that the result
+        is the key that the model would have computed at the new position.
         """
         inv_freq = self.inv_freq[None]  # [1, d/2]
         angle_old = (old.float()[:, None] * inv_freq).double()
         angle_new = (new.float()[:, None] * inv_freq).double()
-        # Within one turn float32 is exact enough, and its cosine several times faster.
+        # Below 2 pi float32 is exact enough, and its cosine is several times faster.
         delta = torch.remainder(angle_new - angle_old, 2 * math.pi).float()
         return delta.cos(), delta.sin()
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn `x` [..., n, D] by `cos`, `sin` [n, d/2]; computed and returned in float32."""
+        """Rotate `x` [..., n, D] by `cos`, `sin` [n, d/2]; computed and returned in float32."""
         cos, sin = cos.to(x.device), sin.to(x.device)
         out = x.float() if x.dtype != torch.float32 else x.clone()
         old = self._pairs(x.float())
@@ -66,7 +68,7 @@ class Rotation:
         return part[..., :half], part[..., half:]
 
     def same_angles(self, other: Rotation) -> bool:
-        """Whether both turn by the same angles, so that cosines can be shared."""
+        """Whether both have the same frequencies, so that cosines and sines can be shared."""
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
@@ -76,15 +78,15 @@ def match_rotation(
     """The rotation that maps the sample at position 0 to all the others.
 
     Args:
-        samples: position -> one token's cached tensor [H, D]; position 0 must be among them.
+        samples: cached tensor [H, D] of the same token by position; must include position 0.
         frequencies: the model's `inv_freq` buffers by name, float32 [d/2] each.
         tolerance: largest relative error of a match.
 
     Returns:
-        The rotation, or None when the tensor does not move with the position.
+        The rotation, or None when the tensor does not depend on the position.
 
     Raises:
-        LookupError: the tensor moves and no candidate explains how.
+        LookupError: the tensor depends on the position and no candidate explains how.
     """
     if _error(samples, None) <= tolerance:
         return None
@@ -111,13 +113,13 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Ro
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Largest relative error over the positions when the sample at 0 is moved there."""
+    """Largest relative error, over all positions, of rotating the sample at 0 there."""
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():
         moved = start
         if rotation is not None:
-            cos, sin = rotation.turn(torch.tensor([0]), torch.tensor([position]))
+            cos, sin = rotation.cos_sin(torch.tensor([0]), torch.tensor([position]))
             moved = rotation.apply(start, cos, sin)
         gap = (moved[:, 0] - sample.float()).norm() / sample.float().norm().clamp_min(1e-30)
         worst = max(worst, float(gap))

@@ -1,4 +1,4 @@
-"""Blocks of archived rows: in RAM while they fill, then in RAM or in a private file each."""
+"""Segments of the archive: blocks of rows, in RAM while they fill, then in RAM or a file each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SEGMENT_ROWS = 512
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values of n rows as first written, wherever they are or go.
+    """Keys and values of n rows as first written, for one layer or for all.
 
     Attributes:
         positions: stream positions [n].
-        written_at: cache slots [n] at which they were first written; their rotation.
+        written_at: rotary positions [n] at which the keys were first written.
         tensors: two for each layer, key then value, each [H, n, D].
     """
 
@@ -39,96 +39,105 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the keys and values, in bytes."""
-        return sum(one.numel() * one.element_size() for one in self.tensors)
+        """Size of the keys and values, in bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device: torch.device | str) -> Rows:
         """The same rows on a device."""
-        return Rows(self.positions, self.written_at, [one.to(device) for one in self.tensors])
+        tensors = [tensor.to(device) for tensor in self.tensors]
+        return Rows(self.positions, self.written_at, tensors)
 
     def take(self, index: NDArray[np.int64]) -> Rows:
-        """The rows at `index` [k]."""
+        """A copy of the rows numbered `index` [k]."""
         chosen = torch.from_numpy(index)
-        tensors = [one.index_select(1, chosen.to(one.device)) for one in self.tensors]
+        tensors = [tensor.index_select(1, chosen.to(tensor.device)) for tensor in self.tensors]
         return Rows(self.positions[index], self.written_at[index], tensors)
 
     def between(self, start: int, end: int) -> Rows:
-        """The rows from `start` to before `end`: views."""
-        tensors = [one[:, start:end] for one in self.tensors]
+        """The rows numbered `start` to `end` - 1: views."""
+        tensors = [tensor[:, start:end] for tensor in self.tensors]
         return Rows(self.positions[start:end], self.written_at[start:end], tensors)
 
 
 class Segment:
-    """A block of `SEGMENT_ROWS` rows, filled from the front."""
+    """A block of `SEGMENT_ROWS` rows, filled from the front.
+
+    Args:
+        like: tensors [H, n, D] whose heads, dimensions and dtypes the segment takes over.
+    """
 
     def __init__(self, like: list[Tensor]) -> None:
-        shapes = [(one.shape[0], SEGMENT_ROWS, one.shape[2]) for one in like]
-        pairs = zip(shapes, like, strict=True)
-        self.tensors = [torch.zeros(shape, dtype=one.dtype) for shape, one in pairs]
+        self.tensors = [
+            torch.zeros((tensor.shape[0], SEGMENT_ROWS, tensor.shape[2]), dtype=tensor.dtype)
+            for tensor in like
+        ]
         self.positions = np.full(SEGMENT_ROWS, -1, np.int64)  # -1: no row, or erased
         self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
         self.used = 0
-        self.nbytes = sum(one.numel() * one.element_size() for one in self.tensors)
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def is_full(self) -> bool:
-        """Whether no more rows go in."""
+        """Whether no more rows fit."""
         return self.used == SEGMENT_ROWS
 
     def put(self, rows: Rows) -> None:
-        """Append rows, for which there is room."""
+        """Append rows; the caller sees to it that they fit."""
         end = self.used + len(rows)
-        for mine, given in zip(self.tensors, rows.tensors, strict=True):
-            mine[:, self.used : end].copy_(given)
+        for stored, given in zip(self.tensors, rows.tensors, strict=True):
+            stored[:, self.used : end].copy_(given)
         self.positions[self.used : end] = rows.positions
         self.written_at[self.used : end] = rows.written_at
         self.used = end
 
     def erase(self, rows: NDArray[np.int64]) -> None:
-        """Overwrite these rows [k] of the block."""
+        """Overwrite rows `rows` [k] of the block with zeros."""
         self.positions[rows] = -1
-        self.tensors = [one.clone() for one in self.tensors]  # what a file holds can't be written
-        for one in self.tensors:
-            one[:, torch.from_numpy(rows)] = 0
+        self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
+        for tensor in self.tensors:
+            tensor[:, torch.from_numpy(rows)] = 0
         while self.used and self.positions[self.used - 1] < 0:
-            self.used -= 1  # what is free at the end is filled anew
+            self.used -= 1  # erased rows at the end are filled again
 
     @property
     def is_empty(self) -> bool:
-        """Whether all of its rows were erased."""
+        """Whether it holds no row, none yet or all erased."""
         return not (self.positions >= 0).any()
 
 
 class SegmentFiles:
-    """A private folder with a file for each full segment, written in a thread of its own.
+    """A private folder with one file per full segment, written by a background thread.
 
-    Files are read through memory maps, so that only what is looked at takes memory.
+    Files are read through memory maps, so that only the pages in use take memory.
+
+    Attributes:
+        error: why a segment could not be written; None while all could.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.trouble: str | None = None
+        self.error: str | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._pending: list[Future[None]] = []
         self._delete_all = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment, later; its tensors come from the file from then on."""
-        self._pending = [one for one in self._pending if not one.done()]
+        """Write a full segment in the background; then its tensors are mapped from the file."""
+        self._pending = [future for future in self._pending if not future.done()]
         self._pending.append(self._writer.submit(self._write, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, once it is written."""
+        """Delete a segment's file, after all pending writes."""
         self._pending.append(self._writer.submit(self._delete, number))
 
     def wait(self) -> None:
-        """Until all is written; afterwards `trouble` says what could not be."""
-        for one in self._pending:
-            one.result()
+        """Wait until all pending writes are done; afterwards `error` says what went wrong."""
+        for future in self._pending:
+            future.result()
         self._pending = []
 
     def close(self) -> None:
-        """Delete everything; happens by itself when the program ends."""
+        """Delete the folder; also happens when the program ends."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._delete_all()
 
@@ -140,15 +149,15 @@ class SegmentFiles:
             for folder in reversed([self.folder, *self.folder.parents]):
                 folder.mkdir(mode=0o700, exist_ok=True)
             os.close(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
-            save_file({str(n): one for n, one in enumerate(segment.tensors)}, new)
+            save_file({str(n): tensor for n, tensor in enumerate(segment.tensors)}, new)
             os.chmod(new, 0o600)
             os.replace(new, path)
             stored = load_file(path)
             segment.tensors = [stored[str(n)] for n in range(len(stored))]
         except OSError as error:
-            self.trouble = f"{error.strerror or error}: {self.folder}"
-        except Exception as error:  # safetensors has its own for a full disk
-            self.trouble = f"{error}: {self.folder}"
+            self.error = f"{error.strerror or error}: {self.folder}"
+        except Exception as error:  # safetensors raises its own errors for a full disk
+            self.error = f"{error}: {self.folder}"
 
     def _delete(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ def require_comparable_queries(model: LoadedModel) -> None:
     cache.commit(1)
     queries = recorder.queries(model.rotations)
     keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
-    if len(queries) < len(keys) or not all(map(LayerQueries.fits, queries, keys)):
+    if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
         raise ModelError(
             f"what {model.name} looks for is not what it caches",
             hint="another measure, such as mips, does without",

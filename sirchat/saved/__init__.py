@@ -1,1 +1,1 @@
-"""Conversations on disk: one file each, and the folder they lie in."""
+"""Saved sessions: one SQLite file per conversation, and the folder with all of them."""

@@ -1,8 +1,9 @@
-"""A chat on disk as it goes on: brought up to date after every turn, taken up again by `--resume`.
+"""Saving of a running chat after every turn, and its continuation by `--resume`.
 
-The store is compared with the session and not told what happened, so that whatever changes the
-conversation (a turn, an undo) is saved in the same way. Keys and values are saved when the chat
-ends or is asked to; without them the held tokens are read anew, which is nearly the same memory.
+Each update compares the file with the session and writes the difference, so that every change (a
+turn, an undo) is saved in the same way. Keys and values are saved when the chat ends or on request.
+Without them, resuming computes the held tokens' keys and values again, which gives nearly the same
+cache.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from sirchat.saved.names import tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20
-"""Keys and values above this are saved only where `save_kv` is on."""
+"""Most bytes of keys and values that are saved under `save_kv: auto`."""
 
 _VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
-"""Entries of a configuration that are not the model's own, or set when it is saved."""
+"""Entries of a model's config that depend on how it was saved or loaded, not on the model."""
 
 _ATTENTION = "attention."
 
-_Parts = tuple[str, str, str]  # role, text and finish of a turn
+_TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-"""What tells a row from another that was read in its place."""
+"""Columns compared to find out whether a row was replaced by another at its position."""
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Tells models apart: configuration, vocabulary, rotations, and a sample of the weights."""
+    """A hash of a model's config, vocabulary size, rotations and a sample of its weights."""
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
-    for volatile in _VOLATILE:
-        config.pop(volatile, None)
+    for name in _VOLATILE:
+        config.pop(name, None)
     digest.update(repr(sorted(config.items(), key=str)).encode())
     digest.update(str(len(model.tokenizer)).encode())
-    for rotation in (one.key for one in model.rotations):
+    for rotation in (layer.key for layer in model.rotations):
         if rotation is not None:
             digest.update(rotation.inv_freq.numpy().tobytes())
     for weight in model.module.parameters():
@@ -63,14 +64,14 @@ def fingerprint(model: LoadedModel) -> str:
 
 
 class Autosave:
-    """Keeps one session on disk; nothing is written before its first turn is finished.
+    """Keeps one session's file up to date; no file is made before the first turn is finished.
 
     Args:
-        session: the one to save.
-        store: where it was taken up from; none for a new one.
+        session: the session to save.
+        store: the open file that it was resumed from; None for a new session.
 
     Attributes:
-        name: what the user calls it; it is on disk after the next update.
+        name: the user's name for the session, or empty; written by the next update.
     """
 
     def __init__(self, session: Session, store: SessionStore | None = None) -> None:
@@ -79,22 +80,22 @@ class Autosave:
         self._epoch = session.epoch
         self._erasures = session.erasures
         self.name = store.name if store else ""
-        # As they are on disk, and not in the session: that may have gone on since.
-        self._turns = [(one.role, one.text, one.finish) for one in store.turns()] if store else []
+        # What is on disk; the session may have gone on since.
+        self._turns = [(t.role, t.text, t.finish) for t in store.turns()] if store else []
         self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
         self._head = store.head() if store else None
 
     @property
     def id(self) -> str:
-        """The session's id; empty where nothing of it is on disk."""
+        """The session's id; empty while it has no file."""
         if self._store is None or self._epoch != self._session.epoch:
             return ""
         return self._store.id
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Drop the name if it tells of what is to be forgotten; says whether it did.
+        """Clear the name if it repeats text that is to be forgotten; returns whether it did.
 
-        `said` is some words, or a turn as a `whole`.
+        `said` is some words of the conversation, or a `whole` turn.
         """
         if not tells_of(self.name, said, whole=whole):
             return False
@@ -102,14 +103,14 @@ class Autosave:
         return True
 
     def update(self) -> None:
-        """Bring the disk up to date; durable on return. Raises SessionError where it can't be."""
-        if self._epoch != self._session.epoch:  # it was reset: what was said before stays saved
+        """Write what changed; durable on return. Raises SessionError if it can't be written."""
+        if self._epoch != self._session.epoch:  # after a reset: the old file stays as it is
             self.close()
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
             self.name = ""
         saved = self._session.save()
-        turns = [_parts(turn) for turn in self._session.turns]
+        turns = [_turn_fields(turn) for turn in self._session.turns]
         if not turns and self._store is None:
             return
         store = self._store = self._store or self._new()
@@ -120,19 +121,19 @@ class Autosave:
             self._erasures = self._session.erasures
             self._turns, self._rows, self._head = turns, saved.rows, None
             return
-        self._cut(store, turns, saved)
+        self._truncate(store, turns, saved)
         head = _head(saved, self._session)
         new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
-        elif _same(head, self._head):  # then keys and values that were saved still belong to it
+        elif _is_same_state(head, self._head):  # saved keys and values stay valid
             store.check_place()
         else:
             store.save_head(head)
         self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the settings and their size allow; tells whether it did."""
+        """Save keys and values, if the settings and their size allow; returns whether it did."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
@@ -143,14 +144,14 @@ class Autosave:
             return False
         stamp = secrets.token_hex(8)
         received = self._session.attention(rows.positions)
-        self._store.save_kv(_tensors(rows) | _received_tensors(received), stamp)
+        self._store.save_kv(_row_tensors(rows) | _attention_tensors(received), stamp)
         head = _head(self._session.save(), self._session, stamp)
         self._store.save_head(head)
         self._head = head
         return True
 
     def close(self) -> None:
-        """Save what is not saved yet, keys and values too, and let the session go."""
+        """Save everything, keys and values included, and close the file."""
         try:
             if self._epoch == self._session.epoch:
                 self.update()
@@ -159,7 +160,7 @@ class Autosave:
             self.let_go()
 
     def let_go(self) -> None:
-        """Give the file free, as it is; nothing is saved after this."""
+        """Close the file without saving."""
         if self._store is not None:
             self._store.close()
 
@@ -167,17 +168,19 @@ class Autosave:
         folder = paths.private_dir(paths.sessions_dir())
         return SessionStore.create(folder, _meta(self._session.model))
 
-    def _cut(self, store: SessionStore, now: Sequence[_Parts], saved: EngineState) -> None:
-        """Take back what the session took back."""
-        seen = _common(self._rows, saved.rows)
-        same = [one == other for one, other in zip(self._turns, now, strict=False)]
+    def _truncate(
+        self, store: SessionStore, turns_now: Sequence[_TurnFields], saved: EngineState
+    ) -> None:
+        """Remove from the file the turns and rows that the session no longer has."""
+        seen = _common_length(self._rows, saved.rows)
+        same = [old == new for old, new in zip(self._turns, turns_now, strict=False)]
         turns = same.index(False) if False in same else len(same)
         if (turns, seen) == (len(self._turns), len(self._rows)):
             return
         held = saved.held[saved.held < seen]
         fields = _head(saved, self._session).fields
         for name in ("pinned", "recalled"):
-            fields[name] = [one for one in fields[name] if one < seen]
+            fields[name] = [position for position in fields[name] if position < seen]
         fields["conversation"] |= {"in_round": False, "owed": []}
         store.drop_kv()
         store.truncate(turns, seen, Head(seen, held, None, fields))
@@ -185,9 +188,10 @@ class Autosave:
 
 
 def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
-    """Let a new session go on where a saved one was; with `rebuild`, read its whole text anew.
+    """Continue a saved session in `session`, which is new; with `rebuild`, read its text again.
 
-    Raises SessionError where the saved one was made with another model or number type.
+    Raises SessionError for a session without turns and, unless `rebuild` is set, for one of another
+    model or dtype.
     """
     head = store.head()
     if head is None:
@@ -197,14 +201,14 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         _rewrite(store, session, _meta(session.model))
         return
     check_model(store, session.model)
-    saved, conversation = _restored(store, head)
+    saved, conversation = _read_state(store, head)
     tensors = store.load_kv(head.fields["kv"])
-    received = _received(tensors) if tensors is not None else None
-    session.load(saved, conversation, _rows(tensors), received)
+    received = _pop_attention(tensors) if tensors is not None else None
+    session.load(saved, conversation, _pop_rows(tensors), received)
 
 
 def saved_profile(store: SessionStore) -> Profile:
-    """The settings of a saved session."""
+    """The settings of a saved session; raises SessionError for settings of another version."""
     head = store.head()
     try:
         return Profile.model_validate(head.fields["profile"]) if head else Profile()
@@ -216,7 +220,7 @@ def saved_profile(store: SessionStore) -> Profile:
 
 
 def _meta(model: LoadedModel) -> dict[str, Any]:
-    """What a session was made with."""
+    """The model, dtype and versions that a session was made with."""
     return {
         "model": model.name,
         "fingerprint": fingerprint(model),
@@ -227,9 +231,9 @@ def _meta(model: LoadedModel) -> dict[str, Any]:
 
 
 def check_model(store: SessionStore, model: LoadedModel) -> None:
-    """Raise SessionError where a saved session was made with another model or number type.
+    """Raise SessionError for a saved session of another model or dtype.
 
-    Number types first: the same weights in another type are another fingerprint.
+    The dtype is checked first, because the same weights in another dtype have another fingerprint.
     """
     meta, dtype = store.meta, str(model.dtype).removeprefix("torch.")
     again = f"sirchat --resume {store.id}"
@@ -255,9 +259,9 @@ def _read_again(session: Session, turns: list[SavedTurn]) -> None:
 
 
 def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
-    """Save all of it anew; nothing of what was there stays in any file."""
+    """Write the whole session again; nothing of the old contents stays in any file."""
     saved = session.save()
-    turns = [SavedTurn(n, *_parts(turn)) for n, turn in enumerate(session.turns)]
+    turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
     store.replace(turns, saved.rows, _head(saved, session), meta)
 
 
@@ -286,16 +290,16 @@ def _head(saved: EngineState, session: Session, stamp: str = "") -> Head:
     return Head(len(saved.rows), saved.held, saved.logits, fields)
 
 
-def _same(head: Head, other: Head | None) -> bool:
-    """Whether two heads tell of the same state, wherever its keys and values are."""
+def _is_same_state(head: Head, other: Head | None) -> bool:
+    """Whether two heads describe the same state, apart from the stamp of keys and values."""
     if other is None or head.seen != other.seen:
         return False
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
-    fields = [json.dumps({**one.fields, "kv": ""}, sort_keys=True) for one in (head, other)]
+    fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
     return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
 
 
-def _restored(store: SessionStore, head: Head) -> tuple[EngineState, Conversation]:
+def _read_state(store: SessionStore, head: Head) -> tuple[EngineState, Conversation]:
     fields = head.fields
     rows = store.rows(ROW)
     pinned = np.asarray(fields["pinned"], np.int64)
@@ -312,7 +316,7 @@ def _restored(store: SessionStore, head: Head) -> tuple[EngineState, Conversatio
     )
     now: dict[str, Any] = fields["conversation"]
     conversation = Conversation(
-        turns=[Turn(one.role, one.text, one.finish) for one in store.turns()],  # type: ignore[arg-type]
+        turns=[Turn(t.role, t.text, t.finish) for t in store.turns()],  # type: ignore[arg-type]
         round=now["round"],
         in_round=now["in_round"],
         system=range(*now["system"]),
@@ -325,28 +329,28 @@ def _restored(store: SessionStore, head: Head) -> tuple[EngineState, Conversatio
     return saved, conversation
 
 
-def _common(one: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """How many first rows are the same in both."""
-    count = min(len(one), len(other))
+def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
+    """Length of the common prefix of two ledgers."""
+    count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:
-        a, b = one[name][:count], other[name][:count]
-        differs |= (a != b) & ~((a != a) & (b != b))  # NaN is NaN
+        a, b = rows[name][:count], other[name][:count]
+        differs |= (a != b) & ~((a != a) & (b != b))  # two NaNs count as equal
     return int(differs.argmax()) if differs.any() else count
 
 
-def _parts(turn: Turn) -> _Parts:
+def _turn_fields(turn: Turn) -> _TurnFields:
     return turn.role, turn.text, turn.finish
 
 
-def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    named = {str(n): one for n, one in enumerate(rows.tensors)}
-    positions, written_at = (torch.from_numpy(one) for one in (rows.positions, rows.written_at))
+def _row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
+    named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
+    positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
 
 
-def _received_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """What attention was counted; nothing where none was."""
+def _attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
+    """The attention that rows received; empty where it was not tracked."""
     if not len(received.positions):
         return {}
     named: dict[str, NDArray[Any]] = {
@@ -354,15 +358,15 @@ def _received_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
         "total": received.total,
         "log_decay": received.log_decay,
     }
-    for number, one in enumerate(received.window):
-        named |= {f"{number}.positions": one.positions, f"{number}.weights": one.weights}
-    return {_ATTENTION + key: torch.from_numpy(one.copy()) for key, one in named.items()}
+    for number, part in enumerate(received.window):
+        named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
+    return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
 
 
-def _received(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Take the attention out of saved tensors."""
-    mine = [key for key in tensors if key.startswith(_ATTENTION)]
-    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in mine}
+def _pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
+    """Remove the attention from saved tensors and return it."""
+    keys = [key for key in tensors if key.startswith(_ATTENTION)]
+    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
         return None
     count = sum(key.endswith(".weights") for key in named)
@@ -372,7 +376,7 @@ def _received(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
     )
 
 
-def _rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
+def _pop_rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
     if tensors is None:
         return None
     positions = tensors.pop("positions").numpy()

@@ -1,13 +1,13 @@
-"""The SQLite file of a session: its lock, how a commit lasts, and what its errors mean.
+"""The SQLite file of a session: its lock, the durability of commits, and its errors.
 
-The journal is rolled back and not written ahead, and truncated after every commit, with full
-synchronisation. A commit syncs the journal, then the file, then the truncated journal: once it
-returns, neither a kill nor a power loss takes it back. And then all is in one file: no log holds
-turns that a reader could not see, or text that should be gone. (Under an exclusive lock the mode
-DELETE would keep the old pages in the journal and only spoil its header.)
+SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
+the journal, then the file, then the truncated journal: once it returns, neither a kill nor a power
+loss undoes it. Between commits everything is in one file; with a write-ahead log (WAL), the log
+could hold turns that a reader can't see, or text that was erased. (Under an exclusive lock, journal
+mode DELETE would leave the old pages in the journal and overwrite only its header.)
 
-Open a session's file through SQLite only: a process that holds it under its lock, and closes it in
-any other way, drops that lock.
+Open a session's file through SQLite only: if the process that has it locked opens and closes it in
+any other way, the lock is lost.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from typing import Any
 from sirchat.errors import SessionError
 
 APPLICATION = 0x53495243
-"""`SIRC`, in the header of every file."""
+"""SQLite's application id in the header of every session file: `SIRC`."""
 
 FORMAT = 1
-"""Which tables there are, and what is in them; in the header, too."""
+"""Version of the tables and their contents; SQLite's user version in the header."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError)
-"""What damaged values raise."""
+"""Errors raised by decoding damaged values."""
 
-_PATIENCE = 0.5  # seconds: outlasts a reader that lists, not a chat
+_TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
-def connect(path: Path, options: str = "mode=rw", timeout: float = _PATIENCE) -> sqlite3.Connection:
-    """A connection to a file that exists; transactions are begun and ended by hand."""
+def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
+    """A connection to an existing file, in autocommit mode: transactions are explicit.
+
+    `timeout` is how many seconds to wait for a lock.
+    """
     uri = f"{path.absolute().as_uri()}?{options}"
     return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
 
 
 def lock(connection: sqlite3.Connection) -> None:
-    """Begin a transaction and shut out every other process until the connection is closed.
+    """Begin a transaction, and lock out every other process until the connection is closed.
 
-    Exclusive and not merely immediate, which would let a reader hold up a later commit.
+    An immediate transaction is not enough: a reader could then block a later commit.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("BEGIN EXCLUSIVE")
@@ -49,7 +52,7 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection in its first transaction, under `lock`; closed if anything here fails."""
+    """A connection in its first transaction, under `lock`; closed if the body fails."""
     connection = connect(path)
     try:
         lock(connection)
@@ -60,7 +63,7 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
-    """End the first transaction; every later one lasts, as the head of this module says."""
+    """Commit the first transaction, and make later commits durable (see the module's docstring)."""
     connection.execute("COMMIT")
     connection.execute("PRAGMA journal_mode=TRUNCATE")
     connection.execute("PRAGMA synchronous=FULL")
@@ -70,12 +73,12 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether a file says that it is a session, of whatever version."""
+    """Whether a file has the application id of a session, of any version."""
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that is no session, or one of a newer format."""
+    """Raise SessionError for a file that is not a session, or of a newer format."""
     if not is_session(connection):
         raise no_session(path)
     version = _pragma(connection, "user_version")
@@ -87,7 +90,7 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def check_whole(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file whose pages don't fit together."""
+    """Raise SessionError for a file that fails SQLite's integrity check."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise _damaged(path)
 
@@ -99,13 +102,13 @@ def refuse_missing(path: Path) -> None:
 
 
 def no_session(path: Path) -> SessionError:
-    """The refusal of a file that sirchat did not write."""
+    """The error for a file that sirchat did not write."""
     return SessionError(f"{path} is not a saved session of sirchat")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the system refuse into a SessionError of one line."""
+    """Turn errors of SQLite and the operating system into a SessionError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -115,7 +118,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def session_error(path: Path, error: sqlite3.Error) -> SessionError:
-    """What an error of SQLite means for a session."""
+    """The SessionError for an error of SQLite."""
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
             return SessionError(
@@ -125,7 +128,7 @@ def session_error(path: Path, error: sqlite3.Error) -> SessionError:
             return no_session(path)
         case sqlite3.SQLITE_CORRUPT:
             return _damaged(path)
-        case 0 if isinstance(error, sqlite3.OperationalError):  # Python's: text that is not UTF-8
+        case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
             return _damaged(path)
     return SessionError(f"{path} can't be used: {error}")
 
@@ -137,7 +140,7 @@ def result_code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def decoding(path: Path) -> Iterator[None]:
-    """As `explained`; a value that can't be decoded is damage."""
+    """Like `explained`; a value that can't be decoded is reported as damage."""
     with explained(path):
         try:
             yield

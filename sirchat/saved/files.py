@@ -1,4 +1,4 @@
-"""Files of a session: private from the start, and on the drive before anybody relies on them."""
+"""Files of a session: created private, and synced to the drive."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from sirchat import paths
 from sirchat.errors import SessionError
 
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike, no vowels: no words
+_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike; no vowels, so no words
 
 
 def new_file(folder: Path, suffix: str) -> Path:
-    """An empty private file of a name that no other session has."""
-    began = time.strftime("%Y%m%d-%H%M")
+    """Create an empty private file with a name that no other session has; raises SessionError."""
+    created = time.strftime("%Y%m%d-%H%M")
     try:
         paths.private_dir(folder)
         while True:
             letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
-            path = folder / f"{began}-{letters}{suffix}"
+            path = folder / f"{created}-{letters}{suffix}"
             try:
                 paths.open_private(path, "xb").close()
             except FileExistsError:
@@ -31,8 +31,8 @@ def new_file(folder: Path, suffix: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Make what is written to a file or folder outlast a power loss."""
-    if os.name == "nt" and path.is_dir():  # there, folders can't be opened
+    """Sync a file or folder to the drive, so that a power loss does not undo what was written."""
+    if os.name == "nt" and path.is_dir():  # Windows can't open folders
         return
     opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:

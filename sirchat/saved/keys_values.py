@@ -1,4 +1,4 @@
-"""Keys and values beside a session, in a file that is whole or counts as none."""
+"""The saved keys and values of a session: a safetensors file, replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 
 
 class KeysAndValues:
-    """The tensors of the session at `path`, which has them in a file of its own.
+    """The file of keys and values that belongs to the session at `path`.
 
-    What writes raises SessionError where it can't.
+    Methods that write raise SessionError if they can't.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,15 +25,15 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save them; `stamp` names their state. No two tensors may share memory."""
+        """Save tensors; `stamp` identifies the session's state. No two may share memory."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
             paths.open_private(self._unfinished, "wb").close()
-            save_file(whole, self._unfinished, metadata={"stamp": stamp})
-            self._unfinished.chmod(0o600)  # should the library have made a file of its own
+            save_file(copies, self._unfinished, metadata={"stamp": stamp})
+            self._unfinished.chmod(0o600)  # safetensors may have replaced the file
             sync(self._unfinished)
             self._unfinished.replace(self._path)
             sync(self._path.parent)
@@ -42,7 +42,7 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """The tensors; none where they are missing, damaged or of another stamp."""
+        """The tensors; None if they are missing, damaged or of another stamp."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -54,7 +54,7 @@ class KeysAndValues:
             return None
 
     def drop(self) -> None:
-        """Delete them."""
+        """Delete the file."""
         try:
             self._path.unlink(missing_ok=True)
             self.drop_unfinished()
@@ -63,5 +63,5 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be deleted: {error.strerror}") from None
 
     def drop_unfinished(self) -> None:
-        """Delete what a crash left half written; raises OSError where it can't."""
+        """Delete a file that a crash left incomplete; raises OSError if it can't."""
         self._unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The folder of saved sessions: list, find, remove, export."""
+"""The folder of saved sessions: list, find, remove and export them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from sirchat.errors import SessionError, nearest, shown
+from sirchat.errors import SessionError, format_value, nearest
 from sirchat.saved.database import (
     UNDECODABLE,
     check_format,
@@ -34,11 +34,12 @@ _FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """What a list shows of a session.
+    """One entry of the list of sessions.
 
-    `name` is what the user calls it, if anything; `first` is how their first message begins, on one
-    line; neither is filtered for display. `turns` counts messages. `in_use` says that a process has
-    it open; then `name`, `model`, `turns` and `first` may be empty, where they can't be read.
+    `name` is the user's name for it, or empty; `first` is the beginning of the first user message,
+    on one line; neither is filtered for display. `turns` counts messages. `in_use` means that a
+    process has it open; then `name`, `model` and `first` may be empty and `turns` 0, if they can't
+    be read.
     """
 
     id: str
@@ -53,18 +54,18 @@ class SavedSession:
 
 
 class Listing(NamedTuple):
-    """The sessions of a folder, and why some of its files are not among them."""
+    """The sessions of a folder, and an error for each file that can't be read."""
 
     sessions: list[SavedSession]
     refused: list[SessionError]
 
 
 def list_sessions(folder: Path) -> Listing:
-    """Every session in a folder, the one written to last first; nothing is written or locked."""
+    """Every session in a folder, the last written first; no file is written or locked."""
     listing = Listing([], [])
     for path in _files(folder):
         try:
-            listing.sessions.append(_look_at(path))
+            listing.sessions.append(_read(path))
         except SessionError as error:
             listing.refused.append(error)
     listing.sessions.sort(key=lambda session: (session.updated, session.id), reverse=True)
@@ -74,38 +75,38 @@ def list_sessions(folder: Path) -> Listing:
 def find_session(folder: Path, ident: str) -> Path:
     """The file of a session by its id, its name, the beginning of its id, or `last`.
 
-    Raises SessionError where none or several fit.
+    Raises SessionError if none or several match.
     """
     if ident == "last":
         return _last(folder)
     found = {path.stem: path for path in _files(folder)}
     if ident in found:
         return found[ident]
-    named = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
-    called = [name for name in named if same_name(named[name], ident)]
-    fits = called or [name for name in found if ident and name.startswith(ident)]
-    if len(fits) > 1:
-        how = "are called" if called else "begin with"
-        raise SessionError(f"several sessions {how} {shown(ident)}: {_several(fits)}")
-    if not fits:
+    names = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
+    by_name = [id for id, name in names.items() if same_name(name, ident)]
+    matches = by_name or [id for id in found if ident and id.startswith(ident)]
+    if len(matches) > 1:
+        how = "are called" if by_name else "begin with"
+        raise SessionError(f"several sessions {how} {format_value(ident)}: {_first_few(matches)}")
+    if not matches:
         raise SessionError(
-            f"there is no saved session {shown(ident)}",
-            hint=nearest(ident, [*found, *named.values()]) or _choice(found),
+            f"there is no saved session {format_value(ident)}",
+            hint=nearest(ident, [*found, *names.values()]) or _newest(found),
         )
-    return found[fits[0]]
+    return found[matches[0]]
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """`text` as a name for session `own`, empty for one that has no file yet.
+    """`text` as a name for the session with id `own`, which is empty for one without a file.
 
-    Raises SessionError for a text that is no name, and for what another session is called.
+    Raises SessionError for a text that is not allowed as a name, or is another session's name.
     """
     name = checked_name(text)
     for one in list_sessions(folder).sessions:
         if one.id != own and (one.id == name or same_name(one.name, name)):
             raise SessionError(
-                f"session {one.id} is called {shown(name)} already; allowed: a name that no other "
-                "session has",
+                f"session {one.id} is called {format_value(name)} already; allowed: a name that no "
+                "other session has",
                 hint=f"choose another, or remove that one: sirchat sessions rm {one.id}",
             )
     return name
@@ -114,18 +115,18 @@ def free_name(folder: Path, text: str, own: str) -> str:
 def remove_session(path: Path) -> None:
     """Delete every file of a session, damaged or not.
 
-    Raises SessionError for a file that is missing, in use, or no session.
+    Raises SessionError for a file that is missing, in use, or not a session.
     """
     refuse_missing(path)
     with explained(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
-        # The session itself last: as long as it is there, its other files can be found.
+        # The session's own file last: the others are found by its name.
         for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
-    """Write what was said as JSON Lines; raises SessionError as `SessionStore.open` does."""
+    """Write the turns as JSON Lines; raises SessionError as `SessionStore.open` does."""
     with SessionStore.open(path) as store:
         turns = store.turns()
     write_jsonl(
@@ -142,7 +143,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
-    """As `lock`; damage is no hindrance, and an empty file is a session that never began."""
+    """Like `lock`, but allows a damaged file, and an empty one, whose session was not begun."""
     try:
         lock(connection)
         if path.stat().st_size and not is_session(connection):
@@ -160,34 +161,35 @@ def _last(folder: Path) -> Path:
     return sessions[0].path
 
 
-def _several(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+def _first_few(ids: list[str]) -> str:
+    return ", ".join(ids[:5]) + (" and more" if len(ids) > 5 else "")
 
 
-def _choice(found: dict[str, Path]) -> str:
+def _newest(found: dict[str, Path]) -> str:
     return f"the newest is {max(found)}" if found else "none is saved"
 
 
-def _look_at(path: Path) -> SavedSession:
+def _read(path: Path) -> SavedSession:
     """Read a session, locked or not.
 
-    Another process's lock, and a commit that a crash broke off, stop an ordinary reader. Past
-    them the file is read as it lies there: whole, unless a commit is under way at this moment.
+    An ordinary reader is stopped by another process's lock, and by a commit that a crash
+    interrupted. The file is then read without locks: it is consistent, unless a commit is going on
+    at this moment.
     """
     with decoding(path):
         try:
-            return _described(path, "mode=ro", in_use=False)
+            return _summary(path, "mode=ro", in_use=False)
         except sqlite3.OperationalError as error:
             if result_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY):
                 raise
             in_use = result_code(error) == sqlite3.SQLITE_BUSY
         try:
-            return _described(path, "immutable=1", in_use=in_use)
+            return _summary(path, "immutable=1", in_use=in_use)
         except (sqlite3.Error, SessionError, *UNDECODABLE):
-            return _outside(path, in_use)
+            return _unread_summary(path, in_use)
 
 
-def _described(path: Path, options: str, *, in_use: bool) -> SavedSession:
+def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
         check_format(connection, path)
         about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
@@ -197,8 +199,8 @@ def _described(path: Path, options: str, *, in_use: bool) -> SavedSession:
         id=path.stem,
         name=str(about.get("name", "")),
         path=path,
-        created=_moment(about["created"]),
-        updated=_moment(path.stat().st_mtime),
+        created=_local_time(about["created"]),
+        updated=_local_time(path.stat().st_mtime),
         model=str(dict(about["meta"]).get("model", "")),
         turns=turns,
         first=_first_line(first[0]) if first else "",
@@ -206,9 +208,9 @@ def _described(path: Path, options: str, *, in_use: bool) -> SavedSession:
     )
 
 
-def _outside(path: Path, in_use: bool) -> SavedSession:
-    """What is known of a session without reading it."""
-    updated = _moment(path.stat().st_mtime)
+def _unread_summary(path: Path, in_use: bool) -> SavedSession:
+    """The entry of a session that can't be read, from its file name and time."""
+    updated = _local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
     except ValueError:
@@ -216,7 +218,7 @@ def _outside(path: Path, in_use: bool) -> SavedSession:
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use)
 
 
-def _moment(seconds: float) -> datetime:
+def _local_time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds).astimezone()
 
 

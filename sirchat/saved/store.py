@@ -1,10 +1,11 @@
-"""A conversation on disk: what was said, one ledger row a token, and the state after the last turn.
+"""The file of a saved session: its turns, one ledger row per token, and the state after the last.
 
-SQLite and not JSON Lines: a turn's text, its rows and the new head are one transaction, undo cuts
-all three, a killed writer leaves the last whole turn, and what is deleted is overwritten.
+It is an SQLite database: a turn's text, its rows and the new state (the head) are one transaction,
+undo truncates all three, a killed writer leaves the last complete turn, and deleted data is
+overwritten. JSON Lines could not do this.
 
-A store holds its file under an exclusive lock until it is closed or its process dies. Why what is
-committed lasts, `database` says.
+A store holds an exclusive lock on its file until it is closed or its process dies. See `database`
+for the durability of commits.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _TABLES = (
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """One message; `index` counts the turns from 0, `finish` says how it ended."""
+    """One message; `index` counts the turns from 0, `finish` is the reason why it ended."""
 
     index: int
     role: str
@@ -63,13 +64,13 @@ class SavedTurn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """What every turn changes.
+    """The session's state after its last turn.
 
     Args:
-        seen: tokens of the stream so far; one ledger row each.
+        seen: number of tokens of the stream so far; one ledger row each.
         held: stream positions [n] in the cache, ascending.
-        logits: raw logits [vocabulary] after the last token, where there are any.
-        fields: whatever else the session needs; JSON.
+        logits: raw logits [vocabulary] after the last token, or None.
+        fields: the rest of the session's state, as JSON.
     """
 
     seen: int
@@ -79,10 +80,10 @@ class Head:
 
 
 class SessionStore:
-    """One saved session, held under an exclusive lock; made by `create` and `open`.
+    """One saved session, under an exclusive lock; use `create` or `open` to make one.
 
-    Every method that writes is durable on return, and raises SessionError where the file can't be
-    written; then nothing of it is written.
+    Every method that writes is durable on return. If the file can't be written it raises
+    SessionError, and nothing is changed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -95,9 +96,10 @@ class SessionStore:
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
-        """Start a session in a private folder; `meta` is JSON, for good, and of no spoken text.
+        """Start a session in a private folder.
 
-        Raises SessionError where no file can be made.
+        `meta` is JSON that stays readable until `replace` changes it, so it must not contain text
+        of the conversation. Raises SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
@@ -114,9 +116,9 @@ class SessionStore:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Continue a session; what a crash left unfinished is finished or taken back.
+        """Continue a session; what a crash interrupted is completed or rolled back.
 
-        Raises SessionError for a file that is missing, no session, of a newer sirchat, in use by
+        Raises SessionError for a file that is missing, not a session, of a newer sirchat, in use by
         another process, or damaged.
         """
         refuse_missing(path)
@@ -131,7 +133,7 @@ class SessionStore:
 
     @property
     def id(self) -> str:
-        """The session's name: when it began, and four letters that tell it from others."""
+        """The session's id: the minute it was created, and four random letters."""
         return self.path.stem
 
     def __enter__(self) -> Self:
@@ -141,21 +143,21 @@ class SessionStore:
         self.close()
 
     def close(self) -> None:
-        """Give the file free; a second time does nothing."""
-        with suppress(sqlite3.Error):  # an empty journal that stays does no harm
+        """Close the file and release its lock; a second call does nothing."""
+        with suppress(sqlite3.Error):  # an empty journal left behind does no harm
             self._connection.execute("PRAGMA journal_mode=DELETE")
         self._connection.close()
 
     def check_place(self) -> None:
-        """Raise SessionError for a file that was removed: the system would go on writing to it."""
+        """Raise SessionError if the file was removed: writes would still succeed, and be lost."""
         if not self.path.is_file():
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
         """Add turns, the rows [k] of the k tokens since the last head, and the new head.
 
-        `rows` is structured and of flat fields. Rows stay as they are when appended: what changes
-        later, such as which are held, belongs to the head.
+        `rows` is a structured array of flat fields. Rows are never changed later: what does change,
+        such as which are held, belongs into the head.
         """
         with self._transaction():
             seen = self._seen()
@@ -165,14 +167,14 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the head, where no token was read since."""
+        """Replace the head; no token may have been read since the last one."""
         with self._transaction():
             if head.seen != self._seen():
                 raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
             self._put_head(head)
 
     def rename(self, name: str) -> None:
-        """Let the user find the session by `name`, or by no name where that is empty."""
+        """Set the user's name for the session; an empty one removes it."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM about WHERE name = 'name'")
             if name:
@@ -187,7 +189,7 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.
 
-        Raises SessionError where they were written with other fields than `dtype` has.
+        Raises SessionError if they were written with other fields than `dtype` has.
         """
         with decoding(self.path):
             self._check_fields(dtype)
@@ -197,13 +199,13 @@ class SessionStore:
             return rows.astype(dtype)
 
     def head(self) -> Head | None:
-        """The state after the last turn; none in a session that was never written to."""
+        """The state after the last turn; None for a session without turns."""
         with decoding(self.path):
             found = self._all("SELECT seen, held, logits, fields FROM head")
             return _head(*found[0]) if found else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
-        """Take back every turn from index `turns` on and every row from position `seen` on."""
+        """Delete every turn from index `turns` on and every row from position `seen` on."""
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
                 raise ValueError(f"can't cut {self._seen()} rows to {seen}, head at {head.seen}")
@@ -219,9 +221,10 @@ class SessionStore:
         head: Head,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite everything, and leave nothing of what was there in any file.
+        """Replace all contents, and leave nothing of the old ones in any file.
 
-        Saved keys and values go too, for they were computed from it. `meta` changes if given.
+        Saved keys and values are deleted, too, as they were computed from the old text. `meta` is
+        replaced if given.
         """
         _check_count(rows, head.seen)
         self.drop_kv()
@@ -238,14 +241,14 @@ class SessionStore:
         self._finish_erasing()
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save keys and values beside the session, whole or not at all.
+        """Save keys and values in a file beside the session, all or none.
 
-        `stamp` names the state that they belong to. No two tensors may share memory.
+        `stamp` identifies the state that they belong to. No two tensors may share memory.
         """
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved keys and values; none where they are missing, damaged or of another stamp."""
+        """The saved keys and values; None if they are missing, damaged or of another stamp."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
@@ -254,7 +257,7 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit what is done inside, or take all of it back."""
+        """A transaction, committed at the end and rolled back on an error."""
         self.check_place()
         with explained(self.path), self._connection:
             self._connection.execute("BEGIN")
@@ -264,7 +267,7 @@ class SessionStore:
         return self._connection.execute(query, values).fetchall()
 
     def _seen(self) -> int:
-        """The position behind the last row."""
+        """Number of rows saved."""
         found = self._all("SELECT seen FROM head")
         return int(found[0][0]) if found else 0
 
@@ -288,7 +291,7 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
 
     def _cut_last_rows(self, seen: int) -> None:
-        """Shorten the last block of rows, where it reaches beyond `seen`."""
+        """Shorten the last block of rows to end at position `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
             row = np.dtype([(name, kind) for name, kind in self._about("row")])
             kept = data[: (seen - start) * row.itemsize]
@@ -311,9 +314,9 @@ class SessionStore:
             )
 
     def _finish_erasing(self) -> None:
-        """Write the file anew, without the pages and gaps where deleted text could linger.
+        """Rewrite the file without the free pages and gaps that could still hold deleted text.
 
-        A mark that this is due is part of the deletion, so that a crash between can't prevent it.
+        The deletion's transaction marks this as due, so that it is done even after a crash.
         """
         with explained(self.path):
             if self._about("erasing"):
@@ -327,12 +330,12 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same fields without gaps, little-endian: gaps hold whatever lay in memory."""
+    """The same fields, little-endian and without padding, which would leak memory contents."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
 def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
-    """Name and type of each field, as JSON gives them back."""
+    """Name and type of each field, as lists, for comparison with JSON."""
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import changed
+from sirchat.config.layers import changed
 from sirchat.errors import SettingError
 from sirchat.tasks import generated, paper_tables, sirllm_files
 from sirchat.tasks.asking import read

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from sirchat.chat.settings import build_policy
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.facts import Facts

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from random import Random
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated

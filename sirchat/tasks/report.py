@@ -10,7 +10,8 @@ import transformers
 
 from sirchat import __version__
 from sirchat.chat.settings import has_effect
-from sirchat.config.profile import Profile, as_typed, short
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed, short
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import fingerprint

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import read, switch

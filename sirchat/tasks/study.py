@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel

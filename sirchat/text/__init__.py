@@ -1,1 +1,1 @@
-"""Text to ids and back: chat template, transcripts, detokenizer, sentences, anchor placement."""
+"""Text to token ids and back: chat template, transcripts, detokenizer, sentences, anchors."""

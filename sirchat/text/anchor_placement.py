@@ -1,4 +1,4 @@
-"""Where a model's own anchors stand in a text (Anchor-based LLMs, sections 3.2 and 7.1)."""
+"""Insertion of anchor tokens into a text (Anchor-based LLMs, sections 3.2 and 7.1)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sirchat.text.anchors import Anchors
 from sirchat.text.sentences import sentences
 
 EVERY = 10
-"""Tokens from one anchor to the next, where they stand at even distances."""
+"""Tokens between two anchors, where they are evenly spaced (`per` is `tokens`)."""
 
 CHANCE = 0.1
-"""How likely an anchor is behind a token, where lots are drawn."""
+"""Probability of an anchor after each token, where they are random (`per` is `random`)."""
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text, with the anchors that belong inside it or behind its end.
+    """The ids of a text, with anchors inserted as `anchors.per` says.
 
-    Lots are the same for the same text.
+    Random anchors depend on the text alone, so the same text always gets the same ones.
     """
     anchor = anchors.token_id
     if anchor is None:
@@ -27,13 +27,17 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
         return [i for sentence in sentences(text) for i in (*encode(sentence), anchor)]
     ids = encode(text)
     if anchors.per == "tokens":
-        return _behind(ids, anchor, lambda at: at % EVERY == 0)
+        return _insert_after(ids, anchor, lambda count: count % EVERY == 0)
     if anchors.per == "random":
-        lots = Random(text)
-        return _behind(ids, anchor, lambda at: lots.random() < CHANCE)
+        random = Random(text)
+        return _insert_after(ids, anchor, lambda count: random.random() < CHANCE)
     return ids
 
 
-def _behind(ids: list[int], anchor: int, stands: Callable[[int], bool]) -> list[int]:
-    """The ids, with an anchor behind each number of them, from 1, that `stands` chooses."""
-    return [i for at, one in enumerate(ids, 1) for i in ((one, anchor) if stands(at) else (one,))]
+def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
+    """The ids, with an anchor after the first n of them for each n from 1 that is chosen."""
+    return [
+        i
+        for count, token_id in enumerate(ids, 1)
+        for i in ((token_id, anchor) if is_chosen(count) else (token_id,))
+    ]

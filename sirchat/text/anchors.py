@@ -1,6 +1,7 @@
-"""How a model was trained to gather a sequence in its last token (Anchor-based LLMs).
+"""Anchor settings of a model that was trained to compress a sequence into its last token.
 
-A model's config says so, under `sirchat_anchors`: which tokens are anchors, and where they stand.
+See Anchor-based LLMs (AnLLM). They are an entry `sirchat_anchors` in the model's config, which says
+which tokens are anchors and where they are inserted.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from sirchat.errors import ModelError
 from sirchat.text.detokenizer import SentenceEnds
 
 Variant = Literal["ac", "ep"]
-"""`ac`: a token of its own is the anchor. `ep`: a token that ends a sentence is."""
+"""`ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor."""
 
 Per = Literal["sentence", "round", "tokens", "random"]
-"""Where a token of its own stands: behind each sentence; behind each reply and system prompt, which
-is where a demonstration ends; behind every 10 tokens of a text; behind a token with probability 0.1
-(section 7.1).
+"""Where the added token is inserted.
+
+After each sentence; after each reply and system prompt (where a demonstration ends); after every 10
+tokens of a text; after each token with probability 0.1 (section 7.1).
 """
 
 ANCHOR = "<AC>"
@@ -29,13 +31,13 @@ _KEY = "sirchat_anchors"
 
 @dataclass(frozen=True)
 class Anchors:
-    """What a model's anchors are.
+    """The anchor settings of a model.
 
     Attributes:
         variant: see `Variant`.
         per: see `Per`; under `ep` always `sentence`.
-        token_id: the anchor's id under `ac`.
-        sinks: first tokens of a text that everything saw in training.
+        token_id: id of the added anchor token; None under `ep`.
+        sinks: number of first tokens of a text that all tokens attended to in training.
     """
 
     variant: Variant
@@ -44,20 +46,20 @@ class Anchors:
     sinks: int = 1
 
     def write(self, config: Any) -> None:
-        """Note it in a model's config."""
+        """Write the settings into a model's config."""
         setattr(config, _KEY, asdict(self))
 
 
 def remove(config: Any) -> None:
-    """Let a model's config tell of no anchors."""
+    """Remove the anchor settings from a model's config."""
     if hasattr(config, _KEY):
         delattr(config, _KEY)
 
 
 def anchors_of(config: Any) -> Anchors | None:
-    """What a model's config tells of its anchors; None for a model that was not trained so.
+    """The anchor settings in a model's config; None for a model trained without anchors.
 
-    Raises ModelError for an entry that makes no sense.
+    Raises ModelError for an entry that isn't valid.
     """
     entry = getattr(config, _KEY, None)
     if entry is None:
@@ -76,7 +78,10 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """Tells, id by id, whether it is an anchor: the model's own, or the end of a sentence."""
+    """A function that says of each id of a stream whether it is an anchor.
+
+    That is the model's added token, or, without one, a token that ends a sentence.
+    """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
     return SentenceEnds(tokenizer)

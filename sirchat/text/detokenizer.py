@@ -1,4 +1,4 @@
-"""Ids to text, one token at a time: never half a character, never a changed space."""
+"""Token ids to text, one at a time, with whole characters and the tokenizer's own spaces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _UNFINISHED = "\ufffd"
 
 _LONGEST = 8
-"""Tokens that may spell one character, or a few that share tokens."""
+"""Most tokens that spell one character, or a few characters that share tokens."""
 
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
@@ -23,41 +23,41 @@ _SENTENCE_ENDS = frozenset(
 """Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis."""
 
 _CLOSERS = ("Pe", "Pf")
-"""Categories of closing brackets and quotes, which may follow a sentence's end."""
+"""Unicode categories of closing brackets and quotes, which may follow a sentence's end."""
 
 
 class TextStream:
-    """Decodes a growing list of ids, keeping back what is not yet whole characters."""
+    """Decodes a stream of ids, holding back a character until all its tokens are there."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
-        self._shown = 0  # ids before this have been returned
-        self._before = 0  # characters of the ids from start to shown
+        self._returned = 0  # number of ids whose text has been returned
+        self._prefix_length = 0  # characters of the ids from start to returned
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes; empty while a character is unfinished."""
+        """The text that this id completes; empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._shown < _LONGEST:
+        if text.endswith(_UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
             return ""
         self._advance()
         return text
 
     def flush(self) -> str:
-        """What was kept back."""
+        """The text held back, an incomplete character as U+FFFD."""
         text = self._new_text()
         self._advance()
         return text
 
     def _advance(self) -> None:
-        self._start, self._shown = self._shown, len(self._ids)
-        self._before = len(self._decode(self._ids[self._start :]))
+        self._start, self._returned = self._returned, len(self._ids)
+        self._prefix_length = len(self._decode(self._ids[self._start :]))
 
     def _new_text(self) -> str:
-        return self._decode(self._ids[self._start :])[self._before :]
+        return self._decode(self._ids[self._start :])[self._prefix_length :]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -67,20 +67,20 @@ class TextStream:
 
 
 class TokenTexts:
-    """The text of single tokens as it stands in a text, the space before a word included.
+    """The text of each token as it appears in running text, with the space before a word.
 
-    Pieces of a character that follow one another are joined: the first gets the whole character,
-    the others nothing. A piece whose neighbours are missing is shown as U+FFFD.
+    Where consecutive tokens spell one character, the first gets the whole character and the others
+    get empty text. If some of these tokens are missing, each of the others gets U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        # Decoded alone, a word loses its space with some tokenizers; behind another it keeps it.
+        # With some tokenizers a word decoded alone loses its space, but not after another token.
         self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
-        """One text for each id; `positions` [n] tell which of them follow one another."""
+        """One text for each id [n]; stream `positions` [n] say which ids are consecutive."""
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
@@ -90,7 +90,7 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Join the character that begins at `start`, if all of it is there; returns its tokens."""
+        """Join the character that begins at `start`, if complete; returns its number of tokens."""
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
@@ -114,22 +114,22 @@ class TokenTexts:
 
 
 class SentenceEnds:
-    """Tells, id by id, whether a sentence ends there, in any script.
+    """Says of each id of a stream whether a sentence ends there, in any script.
 
-    Looks back over the ids of a character that the tokenizer spells in several tokens.
+    For a character that is spelled in several tokens, it also decodes the ids just before.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, bool | None] = {}  # None: it ends in the middle of a character
+        self._known: dict[int, bool | None] = {}  # None: the token ends inside a character
         self._recent: deque[int] = deque(maxlen=4)
 
     def __call__(self, token_id: int) -> bool:
         self._recent.append(token_id)
         if token_id not in self._known:
             text = str(self._tokenizer.decode([token_id]))
-            half = text.endswith(_UNFINISHED)
-            self._known[token_id] = None if half else ends_sentence(text)
+            is_partial = text.endswith(_UNFINISHED)
+            self._known[token_id] = None if is_partial else ends_sentence(text)
         known = self._known[token_id]
         if known is not None:
             return known
@@ -137,7 +137,7 @@ class SentenceEnds:
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether the text ends with a sentence's end, closing quotes and brackets apart."""
+    """Whether the text ends with a sentence terminator, ignoring closing quotes and brackets."""
     text = text.rstrip()
     while text and (unicodedata.category(text[-1]) in _CLOSERS or text[-1] in "\"'"):
         text = text[:-1]

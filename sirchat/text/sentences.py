@@ -1,4 +1,4 @@
-"""Splits a text into sentences, in any script."""
+"""Splitting of a text into sentences, in any script."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from sirchat.errors import UsageError
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The sentences of a text, each with the space before it; joined they are the text.
+    """The sentences of a text, each with the space before it; joined they give the text.
 
-    Raises UsageError where the splitter, an optional dependency, is not installed.
+    Raises UsageError if the optional dependency sentencex is not installed.
     """
     try:
         from sentencex import segment
@@ -17,8 +17,8 @@ def sentences(text: str, language: str = "en") -> list[str]:
             "the sentence splitter is not installed", hint="pip install 'sirchat[anchors]'"
         ) from None
     ends, at = list[int](), 0
-    for one in segment(language, text):
-        sentence = one.strip()
+    for found in segment(language, text):
+        sentence = found.strip()
         at = text.find(sentence, at) + len(sentence) if sentence in text[at:] else at
         if sentence and at not in ends:
             ends.append(at)

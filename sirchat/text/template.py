@@ -1,9 +1,11 @@
-"""The chat template, one turn at a time: text in, ids out; text never becomes a control token.
+"""The chat template, rendered one turn at a time to token ids.
 
-Only the new turn is rendered. A stub question with a stub answer stands for the history: the list
-[stub question, stub answer, new turn] is rendered as one, and what follows the stub answer is what
-the model must read. For templates that only append, the ids of all turns, one after another, equal
-the ids of the whole conversation rendered at once.
+Only the new turn is rendered. A stub question and a stub answer take the place of the history: the
+list [stub question, stub answer, new turn] is rendered together, and the ids after the stub answer
+are the ones that the model must read. For templates that only append, the concatenated ids of all
+turns equal the ids of the whole conversation rendered at once.
+
+Text from the user never becomes a control token.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ _PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-"""For models without a template: the format that the SirLLM paper uses with Vicuna."""
+"""For models without a chat template: the format that the SirLLM paper uses with Vicuna."""
 
 _BARE = "{{ messages[0].content }}"
 
-# Letters alone: tokenizers do not merge them with the control token, space or newline after them.
+# Only letters: tokenizers do not merge them with the control token, space or newline after them.
 _QUESTION = "qzv"
 _ANSWER = "zqxv"
 _OTHERS = ("a", "7 b")
@@ -43,7 +45,13 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class TurnIds:
-    """What the model reads for one turn: ids [n] and each one's role; `content` is their span."""
+    """The token ids that the model reads for one turn.
+
+    Attributes:
+        ids: [n].
+        roles: [n], `TEMPLATE` for the ids that the chat template adds around the text.
+        content: start and end index of the text's ids.
+    """
 
     ids: list[int]
     roles: list[Role]
@@ -51,11 +59,9 @@ class TurnIds:
 
 
 class Template:
-    """Renders turns for one tokenizer.
+    """Renders turns for one tokenizer, with its chat template or a plain USER / ASSISTANT one.
 
-    The tokenizer's own chat template is used, or a plain USER / ASSISTANT one when it has none.
-    Where `anchors` says that the model gathers text in a token of its own, that token stands where
-    it says.
+    If `anchors` names an added anchor token, that token is inserted as it says.
 
     Raises ModelError when the template can't be rendered turn by turn.
     """
@@ -64,7 +70,7 @@ class Template:
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
         self._template: str | None = None if tokenizer.chat_template else self._plain()
-        # Every added token is a control token here, but for runs of blanks, which are plain text.
+        # Every added token counts as a control token, except runs of blanks, which are plain text.
         tokenizer.chat_control_tokens = [
             token.content
             for token in tokenizer.added_tokens_decoder.values()
@@ -72,10 +78,11 @@ class Template:
         ]
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The first turn: the system prompt's ids, if there are any, and the user turn's.
+        """The first turn: the system prompt's ids, or None without one, and the user turn's.
 
-        Templates that write a default system prompt, or fold it into the user turn, give its ids
-        as the system's; a template that knows no system prompt gets it before the user's text.
+        The system prompt's ids include what the template puts around them, also where it is folded
+        into the user turn. If the template allows no system message, the prompt is put before the
+        user's text.
         """
         whole = self._first(system, content)
         turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
@@ -90,13 +97,13 @@ class Template:
         return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
-        """A later user turn, up to and with the header of the reply."""
+        """A later user turn, including the header of the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
         after = self._after_answer(ids)[len(self._closing) :]
         return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
-        """A system prompt in the middle; as bare text where the template has no place for one."""
+        """A system prompt after a reply; as bare text where the template can't render one there."""
         try:
             whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
         except ModelError:
@@ -108,7 +115,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """A reply that is read, not generated: its text alone, between header and closing ids."""
+        """A reply that is read, not generated: its text only, without header and closing ids."""
         question = [_message("user", _QUESTION)]
         header = self._render(question, prompt=True)
         following = [_message("user", _QUESTION)]
@@ -117,7 +124,7 @@ class Template:
         end = len(whole) - len(tail)
         if whole[: len(header)] == header and whole[end:] == tail and end >= len(header):
             ids = whole[len(header) : end]
-        else:  # the header of a reply to come is not that of a past one: read the text as it is
+        else:  # the template uses another header for past replies: tokenize the text alone
             ids = self._as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
@@ -128,13 +135,17 @@ class Template:
 
     @cached_property
     def _closing(self) -> list[int]:
-        """What the chat template puts behind a reply."""
+        """The ids that the chat template puts after a reply."""
         alone = self._after_answer(self._render(self._history, prompt=False))
         followed = [*self._history, _message("user", _QUESTION)]
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """Ids that end generation: the declared ones, the tokenizer's, and the closing's first."""
+        """Ids that end generation.
+
+        The model's `declared` ones, the tokenizer's end of sequence, and the first closing id if it
+        is an added token.
+        """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
         added = set(self._tokenizer.added_tokens_decoder)
@@ -143,26 +154,26 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The anchor that stands behind a reply or a system prompt, if one does."""
+        """The anchor after a reply or a system prompt, where `per` is `round`."""
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
             return []
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """A system prompt, with the anchor that gathers it."""
-        more = self._round_end
+        """A system prompt, with the anchor after it, if any."""
+        anchor = self._round_end
         return TurnIds(
-            [*turn.ids, *more], [*turn.roles, *[Role.TEMPLATE] * len(more)], turn.content
+            [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
         )
 
     def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
-        """A turn with the anchors that belong inside its content, or behind it."""
+        """A turn with anchors inserted into its content."""
         anchors, (start, end) = self._anchors, turn.content
         if anchors is None or anchors.per == "round" or start == end:
             return turn
         ids = with_anchors(content, anchors, self._as_text)
-        roles = [Role.TEMPLATE if one == anchors.token_id else turn.roles[start] for one in ids]
+        roles = [Role.TEMPLATE if i == anchors.token_id else turn.roles[start] for i in ids]
         return TurnIds(
             [*turn.ids[:start], *ids, *turn.ids[end:]],
             [*turn.roles[:start], *roles, *turn.roles[end:]],
@@ -174,7 +185,7 @@ class Template:
         return [_message("user", _QUESTION), _message("assistant", _ANSWER)]
 
     def _plain(self) -> str:
-        """The plain template, without the special tokens that the tokenizer does not have."""
+        """The plain template, less the special tokens that the tokenizer lacks."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
             if getattr(self._tokenizer, name) is None:
@@ -203,16 +214,16 @@ class Template:
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """What follows the stub answer."""
+        """The ids after the stub answer."""
         marker = self._answer_ids
-        for start in range(len(ids) - len(marker) + 1):  # the stub comes before any text
+        for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
                 return ids[start + len(marker) :]
         raise ModelError("the chat template cannot be cut after a reply")
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The last ids of the stub answer, as they come out inside the template."""
+        """The last ids of the stub answer, as tokenized inside the template."""
         question = [_message("user", _QUESTION)]
         ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
@@ -227,7 +238,10 @@ class Template:
         return found
 
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
-        """Tell text from template: what stays the same under other texts is the template's."""
+        """Separate text from template: ids that are the same with other texts are the template's.
+
+        `others` are the ids of the same turn with other texts.
+        """
         start = min(len(_common(ids, other)) for other in others)
         tail = min(len(_common(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)
@@ -236,14 +250,14 @@ class Template:
 
     def _first(self, system: str | None, content: str) -> list[int]:
         """The ids of the first user turn, after the system prompt if there is one."""
-        if system and not self._knows_system:
+        if system and not self._allows_system:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
         return self._render([*before, _message("user", content)], prompt=True)
 
     @cached_property
-    def _knows_system(self) -> bool:
-        """Whether the template takes a system message at all."""
+    def _allows_system(self) -> bool:
+        """Whether the template allows a system message."""
         try:
             stub = [_message("system", _QUESTION), _message("user", _QUESTION)]
             self._render(stub, prompt=True)
@@ -253,19 +267,19 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """Later user turns with other texts."""
+        """The ids of later user turns with other texts, for `_spans`."""
         stub = self._history
-        rendered = [self._render([*stub, _message("user", o)], prompt=True) for o in _OTHERS]
+        rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in _OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """What a system message after a reply adds; nothing where it is put elsewhere."""
+        """The ids that a system message after a reply adds; none where it is moved elsewhere."""
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
-        """Ids of the system prompt's own block; 0 when it is folded into the user's turn."""
+        """Number of ids of the system message; 0 where it is folded into the user turn."""
         try:
             block = self._render([_message("system", system)], prompt=False)
             other = self._render([_message("system", _QUESTION)], prompt=False)

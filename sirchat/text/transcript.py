@@ -1,7 +1,7 @@
-"""Read and write conversations: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
+"""Reading and writing of transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-Formats that allow it are read line by line, so that a conversation piped in is answered as it
-arrives. What a turn says is only ever said: no line of a transcript is a command.
+Formats that allow it are read line by line, so that a conversation from a pipe is answered as it
+arrives. No line of a transcript is run as a command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 from sirchat.errors import TranscriptError, UsageError, nearest
 
 RoleName = Literal["system", "user", "assistant"]
-Line = tuple[int, str]  # number (from 1), text without its line end
+Line = tuple[int, str]  # number (from 1), text without the newline
 
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": "assistant"}
@@ -37,10 +37,10 @@ class TranscriptTurn:
 
 
 def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
-    """The turns of a UTF-8 `stream`, each as soon as its format lets it be known.
+    """The turns of a UTF-8 `stream`, each as soon as the format allows.
 
-    `name` is what errors call the stream; `format` is one of `FORMATS`. Raises UsageError for an
-    unknown format and, while reading, TranscriptError with name, line and what is wrong.
+    `name` is the stream's name in errors; `format` is one of `FORMATS`. Raises UsageError for an
+    unknown format and, while reading, TranscriptError with name, line and problem.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -52,19 +52,19 @@ def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def read_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of a transcript held in memory; arguments and errors as in `read_turns`."""
+    """All turns of a transcript given as bytes; arguments and errors as in `read_turns`."""
     return list(read_turns(io.BytesIO(data), name, format))
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
-    """Write one `{"role", "content"}` object a line, as UTF-8."""
+    """Write one `{"role", "content"}` object per line, as UTF-8."""
     for turn in turns:
         record = {"role": turn.role, "content": turn.content}
         stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
 def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
-    # readline, not read: it returns as soon as a line is there, also from a pipe.
+    # readline returns as soon as a line is complete, also from a pipe; read would wait.
     for number, raw in enumerate(iter(stream.readline, b""), start=1):
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -84,7 +84,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
         case "jsonl":
             return _jsonl(lines, name)
         case "sharegpt":
-            return _sharegpt(_PlacedJson(_joined(lines), name))
+            return _sharegpt(_JsonText(_joined(lines), name))
         case "text":
             return _text(lines, name)
         case _:
@@ -92,7 +92,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Decide by the first line that is not blank; read on only where that can't decide."""
+    """Detect the format from the first line that is not blank, or from all if it isn't enough."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
         return
@@ -106,7 +106,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _format_of(first: str) -> str:
-    """The format that the first line shows, or "unfinished": JSON that goes on below it."""
+    """The format of a file with this first line; "unfinished" for JSON that spans lines."""
     if _PREFIX.match(first):
         return "text"
     if not first.lstrip().startswith(("{", "[")):
@@ -131,7 +131,7 @@ def _starts_conversation(text: str) -> bool:
 
 
 def _is_conversation(value: object) -> bool:
-    """A ShareGPT object, or a list that opens with one or with a message."""
+    """Whether it is a ShareGPT object, or a list that begins with one or with a message."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return not value[0].keys().isdisjoint({"conversations", "role", "from"})
     return isinstance(value, dict) and "conversations" in value
@@ -142,24 +142,24 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Prefixed turns; one that says nothing, such as a last bare `ASSISTANT:`, is left out."""
+    """Prefixed turns; an empty one, such as a last bare `ASSISTANT:`, is left out."""
     role: RoleName | None = None
-    start, said = 0, list[str]()
+    start, content = 0, list[str]()
     for number, text in lines:
         if prefixed := _PREFIX.fullmatch(text):
             if role:
-                yield from _said(role, said, start)
-            role, start, said = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
+                yield from _text_turn(role, content, start)
+            role, start, content = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
         elif role:
-            said.append(text)
+            content.append(text)
         elif text.strip():
             raise _error(name, number, "text before the first USER:, ASSISTANT: or SYSTEM:")
     if role:
-        yield from _said(role, said, start)
+        yield from _text_turn(role, content, start)
 
 
-def _said(role: RoleName, said: list[str], start: int) -> Iterator[TranscriptTurn]:
-    content = "\n".join(said).strip("\n")
+def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[TranscriptTurn]:
+    content = "\n".join(lines).strip("\n")
     if content.strip():
         yield TranscriptTurn(role, content, start)
 
@@ -167,30 +167,33 @@ def _said(role: RoleName, said: list[str], start: int) -> Iterator[TranscriptTur
 def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     for number, text in lines:
         if text.strip():
-            yield _turn(_PlacedJson(text, name, number).only_value(), name, number)
+            yield _turn(_JsonText(text, name, number).only_value(), name, number)
 
 
-def _sharegpt(document: _PlacedJson) -> Iterator[TranscriptTurn]:
-    """Every message of every conversation; documents may follow each other, one a line, too."""
-    for at, value in document.values():
-        for spot, message in _messages(document, at, value):
-            yield _turn(message, document.name, document.line(spot))
+def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
+    """Every message of every conversation; there may be several documents, for example one a line.
+
+    Positions are character indices into the document.
+    """
+    for start, value in document.values():
+        for at, message in _messages(document, start, value):
+            yield _turn(message, document.name, document.line(at))
 
 
-def _messages(document: _PlacedJson, at: int, value: object) -> Iterator[tuple[int, object]]:
+def _messages(document: _JsonText, start: int, value: object) -> Iterator[tuple[int, object]]:
     match value:
         case {"conversations": list()}:
-            yield from document.items(document.member(at, "conversations"))
+            yield from document.items(document.member(start, "conversations"))
         case list():
-            for spot, item in document.items(at):
+            for at, item in document.items(start):
                 if isinstance(item, dict) and "conversations" in item:
-                    yield from _messages(document, spot, item)
+                    yield from _messages(document, at, item)
                 else:
-                    yield spot, item
+                    yield at, item
         case {"conversations": _}:
-            raise _error(document.name, document.line(at), '"conversations" must be a list')
+            raise _error(document.name, document.line(start), '"conversations" must be a list')
         case _:
-            raise _error(document.name, document.line(at), "not a conversation in ShareGPT form")
+            raise _error(document.name, document.line(start), "not a conversation in ShareGPT form")
 
 
 def _turn(message: object, name: str, line: int) -> TranscriptTurn:
@@ -204,8 +207,8 @@ def _turn(message: object, name: str, line: int) -> TranscriptTurn:
             raise _error(name, line, f'the message has no "{key}"')
     role = message[role_key]
     if not isinstance(role, str) or role not in roles:
-        shown = json.dumps(role, ensure_ascii=False)[:60]
-        raise _error(name, line, f'"{role_key}" can\'t be {shown}; it must be {_either(roles)}')
+        given = json.dumps(role, ensure_ascii=False)[:60]
+        raise _error(name, line, f'"{role_key}" can\'t be {given}; it must be {_either(roles)}')
     return TranscriptTurn(
         roles[role], _content(message[content_key], content_key, name, line), line
     )
@@ -235,14 +238,14 @@ def _content(value: object, key: str, name: str, line: int) -> str:
 
 
 def _joined(lines: Iterable[Line]) -> str:
-    """The lines as one text; blank lines stand for those skipped before the first one."""
+    """The lines as one text, with blank lines for those skipped, so that line numbers stay."""
     numbered = list(lines)
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
 
 
-class _PlacedJson:
-    """A JSON text in which values are found with their place, so that errors can name a line."""
+class _JsonText:
+    """A JSON text whose values come with their character index, so that errors can name a line."""
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
         self.text = text
@@ -252,11 +255,11 @@ class _PlacedJson:
         self._decoder = json.JSONDecoder()
 
     def line(self, at: int) -> int:
-        """The line number of the character `at`."""
+        """The line number of character `at`."""
         return self._first_line + bisect_left(self._line_ends, at)
 
     def only_value(self) -> object:
-        """The one value of the text. Raises TranscriptError when there is none or more."""
+        """The only value of the text; raises TranscriptError for none or several."""
         at = self._skip_space(0)
         value, end = self._decode(at)
         if self._skip_space(end) < len(self.text):
@@ -264,7 +267,7 @@ class _PlacedJson:
         return value
 
     def values(self) -> Iterator[tuple[int, object]]:
-        """Every value of the text, one after another, with its place."""
+        """Every top-level value of the text, with its index."""
         at = self._skip_space(0)
         while at < len(self.text):
             value, end = self._decode(at)
@@ -272,7 +275,7 @@ class _PlacedJson:
             at = self._skip_space(end)
 
     def items(self, at: int) -> Iterator[tuple[int, object]]:
-        """The items of the list that opens at `at` (and is known to be valid)."""
+        """The items, with their indices, of the list that begins at `at`, known to be valid."""
         at = self._skip_space(at + 1)
         while self.text[at] != "]":
             value, end = self._decode(at)
@@ -280,19 +283,19 @@ class _PlacedJson:
             at = self._next(end)
 
     def member(self, at: int, key: str) -> int:
-        """The place of the value of `key` in the object that opens at `at`; the last one counts."""
-        place, at = at, self._skip_space(at + 1)
+        """The index of the (last) value of `key` in the object that begins at `at`."""
+        found, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":
-            found, end = self._decode(at)
+            name, end = self._decode(at)
             start = self._next(end)
-            if found == key:
-                place = start
+            if name == key:
+                found = start
             _, end = self._decode(start)
             at = self._next(end)
-        return place
+        return found
 
     def _next(self, end: int) -> int:
-        """Past the comma or colon after `end`, to the next value; stays at a closing bracket."""
+        """The index of the next value after `end`, or of the closing bracket."""
         at = self._skip_space(end)
         return self._skip_space(at + 1) if self.text[at] in ",:" else at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
-from sirchat.errors import SessionError, shown
+from sirchat.errors import SessionError, format_value
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, saved_profile, take_up
 from sirchat.saved.session_list import find_session, free_name, list_sessions, remove_session
@@ -161,7 +161,7 @@ class SavedChat:
             kept = saving.save_kv()
         except SessionError as error:
             self._screen.error(str(error))
-        handle = shown(saving.name) if saving.name else saving.id
+        handle = format_value(saving.name) if saving.name else saving.id
         self._screen.note(
             f"saved as {saving.id}{_called(saving)}, {'with' if kept else 'without'} keys and "
             f"values; /load {handle} goes on with it, and so does sirchat --resume {handle}"
@@ -193,4 +193,4 @@ class SavedChat:
 
 
 def _called(saving: Autosave) -> str:
-    return f", called {shown(saving.name)}" if saving.name else ""
+    return f", called {format_value(saving.name)}" if saving.name else ""

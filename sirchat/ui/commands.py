@@ -15,7 +15,7 @@ from rich.text import Text
 from sirchat.chat.events import Forgotten, TokenRow, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_meant, unquoted
-from sirchat.config.profile import policy_names, short
+from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.autosave import SavedChat
 from sirchat.ui.history import Typed
@@ -115,7 +115,7 @@ class Commands:
             name, *options = rest.split()
             self._switching.policy(name, options)
         else:
-            present, others = self._session.profile.policy, ", ".join(policy_names())
+            present, others = self._session.profile.policy, ", ".join(policy_choices())
             self._screen.note(f"policy is {present}; others: {others}")
 
     def do_budget(self, rest: str) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Snapshot, TurnShare
-from sirchat.config.profile import short
+from sirchat.config.values import short
 from sirchat.ui.cells import (
     StyledRun,
     cut,

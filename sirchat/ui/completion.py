@@ -10,8 +10,9 @@ from prompt_toolkit.document import Document
 
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, options_of
-from sirchat.config.profile import Profile, choices, policy_names
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles
+from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
 from sirchat.paths import sessions_dir
@@ -93,7 +94,7 @@ class SlashCompleter(Completer):
     @cached_property
     def _policies(self) -> list[Selection]:
         """Asked for once: each policy's help reads the registry of plugins."""
-        return [(name, _policy_help(name)) for name in policy_names()]
+        return [(name, _policy_help(name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
         for name, field in Profile.model_fields.items():

@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.settings import FIXED
-from sirchat.config.profile import Profile, as_typed
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, how_else, options_of
-from sirchat.config.profile import Profile, allowed, as_typed, is_option, parse_option, parse_value
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
-from sirchat.errors import SettingError, nearest, shown
+from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
+from sirchat.errors import SettingError, format_value, nearest
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
@@ -105,7 +106,7 @@ class Switching:
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
             hint = nearest(name, known) or "/show lists them"
-            raise SettingError(f"there is no setting {shown(name)}", hint=hint)
+            raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
         """Switch, and say what changed and what was forgotten; `otherwise` if nothing did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import short
+from sirchat.config.values import short
 from sirchat.ui.text import displayable_line
 
 

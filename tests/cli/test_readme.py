@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from sirchat.cli.app import eval_app
+from sirchat.cli.eval import eval_app
 from sirchat.config.profile_files import list_profiles
 from sirchat.memory.contract import broken_promises
 from sirchat.memory.policies import ALIASES, policy_names
@@ -89,7 +90,8 @@ def test_shipped_profiles_are_named() -> None:
 def test_the_table_of_studies_is_complete() -> None:
     table = section(text_of(PACKAGE / "tasks" / "README.md"), "The studies")
     named = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
-    assert set(named) == {command.name for command in eval_app.registered_commands}
+    group = get_command(eval_app)
+    assert set(named) == set(group.list_commands(Context(group)))
 
 
 def test_every_package_is_in_the_tree_and_has_a_readme() -> None:

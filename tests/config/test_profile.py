@@ -1,4 +1,4 @@
-"""What a setting may be, where its value comes from, and how a bad one is refused."""
+"""Settings: allowed values, precedence of their sources, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sirchat import paths
-from sirchat.config.profile import Profile, changed, parse_value, policy_names, setting_names
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import (
     init_profile,
     list_profiles,
@@ -23,6 +24,7 @@ from sirchat.config.profile_files import (
     resolve,
     show,
 )
+from sirchat.config.values import parse_value, policy_choices
 from sirchat.errors import SettingError
 from sirchat.memory import policies
 
@@ -44,7 +46,7 @@ one_folder = settings(
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own for each test, and a fixed set of policies."""
+    """An empty `SIRCHAT_HOME` for each test, and a fixed set of policies."""
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     monkeypatch.setattr(policies, "policy_names", lambda: POLICIES)
     return tmp_path
@@ -57,7 +59,7 @@ def write(name: str, text: str | bytes) -> Path:
 
 
 def refusal(text: str | bytes) -> str:
-    """What the profile `bad.yaml` of this text is refused with, after its path."""
+    """The error for a profile `bad.yaml` with this text, less its path."""
     path = write("bad", text)
     with pytest.raises(SettingError) as caught:
         load_profile("bad")
@@ -78,7 +80,7 @@ def test_without_any_source_the_defaults_hold() -> None:
     assert resolve(None, {}, {}) == Profile()
 
 
-def test_a_flag_goes_over_environment_profile_and_the_users_default() -> None:
+def test_a_flag_overrides_environment_profile_and_the_users_default() -> None:
     write("default", "budget: 101\nsinks: 1\nrecent: 1\nseed: 1")
     write("mine", "budget: 102\nsinks: 2\nrecent: 2")
     environ = {"SIRCHAT_BUDGET": "103", "SIRCHAT_SINKS": "3", "SIRCHAT_PROFILE": "mine"}
@@ -86,7 +88,7 @@ def test_a_flag_goes_over_environment_profile_and_the_users_default() -> None:
     assert (found.budget, found.sinks, found.recent, found.seed) == (104, 3, 2, 1)
 
 
-def test_a_named_profile_goes_over_the_one_of_the_environment() -> None:
+def test_a_named_profile_overrides_the_one_of_the_environment() -> None:
     assert resolve("sirllm-rps", {}, {"SIRCHAT_PROFILE": "sirllm-dailydialog"}).decay == 0.9
 
 
@@ -118,9 +120,9 @@ def test_text_means_the_same_on_the_command_line_and_in_the_environment(
     assert getattr(resolve(None, {}, {f"SIRCHAT_{key.upper()}": text}), key) == value
 
 
-@given(st.sampled_from(setting_names()), st.text())
+@given(st.sampled_from(list(Profile.model_fields)), st.text())
 @one_folder
-def test_any_text_for_any_setting_is_taken_or_refused_in_one_line(key: str, text: str) -> None:
+def test_any_text_for_any_setting_is_accepted_or_refused_in_one_line(key: str, text: str) -> None:
     try:
         resolve(None, {key: text}, {})
     except SettingError as error:
@@ -168,7 +170,7 @@ def test_each_source_is_named_as_the_user_knows_it() -> None:
         changed(Profile(), "/decay", decay=3)
 
 
-def test_an_int_is_taken_for_a_float() -> None:
+def test_an_int_is_accepted_as_a_float() -> None:
     assert resolve(None, {"decay": 1, "temperature": 2}, {}).temperature == 2.0
 
 
@@ -208,7 +210,7 @@ def test_another_policy_drops_the_options_of_the_old_one() -> None:
 
 
 def test_policies_are_named_by_file_alias_or_path() -> None:
-    assert policy_names() == sorted([*POLICIES, "stream"])
+    assert policy_choices() == sorted([*POLICIES, "stream"])
     assert Profile(policy="stream").policy == "sink"
     assert Profile(policy="package.module:Class").policy == "package.module:Class"
 
@@ -286,7 +288,7 @@ def test_shipped_profiles_are_complete_and_described() -> None:
 
 def test_the_shipped_default_is_the_built_in_one() -> None:
     values = load_profile("default")
-    assert set(values) == set(setting_names())
+    assert set(values) == set(Profile.model_fields)
     assert Profile.model_validate(values | {"description": ""}) == Profile()
 
 
@@ -312,7 +314,7 @@ def test_what_is_shown_reads_back_as_the_same_profile(model: str, system: str | 
 
 def test_every_setting_is_described_where_it_is_shown() -> None:
     shown = show(Profile()).splitlines()
-    for key in setting_names():
+    for key in Profile.model_fields:
         comment = shown[[line.split(":")[0] for line in shown].index(key) - 1]
         assert comment.startswith("# ")
         assert comment.endswith(".")
@@ -331,7 +333,7 @@ def test_a_new_profile_is_private_sets_nothing_and_is_never_overwritten() -> Non
 
 
 @pytest.mark.parametrize("name", ["", "../mine", "a/b", "a.yaml", "-a", "x" * 300])
-def test_a_new_profile_needs_a_fit_name(name: str, home: Path) -> None:
+def test_a_new_profile_needs_a_valid_name(name: str, home: Path) -> None:
     with pytest.raises(SettingError):
         init_profile(name)
     assert not list(home.rglob("*.yaml"))

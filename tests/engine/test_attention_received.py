@@ -17,7 +17,8 @@ from torch import Tensor
 from chatting import session
 from families import HELD, loaded
 from sirchat.chat.settings import check_attention
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
@@ -117,7 +118,7 @@ def talk(
             ),
         )
         for _ in records:
-            sinks, foreign = engine.settings.sinks, engine.cache.foreign
+            sinks, foreign = engine.settings.sinks, engine.cache.inserted_count
             for told in model.told:  # of the pass that this record is about
                 held = engine.ledger.held_positions.tolist()
                 every = range(len(held) + foreign)
@@ -129,7 +130,7 @@ def talk(
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
             engine.bring(SearchResult(gone, scores.mean(0), scores))
-            assert engine.cache.foreign == of_layers
+            assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums
 

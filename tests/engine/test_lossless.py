@@ -100,7 +100,7 @@ def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
         assert rotation.key is not None
         key = first.tensors[2 * layer]
         for slot, old in enumerate(first.written_at.tolist()):
-            cos, sin = rotation.key.turn(torch.tensor([old]), torch.tensor([slot]))
+            cos, sin = rotation.key.cos_sin(torch.tensor([old]), torch.tensor([slot]))
             moved = rotation.key.apply(key[:, slot : slot + 1], cos, sin)
             torch.testing.assert_close(engine.cache.layer_keys(layer)[0, :, slot], moved[:, 0])
 

@@ -36,7 +36,7 @@ def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tens
     for at, one in zip(rows.written_at.tolist(), each, strict=True):
         if rotation is not None:
             one = rotation.apply(
-                one[:, None], *rotation.turn(torch.tensor([at]), torch.tensor([0]))
+                one[:, None], *rotation.cos_sin(torch.tensor([at]), torch.tensor([0]))
             )
             one = one[:, 0]
         out.append(one)
@@ -127,7 +127,9 @@ def test_what_comes_back_is_what_the_equations_choose(
         for slot in range(30):
             there = turned
             if rotation is not None:
-                turn = rotation.turn(torch.zeros(len(still)), torch.full((len(still),), slot + 4))
+                turn = rotation.cos_sin(
+                    torch.zeros(len(still)), torch.full((len(still),), slot + 4)
+                )
                 there = rotation.apply(turned, *turn)
             gaps = (there - block[:, slot : slot + 1]).abs().amax((0, 2))
             same_value = [n for n in range(len(still)) if gaps[n] < 1e-4 and n not in chosen]

@@ -1,4 +1,4 @@
-"""What left the cache: stored once, found by its position, let go of when there is too much."""
+"""The archive: each row stored once, found by its position, and dropped over the limit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ steps = st.lists(
 
 @given(steps, st.booleans())
 @settings(max_examples=60)
-def test_it_stores_what_was_added_and_not_taken_away(
+def test_it_stores_what_was_added_and_not_removed(
     plan: list[tuple[str, set[int] | int]], on_disk: bool
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def test_it_stores_what_was_added_and_not_taken_away(
 
 
 def check_plan(archive: Archive, plan: list[tuple[str, set[int] | int]]) -> None:
-    """A set of positions says what is stored, whatever is done."""
+    """Compare the archive with a plain set of positions after each step."""
     expected = set[int]()
     archive.add(rows(list(range(5000, 5000 + SEGMENT_ROWS - 3))))  # so that segments fill up
     expected |= set(range(5000, 5000 + SEGMENT_ROWS - 3))
@@ -93,7 +93,7 @@ def test_a_row_is_stored_once() -> None:
     assert archive.nbytes == 2 * once
 
 
-def test_over_the_limit_the_segments_of_the_lowest_scores_go() -> None:
+def test_over_the_limit_the_segments_with_the_lowest_scores_are_dropped() -> None:
     archive = Archive()
     archive.add(rows(list(range(4 * SEGMENT_ROWS))))
     archive.limit = archive.nbytes // 2
@@ -109,7 +109,7 @@ def test_over_the_limit_the_segments_of_the_lowest_scores_go() -> None:
     check_fetched(archive, [*lost[:3], *kept])
 
 
-def test_what_is_not_stored_is_not_invented() -> None:
+def test_fetching_rows_that_are_not_stored_is_an_error() -> None:
     archive = Archive()
     archive.add(rows([1, 2]))
     with pytest.raises(LookupError):
@@ -118,7 +118,7 @@ def test_what_is_not_stored_is_not_invented() -> None:
         archive.fetch(np.array([10**6]))
 
 
-def test_a_removed_row_leaves_no_numbers_behind() -> None:
+def test_a_removed_row_is_overwritten() -> None:
     archive = Archive()
     archive.add(rows([5, 6, 7]))
     archive.remove(np.array([6]))
@@ -127,12 +127,12 @@ def test_a_removed_row_leaves_no_numbers_behind() -> None:
     assert segments[0].positions[:3].tolist() == [5, -1, 7]
 
 
-def test_full_segments_are_private_files_and_go_with_the_archive(tmp_path: Path) -> None:
+def test_full_segments_are_private_files_deleted_with_the_archive(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     archive = Archive(folder=folder)
     archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
+    assert archive._files is not None
+    archive._files.wait()
     assert len(list(folder.iterdir())) == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -145,8 +145,8 @@ def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
     archive.remove(np.array([17]))
-    assert archive._shelf is not None
-    archive._shelf.wait()
+    assert archive._files is not None
+    archive._files.wait()
     (path,) = (tmp_path / "a").iterdir()
     assert (load_file(path)["0"][:, 16] == 0).all()
     assert (load_file(path)["0"][:, 15] == 16).all()
@@ -158,18 +158,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
-    assert str(tmp_path) in (archive.trouble or "")
+    assert archive._files is not None
+    archive._files.wait()
+    assert str(tmp_path) in (archive.disk_error or "")
 
 
 def test_a_path_that_is_no_folder_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
     archive = Archive(folder=tmp_path / "a" / "b")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._shelf is not None
-    archive._shelf.wait()
-    assert str(tmp_path) in (archive.trouble or "")
+    assert archive._files is not None
+    archive._files.wait()
+    assert str(tmp_path) in (archive.disk_error or "")
     check_fetched(archive, [0, 5])
 
 
@@ -183,7 +183,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def long_chat(**settings: Any) -> tuple[Session, list[str]]:
-    """A chat of some 1,400 tokens, and what it was told by notices."""
+    """A chat of about 1,400 tokens, and the texts of its notices."""
     chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
     notices = []
     for n in range(4):
@@ -192,7 +192,7 @@ def long_chat(**settings: Any) -> tuple[Session, list[str]]:
     return chat, notices
 
 
-def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
+def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(home: Path) -> None:
     (ram, _), (disk, notices) = long_chat(), long_chat(archive="disk")
     assert notices == []
     assert list(home.rglob("*.safetensors"))
@@ -206,7 +206,7 @@ def test_an_archive_on_disk_remembers_what_one_in_ram_does(home: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: Path) -> None:
+def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(home: Path) -> None:
     chat, _ = long_chat()
     archived = chat._engine.store.archived
     list(chat.switch("/set", archive="disk"))
@@ -217,7 +217,7 @@ def test_another_archive_in_the_middle_of_a_chat_takes_over_what_is_there(home: 
     assert not list(home.rglob("*.safetensors"))
 
 
-def test_a_full_archive_is_told_once_and_the_chat_goes_on() -> None:
+def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
     chat, notices = long_chat(archive_limit="200kB")
     assert [text for text in notices if "archive is full" in text] == notices
     assert len(notices) == 1

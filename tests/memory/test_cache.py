@@ -1,4 +1,4 @@
-"""The bounded cache: appended and compacted in place, and keys that never drift."""
+"""The bounded cache: appending and compacting in place, without drift of the keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Row:
 
 @given(steps)
 @settings(max_examples=60)
-def test_slot_i_holds_row_i_as_first_written_and_turned_once(plan: list[tuple[str, Any]]) -> None:
+def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[str, Any]]) -> None:
     cache, rows = BoundedCache(LAYERS, capacity=40), list[Row]()
     for step, what in plan:
         if step == "reserve":
@@ -59,7 +59,7 @@ def test_slot_i_holds_row_i_as_first_written_and_turned_once(plan: list[tuple[st
         check(cache, rows)
 
 
-def test_attention_sees_the_new_rows_before_they_are_committed() -> None:
+def test_attention_reads_the_new_rows_before_they_are_committed() -> None:
     cache = BoundedCache(LAYERS, capacity=8)
     for length in (3, 4):
         seen = cache.update(*random_rows(length), 0)
@@ -79,7 +79,7 @@ def test_appending_never_copies_what_is_held() -> None:
     assert (cache.layer_keys(0).data_ptr(), cache.nbytes) == before
 
 
-def test_memory_is_the_capacity_and_half_again_where_keys_turn() -> None:
+def test_memory_is_the_capacity_and_half_again_with_rotated_keys() -> None:
     cache = BoundedCache([LayerRotation(WHOLE)], capacity=16)
     assert cache.nbytes == 0
     write(cache, 1)
@@ -101,7 +101,7 @@ def test_writing_past_the_capacity_is_an_error(extra: int) -> None:
     assert cache.length == 4
 
 
-def test_a_layer_that_was_never_written_has_nothing_to_show() -> None:
+def test_reading_a_layer_that_was_never_written_is_an_error() -> None:
     with pytest.raises(LookupError):
         BoundedCache(LAYERS, capacity=1).layer_keys(0)
 
@@ -117,7 +117,7 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
     cache.update(first, first, 0)
     cache.commit(held - 1)
     naive = first
-    cos, sin = WHOLE.turn(torch.tensor([1]), torch.tensor([0]))
+    cos, sin = WHOLE.cos_sin(torch.tensor([1]), torch.tensor([0]))
     for _ in range(times):
         row = random_rows(1)[0].bfloat16()
         cache.update(row, row, 0)
@@ -126,7 +126,7 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
         naive = WHOLE.apply(naive, cos, sin).bfloat16()
     survivors = first[:, :, times:].float()
     old = torch.arange(times, held - 1)
-    exact = WHOLE.apply(survivors, *WHOLE.turn(old, old - times))
+    exact = WHOLE.apply(survivors, *WHOLE.cos_sin(old, old - times))
     now = cache.layer_keys(0)[:, :, : len(old)]
     assert relative_error(now, exact) < 0.005
     assert relative_error(naive[:, :, times:], exact) > 0.1
@@ -152,7 +152,7 @@ def check(cache: BoundedCache, rows: list[Row]) -> None:
             for i, rotation in enumerate((rotations.key, rotations.value)):
                 expected = row.tensors[layer][i]
                 if rotation is not None:
-                    turn = rotation.turn(torch.tensor([row.written_at]), torch.tensor([slot]))
+                    turn = rotation.cos_sin(torch.tensor([row.written_at]), torch.tensor([slot]))
                     expected = rotation.apply(expected, *turn)
                 view = (cache.layer_keys, cache.layer_values)[i](layer)[:, :, [slot]]
                 torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Which archived rows come back, from what each scores."""
+"""Recall: the choice of archived rows by their scores."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sirchat.memory.recall import choose, softened, weighted
 def test_choice_takes_the_best_with_their_neighbours(
     scores: list[float], n: int, span: int, data: st.DataObject
 ) -> None:
-    places = st.sets(st.integers(0, 80), min_size=len(scores), max_size=len(scores))
-    positions = sorted(data.draw(places))
+    some = st.sets(st.integers(0, 80), min_size=len(scores), max_size=len(scores))
+    positions = sorted(data.draw(some))
     got = choose(torch.tensor(scores), np.array(positions), n, span).tolist()
-    taken: list[int] = []
+    chosen: list[int] = []
     for _, hit in sorted(zip(scores, positions, strict=True), key=lambda one: (-one[0], -one[1])):
         for near in [hit, *(hit + side * d for d in range(1, span + 1) for side in (-1, 1))]:
-            if near in positions and near not in taken and len(taken) < n:
-                taken.append(near)
-    assert got == sorted(taken)
+            if near in positions and near not in chosen and len(chosen) < n:
+                chosen.append(near)
+    assert got == sorted(chosen)
 
 
-def test_a_soft_score_is_the_root_shared_with_who_stands_beside() -> None:
+def test_a_soft_score_is_the_root_shared_with_its_neighbours() -> None:
     rng = np.random.default_rng(5)
     positions = np.array([3, 4, 5, 9, 10, 20, 22, 23])
     scores = torch.from_numpy(rng.normal(size=(2, 8)))
@@ -42,6 +42,6 @@ def test_a_soft_score_is_the_root_shared_with_who_stands_beside() -> None:
         assert found == pytest.approx(plain)
 
 
-def test_weight_counts_from_the_lowest_score() -> None:
+def test_surprisal_multiplies_the_score_above_the_lowest() -> None:
     scores = torch.tensor([[-3.0, -1.0, 0.0]])
     assert weighted(scores, np.array([2.0, 1.0, 0.5])).tolist() == [[0.0, 2.0, 1.5]]

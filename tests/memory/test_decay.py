@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import session
-from sirchat.config.profile import Profile, choices
+from sirchat.config.profile import Profile
+from sirchat.config.values import choices
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.decay import automatic_decay
 from sirchat.memory.ledger import Ledger

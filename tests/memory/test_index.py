@@ -1,31 +1,20 @@
-"""An index over archived rows finds what looking at all of them finds, and nothing that left."""
+"""The search index finds the rows that an exhaustive search finds, and none that were removed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from chatting import answer, session
-from command import run
-from contents import contents, same
-from import_graph import SOURCES, imports
-from recalling import find, memory, say, some_ids, talked
-from sirchat.chat.events import Recalled
-from sirchat.chat.settings import build_cache_settings
-from sirchat.config.profile import Profile, changed
-from sirchat.errors import SettingError
 from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import WORTHWHILE, Index
-from sirchat.memory.ranking import Ranked, Ranking, wants_index
+from sirchat.memory.index import Index
+from sirchat.memory.ranking import Ranked, Ranking
 from sirchat.memory.recall import (
     LayerQueries,
     Measure,
@@ -44,22 +33,22 @@ pytest.importorskip("faiss")
 
 MEASURES: list[Measure] = ["attention", "mips", "cosine", "cosine-pairwise"]
 LAYERS, HEADS, DIMS = 3, 2, 16
-TURNING = Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5))
-ROTATION = LayerRotation(TURNING)
+ROPE = Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5))
+ROTATION = LayerRotation(ROPE)
 ROTATIONS = [ROTATION] * LAYERS
 
 
 def some_rows(count: int, first: int = 0, seed: int = 0) -> Rows:
-    """Rows in clumps, the same in every layer, first written at slots up to 900."""
+    """Rows in clusters, the same ones in every layer, first written at positions up to 900."""
     generator = torch.Generator().manual_seed(seed)
     written_at = torch.randint(0, 900, (count,), generator=generator)
-    turn = TURNING.turn(torch.zeros(count), written_at)
+    turn = ROPE.cos_sin(torch.zeros(count), written_at)
     of = torch.randint(0, 40, (count,), generator=generator)
     tensors = []
     for number in range(2 * LAYERS):
-        clumps = torch.randn(HEADS, 40, DIMS, generator=torch.Generator().manual_seed(number))
-        rows = clumps[:, of] + torch.randn(HEADS, count, DIMS, generator=generator)
-        tensors.append(TURNING.apply(rows, *turn) if number % 2 == 0 else rows)
+        clusters = torch.randn(HEADS, 40, DIMS, generator=torch.Generator().manual_seed(number))
+        rows = clusters[:, of] + torch.randn(HEADS, count, DIMS, generator=generator)
+        tensors.append(ROPE.apply(rows, *turn) if number % 2 == 0 else rows)
     return Rows(np.arange(first, first + count), written_at.numpy(), tensors)
 
 
@@ -102,7 +91,7 @@ def indexed(archive: Archive, recall: RecallSettings) -> Index:
 
 
 def proposed(index: Index) -> list[int]:
-    """All that is proposed to many queries."""
+    """All rows that are proposed for any of many queries."""
     found = [index.propose(some_query(seed, 20), -1.0) for seed in range(10)]
     every: list[int] = np.unique(np.concatenate(found)).tolist()
     return every
@@ -110,19 +99,19 @@ def proposed(index: Index) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few rows beside the proposed ones that it is these that count."""
+    """A small sample beside the proposed rows, so that the result depends on the proposed ones."""
     monkeypatch.setattr(ranking, "SAMPLE", 500)
     monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
 
 
-WEIGHED: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
+WEIGHTS: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
 
 
 @pytest.mark.parametrize(
     ("measure", "weight", "soft"),
     [*product(MEASURES, ("surprisal", "none"), (False,)), ("attention", "surprisal", True)],
 )
-def test_an_index_finds_what_looking_at_every_row_finds(
+def test_an_index_finds_what_an_exhaustive_search_finds(
     measure: Measure, weight: Weight, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "PROPOSALS", 500)
@@ -134,7 +123,7 @@ def test_an_index_finds_what_looking_at_every_row_finds(
         shares.append(
             len(exact & best(Ranking.proposed, archive, some_query(seed), recall, 50)) / 50
         )
-    # What is soft also depends on neighbours, which here have nothing to do with each other.
+    # Softened scores also depend on neighbours, which are unrelated in this data.
     assert np.mean(shares) >= (0.85 if soft else 0.9)
 
 
@@ -153,7 +142,7 @@ def test_inner_products_with_a_token_are_its_scores(measure: Measure, weight: We
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("weight", "soft"), WEIGHED)
+@pytest.mark.parametrize(("weight", "soft"), WEIGHTS)
 def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: bool) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=3), torch.linspace(0.1, 3.0, 300)
     vectors = Vectors(RecallSettings("attention", weight, soft=soft), ROTATIONS, rows)
@@ -161,9 +150,9 @@ def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: b
     stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
     bare = vectors.of_softmax(query) or asked
     for (layer, head), row, ask, plain in zip(vectors.heads, stored, asked, bare, strict=True):
-        back = TURNING.turn(torch.from_numpy(rows.written_at), torch.zeros(300))
-        keys = TURNING.apply(rows.tensors[2 * layer], *back)[head]
-        ours = query.heard[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
+        back = ROPE.cos_sin(torch.from_numpy(rows.written_at), torch.zeros(300))
+        keys = ROPE.apply(rows.tensors[2 * layer], *back)[head]
+        ours = query.layer_queries[layer].queries[2 * head : 2 * head + 2].flatten(0, 1)
         logits = ours @ keys.T * DIMS**-0.5
         more = nats.log() * (1 + soft) if weight == "surprisal" else 0.0
         for gap in (ask @ row.T - logits - more, plain @ row.T - logits):
@@ -185,7 +174,7 @@ def test_scores_are_softened_and_then_weighted(measure: Measure) -> None:
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("measure", MEASURES)
-def test_what_is_proposed_is_scored_exactly(
+def test_proposed_rows_are_scored_exactly(
     measure: Measure, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
@@ -219,7 +208,7 @@ def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
     assert max(proposed(index)) < 4000
 
 
-def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
+def test_a_reused_position_is_found_by_its_new_content() -> None:
     archive, recall, query = filled(), RecallSettings("attention", index="on"), some_query()
     indexed(archive, recall)
     archive.truncate(4000)
@@ -232,7 +221,7 @@ def test_a_position_that_is_used_again_is_found_by_its_new_content() -> None:
 
 
 def test_forgetting_leaves_no_index_behind() -> None:
-    """Its axes and centroids, too, came from the rows."""
+    """Its axes and centroids were learnt from the forgotten rows, too."""
     archive, recall = filled(), RecallSettings("attention", "surprisal", index="on")
     indexed(archive, recall)
     archive.remove(np.arange(100, 200))
@@ -242,7 +231,7 @@ def test_forgetting_leaves_no_index_behind() -> None:
     assert len(index) == 5900
 
 
-def test_rows_that_are_lost_at_the_limit_are_not_proposed() -> None:
+def test_rows_dropped_at_the_limit_are_not_proposed() -> None:
     archive, recall = filled(), RecallSettings("mips", "surprisal", index="on")
     index = indexed(archive, recall)
     archive.limit = archive.nbytes // 2
@@ -253,11 +242,11 @@ def test_rows_that_are_lost_at_the_limit_are_not_proposed() -> None:
 
 
 def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    learnt: list[int] = []
+    learnt_from: list[int] = []
     learn = Vectors.learn
 
     def note(self: Vectors, rows: Rows) -> None:
-        learnt.append(len(rows))
+        learnt_from.append(len(rows))
         learn(self, rows)
 
     monkeypatch.setattr(Vectors, "learn", note)
@@ -269,7 +258,7 @@ def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.Monkey
         assert len(exact & best(Ranking.proposed, archive, some_query(), recall)) >= 90
         assert len(archive.index) == len(archive)  # type: ignore[arg-type]
     assert archive.index.nbytes > first  # type: ignore[union-attr]
-    assert len(learnt) == 2
+    assert len(learnt_from) == 2
 
 
 def test_another_measure_gets_an_index_of_its_own() -> None:
@@ -280,7 +269,7 @@ def test_another_measure_gets_an_index_of_its_own() -> None:
     assert indexed(archive, RecallSettings("mips", "none", index="on")) is not first
 
 
-def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_proposed_rows_can_be_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     archive, recall = filled(), RecallSettings("mips", span=2, index="on")
     index = indexed(archive, recall)
     some = np.array([0, 40, 5999])
@@ -289,116 +278,3 @@ def test_neighbours_of_what_is_found_can_come_along(monkeypatch: pytest.MonkeyPa
         archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of
     ).proposed()
     assert found.positions.tolist() == [0, 1, 2, 38, 39, 40, 41, 42, 5997, 5998, 5999]
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_search_by_index_leaves_everything_as_it_was(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 5)
-    engine, model = talked(memory("entropy", measure=measure, index="on"))
-    engine.release()
-    before, rows = contents(engine), engine.ledger.rows()
-    found = find(engine, model, some_ids(50, 60), 50)
-    assert found is not None
-    assert engine.store.archive.index is not None
-    assert same(contents(engine), before)
-    now = engine.ledger.rows()
-    for column in ("token_id", "state", "flags", "surprisal"):
-        np.testing.assert_array_equal(now[column], rows[column])
-
-
-def test_what_is_held_again_or_undone_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 1)
-    engine, model = talked(memory("sink", measure="attention", index="on"))
-    for turn in range(20, 24):
-        checkpoint = engine.checkpoint()
-        found = say(engine, model, turn, count=40)
-        assert found is not None
-        assert found.positions.max() < checkpoint.cache.seen
-        engine.undo(checkpoint)
-        say(engine, model, turn + 50, count=30)
-        again = find(engine, model, some_ids(turn, 10), turn)
-        mine = engine.rows.budget
-        engine.rows.budget = replace(mine, settings=memory("sink", measure="attention"))
-        exact = find(engine, model, some_ids(turn, 10), turn)
-        engine.rows.budget = mine
-        assert again is not None
-        assert exact is not None
-        assert set(again.positions) <= set(exact.positions)
-
-
-def test_no_index_stays_where_none_is_wanted() -> None:
-    engine, model = talked(memory("sink", index="on"))
-    assert engine.store.archive.index is not None
-    recall = engine.settings.recall
-    assert recall is not None
-    list(engine.switch(replace(engine.settings, recall=replace(recall, index="off"))))
-    assert engine.store.archive.index is None
-    say(engine, model, 30)
-    assert engine.store.archive.index is None
-
-
-def test_auto_takes_an_index_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = RecallSettings("attention", index="auto")
-    assert wants_index(auto, WORTHWHILE + 1)
-    assert not wants_index(auto, WORTHWHILE)
-    assert not wants_index(replace(auto, scope="layer"), WORTHWHILE + 1)
-    assert not wants_index(replace(auto, index="off"), WORTHWHILE + 1)
-    assert wants_index(replace(auto, index="on"), 1)
-    monkeypatch.setattr(ranking, "is_available", lambda: False)
-    assert not wants_index(auto, WORTHWHILE + 1)
-
-
-def test_tiny_answers_from_what_an_index_found() -> None:
-    chat = session(policy="sink", budget=96, seed=1)
-    for text in ("My name is Anna.", "I live in Lisbon."):
-        list(chat.ask(text))
-    for number in range(12):
-        list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
-    settings = {"recall": "attention", "budget": 160, "recall_n": 64, "recall_index": "on"}
-    list(chat.switch("/recall", **settings))
-    events = list(chat.ask("Where do I live?"))
-    assert answer(events) == "You live in Lisbon."
-    (came,) = [one for one in events if isinstance(one, Recalled)]
-    assert len(came.positions) == 64
-    list(chat.undo())
-    assert answer(list(chat.ask("Where do I live?"))) == "You live in Lisbon."
-    list(chat.forget("Lisbon"))
-    assert "Lisbon" not in answer(list(chat.ask("Where do I live?")))
-
-
-def test_settings_reach_the_search() -> None:
-    profile = changed(Profile(), "/set", recall="mips", recall_index="on")
-    recall = build_cache_settings(profile).recall
-    assert recall is not None
-    assert recall.index == "on"
-
-
-def test_without_faiss_an_index_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.chat.settings.is_available", lambda: False)
-    session(recall="mips")
-    with pytest.raises(SettingError, match=r"pip install 'sirchat\[faiss\]'") as error:
-        session(recall="mips", recall_index="on")
-    assert "\n" not in str(error.value)
-
-
-def test_an_index_has_one_choice_for_all_layers() -> None:
-    with pytest.raises(SettingError, match="recall_scope token"):
-        changed(Profile(), "/set", recall="mips", recall_index="on", recall_scope="layer")
-
-
-def test_faiss_is_loaded_only_where_it_is_used() -> None:
-    users = {name for name, source in SOURCES.items() if "faiss" in imports(source)}
-    assert users == {"sirchat.memory.nearest"}
-    assert not any("faiss" in imports(SOURCES[name], at_load=True) for name in users)
-
-
-def test_bench_tells_speed_recall_and_size() -> None:
-    done = run("bench", "index", "--archived", "10000", "--rounds", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)["results"]
-    assert len(results) == 4
-    assert all("recall@200 " in one["note"] and " MiB" in one["note"] for one in results)
-    assert "10,000 rows: " in results[0]["note"]
-    assert {one["unit"] for one in results} == {"search"}

@@ -108,7 +108,7 @@ def test_a_first_token_has_no_surprisal_and_ranks_as_its_chunks_maximum() -> Non
     assert scores(ledger) == [2.5, 0.5, 2.5, 9.0]
 
 
-def test_a_first_token_that_came_alone_ranks_as_told() -> None:
+def test_a_first_token_that_came_alone_ranks_by_unknown_surprisal() -> None:
     ledger = Ledger(unknown_surprisal=4.0)
     append_ids(ledger, [1], [math.nan])
     ledger.rank_first_token(1)
@@ -116,7 +116,7 @@ def test_a_first_token_that_came_alone_ranks_as_told() -> None:
     assert scores(ledger) == [4.0, 9.0]
 
 
-def test_decay_applies_to_the_round_that_closes_and_not_to_the_next() -> None:
+def test_decay_applies_to_the_closed_round_and_not_to_the_next() -> None:
     ledger = Ledger()
     for _ in range(3):
         append_ids(ledger, [1], [8.0])

@@ -1,4 +1,4 @@
-"""Rotations: turning keys, and finding which rotation a layer has."""
+"""Rotary embeddings: rotating keys, and detecting a layer's rotation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rotations(draw: st.DrawFn) -> Rotation:
 
 
 @given(rotations(), positions, positions)
-def test_a_pair_turns_as_a_complex_number(rotation: Rotation, old: int, new: int) -> None:
+def test_a_pair_rotates_like_a_complex_number(rotation: Rotation, old: int, new: int) -> None:
     head = random_heads()[0]
     expected = head.tolist()
     for pair, frequency in enumerate(rotation.inv_freq.tolist()):
@@ -69,13 +69,13 @@ def test_the_rotation_is_found_among_all_candidates(rotation: Rotation) -> None:
     assert (found.interleaved, found.offset) == (rotation.interleaved, rotation.offset)
 
 
-def test_what_does_not_move_has_no_rotation() -> None:
+def test_a_tensor_that_ignores_the_position_has_no_rotation() -> None:
     heads = random_heads()
     assert match_rotation(dict.fromkeys((0, 1, 17), heads), FREQUENCIES, 1e-4) is None
 
 
 @pytest.mark.parametrize("frequencies", [FREQUENCIES, {}])
-def test_what_moves_in_an_unknown_way_is_an_error(frequencies: dict[str, Tensor]) -> None:
+def test_an_unknown_rotation_is_an_error(frequencies: dict[str, Tensor]) -> None:
     learned = {position: random_heads(position) for position in (0, 1, 17)}
     with pytest.raises(LookupError):
         match_rotation(learned, frequencies, 1e-4)
@@ -95,7 +95,7 @@ def samples(rotation: Rotation) -> dict[int, Tensor]:
 
 def move(x: Tensor, rotation: Rotation, old: int, new: int) -> Tensor:
     """`x` [..., D], all at position `old`, moved to `new`."""
-    cos, sin = rotation.turn(torch.tensor([old]), torch.tensor([new]))
+    cos, sin = rotation.cos_sin(torch.tensor([old]), torch.tensor([new]))
     return rotation.apply(x[..., None, :], cos, sin)[..., 0, :]
 
 

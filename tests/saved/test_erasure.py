@@ -1,4 +1,4 @@
-"""Only the owner reads a saved session, and what is forgotten is gone from the disk."""
+"""Saved sessions are private, and forgotten text is erased from the disk."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def everything_in(folder: Path) -> bytes:
     return b"\n".join(path.name.encode() + path.read_bytes() for path in folder.iterdir())
 
 
-spoken = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=12)
+turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=12)
 
 
 @settings(max_examples=40)
-@given(spoken, st.integers(0, 3))
+@given(turns_and_kinds, st.integers(0, 3))
 @example([(5, True), (9000, True), (0, True), (4000, True)], 1)
-def test_what_is_forgotten_is_in_no_file(
+def test_forgotten_text_is_in_no_file(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, bool]], undone: int
 ) -> None:
     folder = tmp_path_factory.mktemp("saved")
@@ -95,14 +95,14 @@ def test_what_is_forgotten_is_in_no_file(
     assert SECRET.encode() not in everything_in(folder)
 
 
-def test_what_is_taken_back_is_overwritten(tmp_path: Path) -> None:
+def test_undone_turns_are_overwritten(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
         session.truncate(1, 3, head_at(3))
         assert SECRET.encode() not in everything_in(tmp_path)
 
 
-def test_between_turns_nothing_is_outside_the_one_file(tmp_path: Path) -> None:
+def test_between_turns_everything_is_in_one_file(tmp_path: Path) -> None:
     with SessionStore.create(tmp_path, {}) as session:
         for index, text in enumerate([SECRET, "two", "three"]):
             seen = 3 * index
@@ -114,7 +114,7 @@ def test_between_turns_nothing_is_outside_the_one_file(tmp_path: Path) -> None:
             assert sizes == {".sqlite-journal": 0}
 
 
-def test_an_erasure_that_a_crash_broke_off_is_finished_when_the_session_is_opened(
+def test_an_erasure_that_a_crash_interrupted_is_finished_when_the_session_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = new(tmp_path, *[f"{number} {SECRET}" * 100 for number in range(40)])

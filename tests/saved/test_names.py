@@ -1,4 +1,4 @@
-"""A saved chat can be given a name, which finds it wherever its id does."""
+"""Names of saved sessions: they find a session wherever its id does."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_name_finds_a_session_wherever_an_id_does(folder: Path) -> None:
     assert not path.exists()
 
 
-def test_letters_that_are_composed_in_another_way_are_the_same_name(folder: Path) -> None:
+def test_names_are_compared_whatever_their_unicode_composition(folder: Path) -> None:
     ident = saved(folder, "Zo\N{COMBINING DIAERESIS}e")
     for typed in ("z\N{LATIN SMALL LETTER O WITH DIAERESIS}e", "zo\N{COMBINING DIAERESIS}e"):
         assert find_session(folder, typed).stem == ident
 
 
-def test_another_name_takes_the_place_of_the_first_on_disk_too(folder: Path) -> None:
+def test_another_name_replaces_the_first_on_disk_too(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/save Marmalade")
@@ -62,13 +62,13 @@ def test_another_name_takes_the_place_of_the_first_on_disk_too(folder: Path) -> 
         *("a" * (LENGTH + 1), "a\tb", "a\x1b[31mb", "a\u202eb"),
     ],
 )
-def test_what_is_no_name_is_refused_and_nothing_is_saved(folder: Path, name: str) -> None:
+def test_an_invalid_name_is_refused_and_nothing_is_saved(folder: Path, name: str) -> None:
     chat = Chat(save=False)
     chat.say(SAYINGS[0])
-    told = refusal(chat, f"/save {name}")
-    assert "a session can't be called" in told
-    assert "allowed" in told
-    assert "/save my trip" in told
+    error = refusal(chat, f"/save {name}")
+    assert "a session can't be called" in error
+    assert "allowed" in error
+    assert "/save my trip" in error
     assert not folder.exists()
     assert not chat.session.profile.save
 
@@ -77,9 +77,9 @@ def test_a_name_that_another_session_has_is_refused(folder: Path) -> None:
     ident = saved(folder, "trip")
     chat = Chat()
     chat.say(SAYINGS[3])
-    told = refusal(chat, "/save Trip")
-    assert f'{ident} is called "Trip" already' in told
-    assert f"sirchat sessions rm {ident}" in told
+    error = refusal(chat, "/save Trip")
+    assert f'{ident} is called "Trip" already' in error
+    assert f"sirchat sessions rm {ident}" in error
     chat.do("/save tour")
     chat.do("/save Tour")  # its own, written in another way
     assert find_session(folder, "trip").stem == ident
@@ -92,7 +92,7 @@ def test_a_session_that_has_an_id_of_its_own_kind_keeps_it(folder: Path) -> None
     assert "already" in refusal(chat, "/save copy")
 
 
-def test_two_sessions_of_one_name_are_told_apart_by_their_ids(folder: Path) -> None:
+def test_two_sessions_of_one_name_are_distinguished_by_their_ids(folder: Path) -> None:
     one, other = saved(folder, "trip"), saved(folder, "tour")
     with SessionStore.open(find_session(folder, other)) as store:
         store.rename("trip")
@@ -102,7 +102,7 @@ def test_two_sessions_of_one_name_are_told_apart_by_their_ids(folder: Path) -> N
     assert other in str(caught.value)
 
 
-def test_a_session_of_before_there_were_names_opens_and_can_be_named(folder: Path) -> None:
+def test_a_session_from_before_names_opens_and_can_be_named(folder: Path) -> None:
     ident = saved(folder)
     path = find_session(folder, ident)
     with closing(sqlite3.connect(path)) as connection:
@@ -126,7 +126,7 @@ def test_a_name_in_a_file_cannot_steer_the_terminal(folder: Path) -> None:
     assert not any("\x1b" in choice for choice in completions("/load "))
 
 
-def test_a_reset_leaves_the_name_to_what_was_said_before(folder: Path) -> None:
+def test_a_reset_leaves_the_name_to_the_session_before(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/save trip")
@@ -138,7 +138,7 @@ def test_a_reset_leaves_the_name_to_what_was_said_before(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["marmalade", "last", "turn 0"])
-def test_what_is_forgotten_is_in_no_name(folder: Path, target: str) -> None:
+def test_forgotten_text_is_in_no_name(folder: Path, target: str) -> None:
     chat = Chat()
     chat.say("Oranges and Marmalade")
     chat.do("/save Marmalade")
@@ -148,7 +148,7 @@ def test_what_is_forgotten_is_in_no_name(folder: Path, target: str) -> None:
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
 
 
-def test_what_is_in_the_name_alone_can_be_forgotten_and_other_words_leave_it(folder: Path) -> None:
+def test_words_of_the_name_alone_can_be_forgotten_and_other_words_keep_it(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/save Marmalade")

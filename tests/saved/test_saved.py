@@ -1,4 +1,4 @@
-"""A saved session gives back what was written, and its keys and values for their stamp only."""
+"""Session files: what is written is read back, keys and values for their stamp only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ steps = st.lists(
 @settings(max_examples=60)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])
-def test_any_turns_rows_and_heads_come_back_after_undo_rewriting_and_reopening(
+def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopening(
     tmp_path_factory: pytest.TempPathFactory,
     plan: list[tuple[str, Any, Any]],
     fields: dict[str, Any],
@@ -136,10 +136,10 @@ def test_ids_sort_by_time_and_none_is_given_twice(
     assert ids == ["20261121-1432-aaaa", "20261121-1432-bbbb"]
 
 
-# Keys and values beside it.
+# Keys and values beside the session.
 
 
-def test_keys_and_values_come_back_for_their_stamp_only(tmp_path: Path) -> None:
+def test_keys_and_values_are_loaded_for_their_stamp_only(tmp_path: Path) -> None:
     store_of = torch.arange(24.0).reshape(2, 3, 4)
     tensors = {"keys": store_of[:, :2], "values": torch.ones(2, 2, dtype=torch.bfloat16)}
     with SessionStore.create(tmp_path, {}) as session:
@@ -153,7 +153,7 @@ def test_keys_and_values_come_back_for_their_stamp_only(tmp_path: Path) -> None:
             assert loaded[name].dtype == tensor.dtype
             assert torch.equal(loaded[name], tensor)
         session.save_kv({}, "8 tokens")
-        assert torch.equal(loaded["keys"], tensors["keys"])  # a newer file does not reach into it
+        assert torch.equal(loaded["keys"], tensors["keys"])  # a newer file does not change them
         assert session.load_kv("8 tokens") == {}
         session.drop_kv()
         session.drop_kv()
@@ -161,7 +161,7 @@ def test_keys_and_values_come_back_for_their_stamp_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 4, 30, 0.5, -1])
-def test_half_a_file_of_keys_and_values_counts_as_none(tmp_path: Path, kept: float) -> None:
+def test_a_truncated_file_of_keys_and_values_counts_as_missing(tmp_path: Path, kept: float) -> None:
     with SessionStore.create(tmp_path, {}) as session:
         session.save_kv({"keys": torch.ones(100)}, "stamp")
         file = session.path.with_suffix(".safetensors")
@@ -184,7 +184,7 @@ def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_keys_and_values_that_a_crash_broke_off_are_cleared_away(tmp_path: Path) -> None:
+def test_keys_and_values_that_a_crash_interrupted_are_deleted(tmp_path: Path) -> None:
     path = new(tmp_path, "one")
     unfinished = path.with_suffix(".safetensors.new")
     unfinished.write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""Saved sessions are whole after every turn, whatever kills the writer; other files are refused."""
+"""Saved sessions survive a killed writer and a full disk; damaged and other files are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ session.append([turn], np.zeros(0), Head(3, np.zeros(0, np.int64), Deadly(), {})
 
 
 @pytest.fixture
-def broken_off(tmp_path: Path) -> Path:
+def interrupted(tmp_path: Path) -> Path:
     """A session whose writer was killed while half of a turn was in the file."""
     path = new(tmp_path, "one")
     with elsewhere(DIE_INSIDE_A_TURN, path) as writer:
@@ -73,18 +73,18 @@ def broken_off(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_turn_that_a_crash_broke_off_is_taken_back(broken_off: Path) -> None:
-    with SessionStore.open(broken_off) as session:
+def test_a_turn_that_a_crash_interrupted_is_rolled_back(interrupted: Path) -> None:
+    with SessionStore.open(interrupted) as session:
         assert session.turns() == said("one")
         assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
 
 
-def test_a_session_that_a_crash_broke_off_is_listed_and_not_written_to(broken_off: Path) -> None:
-    before = broken_off.read_bytes()
-    sessions, refused = list_sessions(broken_off.parent)
-    assert ([session.id for session in sessions], refused) == ([broken_off.stem], [])
+def test_a_session_that_a_crash_interrupted_is_listed_and_not_written_to(interrupted: Path) -> None:
+    before = interrupted.read_bytes()
+    sessions, refused = list_sessions(interrupted.parent)
+    assert ([session.id for session in sessions], refused) == ([interrupted.stem], [])
     assert not sessions[0].in_use
-    assert broken_off.read_bytes() == before
+    assert interrupted.read_bytes() == before
 
 
 def test_a_disk_that_is_full_costs_the_turn_and_not_the_session(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_costs_the_turn_and_not_the_session(tmp_path: Path) 
         assert session.turns() == said("one", "two")
 
 
-# Files that are no sessions.
+# Files that are not sessions.
 
 
 def foreign_database(path: Path) -> None:
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_file_that_is_no_whole_session_is_refused_and_left_alone(
+def test_a_file_that_is_not_a_valid_session_is_refused_and_left_alone(
     tmp_path: Path, kind: str
 ) -> None:
     make, problem = REFUSED[kind]
@@ -173,13 +173,13 @@ def test_damage_is_found_when_a_session_is_opened_and_not_when_it_is_read(tmp_pa
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A session that nothing is wrong with."""
+    """An undamaged session."""
     return new(tmp_path_factory.mktemp("whole"), "hello", "x" * 9000, "bye")
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4))
-def test_any_damage_is_read_over_or_refused_in_one_line(
+def test_any_damage_is_harmless_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, whole: Path, damage: list[tuple[int, int]]
 ) -> None:
     path, content = tmp_path_factory.mktemp("saved") / whole.name, bytearray(whole.read_bytes())
@@ -201,13 +201,13 @@ def problem_of(path: Path) -> str | None:
     return None
 
 
-def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(broken_off: Path) -> None:
-    remove_session(broken_off)
-    assert not list(broken_off.parent.iterdir())
+def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(interrupted: Path) -> None:
+    remove_session(interrupted)
+    assert not list(interrupted.parent.iterdir())
     for make in (cut_short, newer, lambda path: path.touch()):
-        make(broken_off)
-        remove_session(broken_off)
-        assert not broken_off.exists()
-    foreign_database(broken_off)
-    assert "is not a saved session" in refusal(lambda: remove_session(broken_off))
-    assert broken_off.exists()
+        make(interrupted)
+        remove_session(interrupted)
+        assert not interrupted.exists()
+    foreign_database(interrupted)
+    assert "is not a saved session" in refusal(lambda: remove_session(interrupted))
+    assert interrupted.exists()

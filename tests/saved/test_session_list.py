@@ -1,4 +1,4 @@
-"""The list of saved sessions: listed, found, removed and exported, each in use by one process."""
+"""The session list: listing, finding, removing and exporting, and the lock of a session in use."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
     assert not list_sessions(tmp_path).sessions[0].in_use
 
 
-def test_a_session_in_use_is_listed_with_what_was_saved_last(tmp_path: Path) -> None:
+def test_a_session_in_use_is_listed_as_it_was_saved_last(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
         show = "s = list_sessions(path).sessions[0]; print(s.turns, s.first, s.model, s.in_use)"
@@ -74,7 +74,7 @@ def test_a_session_in_use_is_listed_with_what_was_saved_last(tmp_path: Path) -> 
 
 
 def test_a_session_that_cannot_be_read_in_use_is_listed_by_its_name(tmp_path: Path) -> None:
-    empty = tmp_path / "20251121-1433-aaaa.sqlite"  # as another process is about to fill it
+    empty = tmp_path / "20251121-1433-aaaa.sqlite"  # as when another process has just created it
     empty.touch()
     with closing(sqlite3.connect(empty, isolation_level=None)) as newborn:
         newborn.execute("BEGIN EXCLUSIVE")

@@ -1,9 +1,8 @@
-"""Chats that are kept on disk and taken up again, in the state in which they were left."""
+"""Chats are saved and resumed in the same state."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -14,9 +13,7 @@ import pytest
 import torch
 
 from chatting import babbler, random_model, session, tiny
-from command import run
 from sirchat.chat.session import Session
-from sirchat.cli.app import _with_defaults
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.segments import Rows
@@ -24,10 +21,9 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, fingerprint, saved_profile, take_up
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24, "decay": 0.9}
-SAYINGS = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]
+MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
 
 
@@ -37,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data" / "sessions"
 
 
-def talk(chat: Session, saving: Autosave | None, sayings: list[str]) -> None:
-    for text in sayings:
+def talk(chat: Session, saving: Autosave | None, messages: list[str]) -> None:
+    for text in messages:
         list(chat.ask(text))
         if saving:
             saving.update()
@@ -56,7 +52,7 @@ def resumed(folder: Path, model: LoadedModel, **changes: Any) -> tuple[Session, 
 
 
 def state(chat: Session) -> dict[str, Any]:
-    """Everything that what comes next depends on, and all that is shown, but times."""
+    """Everything that the next turn depends on, and everything shown except times."""
     logits = chat._engine.logits
     assert logits is not None
     view = chat.snapshot()
@@ -91,7 +87,7 @@ def in_bfloat16() -> LoadedModel:
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
 )
-def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
+def test_twenty_turns_equal_ten_and_ten_with_a_resume_between(
     folder: Path, policy: str, dtype: str
 ) -> None:
     model = babbler() if dtype == "float32" else in_bfloat16()
@@ -100,39 +96,37 @@ def test_twenty_turns_straight_are_ten_and_ten_with_a_break(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
     )
     straight, first = Session(model, profile), Session(model, profile)
-    talk(straight, None, SAYINGS)
+    talk(straight, None, MESSAGES)
     saving = Autosave(first)
-    talk(first, saving, SAYINGS[:10])
+    talk(first, saving, MESSAGES[:10])
     list(first.pin("turn 3"))
     list(straight.pin("turn 3", pinned=False))
     list(first.pin("turn 3", pinned=False))
     saving.close()
     second, store = resumed(folder, model)
     straight = Session(model, profile)
-    talk(straight, None, SAYINGS[:10])
+    talk(straight, None, MESSAGES[:10])
     list(straight.pin("turn 3"))
     list(straight.pin("turn 3", pinned=False))
     assert state(second) == state(straight)
     for chat in (straight, second):
-        talk(chat, None, SAYINGS[10:])
+        talk(chat, None, MESSAGES[10:])
     store.close()
     assert state(second) == state(straight)
 
 
 @pytest.mark.parametrize("scope", ["token", "layer"])
-def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
-    folder: Path, scope: str
-) -> None:
+def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
     straight, first = session(babbler(), **settings), session(babbler(), **settings)
     saving = Autosave(first)
-    talk(straight, None, SAYINGS)
-    talk(first, saving, SAYINGS[:10])
+    talk(straight, None, MESSAGES)
+    talk(first, saving, MESSAGES[:10])
     assert first.recalled
     saving.close()
     second, store = resumed(folder, babbler())
     assert bool(second.recalled) == (scope == "token")
-    talk(second, None, SAYINGS[10:])
+    talk(second, None, MESSAGES[10:])
     store.close()
     assert state(second) == state(straight)
 
@@ -140,7 +134,7 @@ def test_what_came_back_for_a_turn_changes_nothing_for_a_chat_that_goes_on(
 def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:3])
+    talk(chat, saving, MESSAGES[:3])
     list(chat.pin("turn 2"))
     list(chat.switch("/policy", policy="sink", budget=120))
     saving.update()
@@ -151,10 +145,10 @@ def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
     assert state(again) == state(chat)
 
 
-def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Path) -> None:
+def test_undone_turns_are_not_on_disk_and_the_new_ones_are(folder: Path) -> None:
     chat = session(babbler(), temperature=1.0, **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:4])
+    talk(chat, saving, MESSAGES[:4])
     list(chat.undo())
     list(chat.undo())
     saving.update()
@@ -167,7 +161,7 @@ def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Pat
     store.close()
     assert state(again) == state(chat)
     assert [turn.text for turn in again.turns if turn.role == "user"] == [
-        *SAYINGS[:2],
+        *MESSAGES[:2],
         "something else",
     ]
 
@@ -175,16 +169,16 @@ def test_what_was_undone_is_not_on_disk_and_what_was_said_instead_is(folder: Pat
 def test_a_reset_begins_another_session(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:2])
+    talk(chat, saving, MESSAGES[:2])
     chat.reset()
     saving.update()
-    talk(chat, saving, SAYINGS[2:3])
+    talk(chat, saving, MESSAGES[2:3])
     saving.close()
     found = list_sessions(folder).sessions
     assert sorted(one.turns for one in found) == [2, 4]
 
 
-def test_nothing_said_nothing_saved(folder: Path) -> None:
+def test_a_chat_without_turns_is_not_saved(folder: Path) -> None:
     saving = Autosave(session(babbler(), **SMALL))
     saving.update()
     saving.close()
@@ -192,12 +186,12 @@ def test_nothing_said_nothing_saved(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}])
-def test_without_keys_and_values_the_held_tokens_are_read_anew(
+def test_without_keys_and_values_the_held_tokens_are_read_again(
     folder: Path, settings: dict[str, Any]
 ) -> None:
     chat = session(babbler(), policy="entropy", **SMALL, **settings)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:6])
+    talk(chat, saving, MESSAGES[:6])
     saving.close()
     again, store = resumed(folder, babbler())
     store.close()
@@ -212,7 +206,7 @@ def test_without_keys_and_values_the_held_tokens_are_read_anew(
 def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:6])
+    talk(chat, saving, MESSAGES[:6])
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
     again = Session(babbler(), saved_profile(store).model_copy(update={"budget": 2000}))
@@ -220,7 +214,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     assert [(t.role, t.text) for t in again.turns] == [(t.role, t.text) for t in chat.turns]
     assert again.resident == again.seen
     saving = Autosave(again, store)
-    talk(again, saving, SAYINGS[6:7])
+    talk(again, saving, MESSAGES[6:7])
     saving.close()
     third, store = resumed(folder, babbler())
     store.close()
@@ -230,7 +224,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
 def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
     chat = session(babbler(), policy="entropy", **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:2])
+    talk(chat, saving, MESSAGES[:2])
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
     again = Session(tiny(), saved_profile(store).model_copy(update={"model": "tiny"}))
@@ -243,23 +237,23 @@ def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> N
         resumed(folder, babbler())
 
 
-def test_closing_saves_what_was_not_saved_yet(folder: Path) -> None:
+def test_closing_saves_the_rest(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:1])
-    talk(chat, None, SAYINGS[1:2])
+    talk(chat, saving, MESSAGES[:1])
+    talk(chat, None, MESSAGES[1:2])
     saving.close()
     again, store = resumed(folder, babbler())
     store.close()
     assert state(again) == state(chat)
 
 
-def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
+def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:6])
+    talk(chat, saving, MESSAGES[:6])
     a_row = chat._engine.cache.first_written(torch.arange(1), chat.save().held[:1]).nbytes
     monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * a_row)
     saving.close()
@@ -272,10 +266,10 @@ def test_keys_and_values_that_are_too_many_are_saved_for_what_is_held_alone(
     assert again.turns == chat.turns
 
 
-def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder: Path) -> None:
+def test_another_model_or_dtype_is_refused_with_a_hint(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, SAYINGS[:1])
+    talk(chat, saving, MESSAGES[:1])
     saving.close()
     with pytest.raises(SessionError, match=r"--model babbler.*--rebuild"):
         resumed(folder, tiny())
@@ -283,7 +277,7 @@ def test_another_model_or_number_type_is_refused_and_the_way_out_is_named(folder
         resumed(folder, in_bfloat16())
 
 
-def test_models_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> None:
     model = babbler()
     before = fingerprint(model)
     model.module.save_pretrained(tmp_path / "saved")
@@ -338,93 +332,3 @@ def _chat_until_killed(model: LoadedModel, finished: Path) -> None:
                 print(text, file=file, flush=True)
     finally:
         os._exit(1)
-
-
-def test_a_chat_goes_on_where_it_was_left(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.say("My name is Anna.")
-        chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
-    listed = run("sessions", "list")
-    assert "My name is Anna." in listed.stdout
-    with Terminal("--resume", home=tmp_path) as chat:
-        chat.wait_prompt()
-        assert "2 turns" in chat.text
-        assert "Anna" in chat.ask("What is my name?")
-        chat.say("/exit")
-        assert chat.ended() == 0
-    shown = run("sessions", "show", "last").stdout
-    assert shown.startswith("USER: My name is Anna.\nASSISTANT: ")
-    assert "USER: What is my name?" in shown
-    exported = run("sessions", "export", "last").stdout
-    assert exported.count('"role": "user"') == 2
-    assert run("sessions", "rm", "last").returncode == 0
-    assert "Anna" not in run("sessions", "list").stdout
-
-
-def test_flags_change_the_settings_of_a_chat_that_goes_on(tmp_path: Path) -> None:
-    with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
-        for _ in range(2):
-            chat.say("Tell me a joke. " * 6)
-            chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
-    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
-    with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
-        stats = chat.ask("/stats")
-        seen, held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) of 512", stats)[0]
-        assert seen == held
-        assert "policy entropy" in stats
-        chat.say("/exit")
-        assert chat.ended() == 0
-    with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
-        assert chat.ended() == 2
-        assert "seed" in chat.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--resume", "last"), "standard input"),
-        (("--rebuild",), "--resume"),
-        (("--resume", "x", "sessions", "list"), "before sessions"),
-        (("sessions", "show", "nothing"), "no saved session"),
-    ],
-)
-def test_what_cannot_be_taken_up_is_refused_in_one_line(
-    arguments: tuple[str, ...], word: str
-) -> None:
-    done = run(*arguments, text="Hello!\n")
-    assert done.returncode in (1, 2)
-    assert done.stderr.count("\n") == 1
-    assert word in done.stderr
-
-
-def test_resume_alone_means_the_last_one_but_not_behind_a_command() -> None:
-    assert _with_defaults(["--resume"]) == ["--resume=last"]
-    assert _with_defaults(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
-    assert _with_defaults(["--resume", "x"]) == ["--resume", "x"]
-    assert _with_defaults(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
-    assert _with_defaults([]) == []
-
-
-def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.say("Hello!")
-        chat.wait_prompt()
-        refused = run("sessions", "rm", "last")
-        assert refused.returncode == 1
-        assert "in use" in refused.stderr
-        with Terminal("--resume", home=tmp_path) as other:
-            assert other.ended() == 1
-            assert "in use" in other.text
-
-
-def test_a_chat_that_is_not_to_be_saved_is_not(tmp_path: Path) -> None:
-    with Terminal("--no-save", home=tmp_path) as chat:
-        chat.say("Hello!")
-        chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
-    assert not list((tmp_path / "data").glob("**/*"))

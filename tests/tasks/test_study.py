@@ -18,7 +18,8 @@ import torch
 from chatting import babbler, tiny
 from command import run
 from sirchat.cli.study_flags import settings_of
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.multiple_choice import MultipleChoice

@@ -1,4 +1,4 @@
-"""Where a model's own anchors are put into a text."""
+"""Insertion of anchor tokens into a text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def placed(per: Per, text: str = TEXT) -> list[int]:
     return with_anchors(text, Anchors("ac", per, ANCHOR), ids)
 
 
-def test_one_stands_behind_every_tenth_token() -> None:
+def test_tokens_puts_an_anchor_after_every_tenth_token() -> None:
     found = placed("tokens")
     assert [one for one in found if one != ANCHOR] == ids(TEXT)
     assert [at for at, one in enumerate(found, 1) if one == ANCHOR] == [
@@ -31,20 +31,20 @@ def test_one_stands_behind_every_tenth_token() -> None:
     ]
 
 
-def test_by_lot_one_stands_behind_a_tenth_of_all_tokens_the_same_each_time() -> None:
+def test_random_puts_an_anchor_after_a_tenth_of_all_tokens_the_same_each_time() -> None:
     found = placed("random")
     assert [one for one in found if one != ANCHOR] == ids(TEXT)
     assert 0.05 < found.count(ANCHOR) / len(ids(TEXT)) < 0.15
     assert found == placed("random") != placed("random", TEXT + "!")
 
 
-def test_one_stands_behind_each_sentence() -> None:
+def test_sentence_puts_an_anchor_after_each_sentence() -> None:
     found = placed("sentence", "It rains. It pours.")
     assert found == [*ids("It rains."), ANCHOR, *ids(" It pours."), ANCHOR]
 
 
 @pytest.mark.parametrize("per", ["round", "sentence", "tokens", "random"])
-def test_in_a_turn_they_are_the_templates_and_nothing_else_changes(per: Per) -> None:
+def test_in_a_turn_anchors_have_the_template_role_and_nothing_else_changes(per: Per) -> None:
     plain = Template(tiny().tokenizer)
     turns = Template(tiny().tokenizer, Anchors("ac", per, ANCHOR))
     for one, other in (
@@ -56,6 +56,6 @@ def test_in_a_turn_they_are_the_templates_and_nothing_else_changes(per: Per) -> 
         anchors = [r for i, r in zip(one.ids, one.roles, strict=True) if i == ANCHOR]
         assert set(anchors) <= {Role.TEMPLATE}
         assert bool(anchors) == (per != "round")
-        if per != "sentence":  # which may read the space between two sentences otherwise
+        if per != "sentence":  # which may tokenize the space between two sentences differently
             assert kept == list(zip(other.ids, other.roles, strict=True))
     assert turns.closing.count(ANCHOR) == (per == "round")

@@ -1,4 +1,4 @@
-"""Ids to text, one at a time, and where sentences end."""
+"""The detokenizer: ids to text one at a time, and the ends of sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IT = tokenizer("chatml")
 
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
-def test_the_pieces_make_the_whole_text_and_never_half_a_character(text: str) -> None:
+def test_the_parts_join_to_the_whole_text_without_half_characters(text: str) -> None:
     stream = TextStream(_IT)
     ids = _IT.encode(text, add_special_tokens=False, split_special_tokens=True)
     pieces = [stream.push(token_id) for token_id in ids]
@@ -23,7 +23,7 @@ def test_the_pieces_make_the_whole_text_and_never_half_a_character(text: str) ->
     assert "".join(pieces) + stream.flush() == _IT.decode(ids, skip_special_tokens=True)
 
 
-def test_what_is_never_finished_comes_out_in_the_end() -> None:
+def test_flush_returns_an_incomplete_character() -> None:
     first_byte = _IT.encode("海", add_special_tokens=False)[:1]
     stream = TextStream(_IT)
     assert stream.push(first_byte[0]) == ""
@@ -32,7 +32,7 @@ def test_what_is_never_finished_comes_out_in_the_end() -> None:
 
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
-def test_the_texts_of_tokens_make_the_whole_text(text: str) -> None:
+def test_the_texts_of_tokens_join_to_the_whole_text(text: str) -> None:
     ids = _IT.encode(text, add_special_tokens=False, split_special_tokens=True)
     texts = TokenTexts(_IT)(ids, range(len(ids)))
     assert len(texts) == len(ids)

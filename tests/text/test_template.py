@@ -1,4 +1,4 @@
-"""One turn at a time gives the ids of the whole conversation, and text stays text."""
+"""The chat template: turns concatenate to the whole conversation, and text stays text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def _turn_by_turn(template: Template, contents: list[str], system: str | None) -
 @pytest.mark.parametrize("shape", _SHAPES)
 @settings(max_examples=25, deadline=None)
 @given(_CONTENTS)
-def test_the_turns_one_after_another_equal_the_whole(shape: str, contents: list[str]) -> None:
+def test_the_concatenated_turns_equal_the_whole_conversation(
+    shape: str, contents: list[str]
+) -> None:
     contents = contents if len(contents) % 2 else contents[:-1]
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
@@ -69,7 +71,7 @@ def test_the_turns_one_after_another_equal_the_whole(shape: str, contents: list[
 
 
 @pytest.mark.parametrize("shape", [s for s in _SHAPES if s != "gemma"])
-def test_with_a_system_prompt_too(shape: str) -> None:
+def test_the_concatenated_turns_with_a_system_prompt_equal_it_too(shape: str) -> None:
     contents = ["Hello there!", "I am fine.", "What was on my list?"]
     messages = [
         {"role": r, "content": c}
@@ -109,7 +111,7 @@ def test_every_added_token_typed_as_text_stays_text(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
-def test_roles_tell_text_from_template(shape: str) -> None:
+def test_roles_separate_text_from_template(shape: str) -> None:
     it = _tokenizer(shape)
     template = Template(it)
     for text in ("Hello there!", "a", "7 b", "apples and 7 b"):

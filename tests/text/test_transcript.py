@@ -1,4 +1,4 @@
-"""What `transcript` reads, in which format, and how it refuses."""
+"""Transcripts: formats, their detection, and the errors for bad files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES = st.sampled_from(["system", "user", "assistant"])
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
 
 
-def said(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
+def read(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
     data = text if isinstance(text, bytes) else text.encode()
     return [(turn.role, turn.content, turn.line) for turn in read_transcript(data, "t", format)]
 
@@ -37,38 +37,38 @@ def problem_with(data: bytes, format: str) -> str | None:
 
 def refusal(text: str | bytes, format: str = "auto") -> str:
     with pytest.raises(TranscriptError) as caught:
-        said(text, format)
+        read(text, format)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @given(st.lists(st.tuples(ROLES, st.text())))
-def test_any_turns_come_back_as_they_were_written(spoken: list[tuple[str, str]]) -> None:
-    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(spoken, 1)]  # type: ignore[arg-type]
+def test_any_turns_are_read_as_they_were_written(given: list[tuple[str, str]]) -> None:
+    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(given, 1)]  # type: ignore[arg-type]
     file = io.BytesIO()
     write_jsonl(turns, file)
     assert read_transcript(file.getvalue(), "t") == turns
 
 
 @given(st.binary(), st.sampled_from(FORMATS))
-def test_any_bytes_give_turns_or_a_one_line_refusal(data: bytes, format: str) -> None:
+def test_any_bytes_give_turns_or_a_one_line_error(data: bytes, format: str) -> None:
     problem = problem_with(data, format)
     assert problem is None or (problem.startswith("t, line ") and "\n" not in problem)
 
 
 @given(st.text(alphabet='[]{}",:\n rolecntx1'), st.sampled_from(FORMATS))
-def test_anything_like_json_gives_turns_or_a_refusal(text: str, format: str) -> None:
+def test_anything_like_json_gives_turns_or_an_error(text: str, format: str) -> None:
     problem = problem_with(text.encode(), format)
     assert problem is None or problem.startswith("t, line ")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_empty_input_has_no_turns(format: str) -> None:
-    assert said(b"", format) == said(b"\n \r\n", format) == []
+    assert read(b"", format) == read(b"\n \r\n", format) == []
 
 
 def test_each_line_that_is_not_blank_is_a_user_turn() -> None:
-    assert said("hi\n\n  there\n/quit") == [
+    assert read("hi\n\n  there\n/quit") == [
         ("user", "hi", 1),
         ("user", "  there", 3),
         ("user", "/quit", 4),
@@ -82,49 +82,49 @@ def test_a_prefixed_turn_goes_on_until_the_next_prefix() -> None:
         ("user", "one\n\n  two", 3),
         ("assistant", "  three", 7),
     ]
-    assert said(text) == said(text, "text") == expected
+    assert read(text) == read(text, "text") == expected
 
 
 def test_jsonl_skips_blank_lines() -> None:
     text = '\n{"role": "user", "content": "a"}\n\n{"role": "assistant", "content": ""}\n'
-    assert said(text) == [("user", "a", 2), ("assistant", "", 4)]
+    assert read(text) == [("user", "a", 2), ("assistant", "", 4)]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_sharegpt_turns_know_their_lines(indent: int | None) -> None:
     text = "\n" + json.dumps(SHAREGPT, indent=indent)
     lines = (3 + 1, 7 + 1) if indent else (2, 2)
-    assert said(text) == [("user", "hi", lines[0]), ("assistant", "yes", lines[1])]
+    assert read(text) == [("user", "hi", lines[0]), ("assistant", "yes", lines[1])]
 
 
 def test_conversations_are_taken_one_after_another() -> None:
-    twice = [text for _, text, _ in said(json.dumps([SHAREGPT, SHAREGPT]))]
-    one_a_line = [text for _, text, _ in said("\n".join([json.dumps(SHAREGPT)] * 2))]
+    twice = [text for _, text, _ in read(json.dumps([SHAREGPT, SHAREGPT]))]
+    one_a_line = [text for _, text, _ in read("\n".join([json.dumps(SHAREGPT)] * 2))]
     assert twice == one_a_line == ["hi", "yes", "hi", "yes"]
 
 
 def test_a_json_list_of_messages_is_a_conversation() -> None:
     text = '[\n{"role": "user",\n "content": "a"},\n{"role": "assistant", "content": "b"}]'
-    assert said(text) == [("user", "a", 2), ("assistant", "b", 4)]
+    assert read(text) == [("user", "a", 2), ("assistant", "b", 4)]
 
 
 @pytest.mark.parametrize(
     "text", ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", '{"a": 1}', "[" * 9999, "12 apples"]
 )
 def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
-    assert [turn[1] for turn in said(text)] == text.split("\n")
+    assert [turn[1] for turn in read(text)] == text.split("\n")
 
 
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert said(json.dumps({"role": "user", "content": parts})) == [("user", "ab", 1)]
+    assert read(json.dumps({"role": "user", "content": parts})) == [("user", "ab", 1)]
 
 
 @pytest.mark.parametrize("format", ["jsonl", "lines"])
 def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(format: str) -> None:
     line = b'{"role": "user", "content": "a"}' if format == "jsonl" else b"a"
     expected = [("user", "a", 1), ("user", "a", 2)]
-    assert said(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n") == expected
+    assert read(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n") == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_refusal_names_the_file_the_line_and_the_problem(
         ("\nhi\nUSER: a", "text", 2),
     ],
 )
-def test_a_named_format_is_insisted_on(text: str, format: str, line: int) -> None:
+def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> None:
     assert refusal(text, format).startswith(f"t, line {line}: ")
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_format_is_refused_before_reading() -> None:
 
 
 class Arriving(io.BytesIO):
-    """A stream of which only so much is there yet: to read on would be to wait."""
+    """A pipe with one line in it: reading on would block."""
 
     def readline(self, size: int | None = -1, /) -> bytes:
         line = super().readline(size)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.errors import SettingError, SirchatError, UsageError, nearest, shown
+from sirchat.errors import SettingError, SirchatError, UsageError, format_value, nearest
 from sirchat.tasks.results_log import Record
 
 _BOOTSTRAPS = 1000
@@ -48,12 +48,12 @@ class Harness:
         if find_spec("lm_eval") is None:
             raise UsageError("lm-eval is not installed", hint="pip install 'sirchat[lm-eval]'")
         if self.folder is not None and not Path(self.folder).is_dir():
-            raise SettingError(f"include path {shown(self.folder)} is not a folder")
+            raise SettingError(f"include path {format_value(self.folder)} is not a folder")
         known = frozenset(_index(self.folder).all_tasks)
         for name in tasks:
             if name not in known:
                 near = nearest(name, known) or "`lm-eval ls tasks` lists them"
-                raise SettingError(f"lm-eval has no task {shown(name)}", hint=near)
+                raise SettingError(f"lm-eval has no task {format_value(name)}", hint=near)
 
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """The scores of a language model at a task, or at each of a group.

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from sirchat.chat.settings import check_budget
-from sirchat.config.profile import Profile, short
+from sirchat.config.profile import Profile
+from sirchat.config.values import short
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model

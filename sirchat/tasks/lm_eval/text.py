@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from sirchat.errors import ModelError, UsageError, shown
+from sirchat.errors import ModelError, UsageError, format_value
 from sirchat.text.anchors import Anchors
 from sirchat.text.template import Template
 
@@ -86,7 +86,8 @@ class Texts:
             head, tail = [self.prefix], self.encode(text, special=False)
         if not tail:
             raise UsageError(
-                f"continuation {shown(continuation)} has no token of its own behind its context"
+                f"continuation {format_value(continuation)} has no token of its own behind its "
+                "context"
             )
         return head or [self.prefix], tail
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from sirchat.config.profile import Profile, changed
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.side_by_side.compared import Comparison

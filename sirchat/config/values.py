@@ -1,0 +1,162 @@
+"""Setting values as text: parsing, formatting, and the types and limits of a setting in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from sirchat.config.profile import Profile
+from sirchat.config.yaml12 import parse_scalar
+from sirchat.errors import SettingError, format_value, nearest
+from sirchat.memory import policies
+
+_BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
+
+def require_setting(key: object, source: str) -> None:
+    """Raise SettingError, with the nearest name as a hint, unless `key` is a setting.
+
+    The message begins with `source`, unless that is empty.
+    """
+    if key not in Profile.model_fields:
+        start = f"{source}: " if source else ""
+        hint = nearest(str(key), Profile.model_fields)
+        raise SettingError(f"{start}there is no setting {format_value(key)}", hint=hint)
+
+
+def parse_value(key: str, text: str) -> object:
+    """The value of setting `key` from its `text` on a command line or in the environment.
+
+    `none` or `null` gives None where the setting allows it; on, off, yes and no are booleans;
+    `policy_options` is `{a: 1}` or `a=1,b=2`. Text of the wrong type is returned unchanged, and is
+    refused by validation. Raises SettingError for an unknown key.
+    """
+    require_setting(key, "")
+    kinds, word = setting_types(key), text.strip()
+    if NoneType in kinds and word.lower() in ("none", "null"):
+        return None
+    if str in kinds:
+        return text
+    if bool in kinds:
+        return _BOOLEANS.get(word.lower(), text)
+    if get_origin(kinds[0]) is dict:
+        return _parse_options(word)
+    return parse_scalar(word) if get_origin(kinds[0]) is not Literal else word
+
+
+def parse_option(text: str) -> object:
+    """The value of a policy's option from its `text`: None, a boolean, a number or text."""
+    word = text.strip()
+    if word.lower() == "none":
+        return None
+    return _BOOLEANS.get(word.lower(), parse_scalar(word))
+
+
+def as_typed(value: object) -> str:
+    """A setting's value as the user would type it: `none`, `on`, `off`, `sample=192`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={as_typed(inner)}" for key, inner in value.items()) or "none"
+    return str(value)
+
+
+def short(value: float | str) -> str:
+    """A number without trailing zeros; text is returned unchanged."""
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def is_option(name: str, text: str, policy: str) -> bool:
+    """Whether `name=text` sets an option of `policy` rather than a setting.
+
+    Where both have the name, the value decides: `attention=false` sets the option of `salience`,
+    `attention=on` the setting.
+    """
+    if name not in Profile.model_fields:
+        return True
+    has_option = name in (field.name for field in fields(policies.policy_class(policy)))
+    listed = choices(name)
+    return has_option and bool(listed) and text not in listed
+
+
+def policy_choices() -> list[str]:
+    """Every name that the setting `policy` accepts, sorted: built-in policies, plugins, aliases.
+
+    Imports none of them.
+    """
+    return sorted({*policies.policy_names(), *policies.ALIASES})
+
+
+def choices(key: str) -> list[str]:
+    """The allowed values of a setting, if they are a finite list; on and off for a boolean."""
+    if key == "policy":
+        return policy_choices()
+    kinds = setting_types(key)
+    if bool in kinds:
+        return ["on", "off"]
+    return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def allowed(key: str) -> str:
+    """The allowed values of a setting in words: `a number, above 0 and at most 1, or null`."""
+    if key == "policy":
+        return f"one of {', '.join(policy_choices())}, or package.module:Class"
+    if key == "archive_limit":
+        return "a size such as 512MiB or 2GiB"
+    kind, *others = setting_types(key)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(choices(key))}"
+    limits = _limits(key)
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number" if re.search("most|below", limits) else "a finite number",
+        str: "text",
+    }.get(kind, "a mapping of names to values, such as {sample: 192}")
+    others = [f"or {'null' if other is NoneType else get_args(other)[0]}" for other in others]
+    return ", ".join(part for part in (words, limits, *others) if part)
+
+
+def _limits(key: str) -> str:
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    metadata = _limit_metadata(key)
+    return " and ".join(
+        f"{word} {getattr(limit, sign)}"
+        for sign, word in words.items()
+        for limit in metadata
+        if hasattr(limit, sign)
+    )
+
+
+def _parse_options(text: str) -> object:
+    if text.startswith("{"):
+        return parse_scalar(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        return text
+    return {name.strip(): parse_option(value) for name, _, value in pairs}
+
+
+def setting_types(key: str) -> tuple[Any, ...]:
+    """The types of a setting, `None` last: `int | None` is (int, NoneType)."""
+    return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
+
+
+def _limit_metadata(key: str) -> list[Any]:
+    """The limits (Gt, Le, ...) on a setting's values."""
+    limited = [get_args(kind)[1] for kind in _union_members(key) if _is_limited(kind)]
+    nested = (limit for field in limited for limit in field.metadata)
+    return [*Profile.model_fields[key].metadata, *nested]
+
+
+def _union_members(key: str) -> tuple[Any, ...]:
+    annotation = Profile.model_fields[key].annotation
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_limited(kind: Any) -> bool:
+    return get_origin(kind) is Annotated

@@ -1,0 +1,107 @@
+"""`--resume`, `--rebuild`, `--no-save` and the `sessions` commands, in a terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from command import run
+from sirchat.cli.app import _with_defaults
+from terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+
+
+def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.say("My name is Anna.")
+        chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    listed = run("sessions", "list")
+    assert "My name is Anna." in listed.stdout
+    with Terminal("--resume", home=tmp_path) as chat:
+        chat.wait_prompt()
+        assert "2 turns" in chat.text
+        assert "Anna" in chat.ask("What is my name?")
+        chat.say("/exit")
+        assert chat.ended() == 0
+    shown = run("sessions", "show", "last").stdout
+    assert shown.startswith("USER: My name is Anna.\nASSISTANT: ")
+    assert "USER: What is my name?" in shown
+    exported = run("sessions", "export", "last").stdout
+    assert exported.count('"role": "user"') == 2
+    assert run("sessions", "rm", "last").returncode == 0
+    assert "Anna" not in run("sessions", "list").stdout
+
+
+def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
+    with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
+        for _ in range(2):
+            chat.say("Tell me a joke. " * 6)
+            chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
+    with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
+        stats = chat.ask("/stats")
+        seen, held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) of 512", stats)[0]
+        assert seen == held
+        assert "policy entropy" in stats
+        chat.say("/exit")
+        assert chat.ended() == 0
+    with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
+        assert chat.ended() == 2
+        assert "seed" in chat.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--resume", "last"), "standard input"),
+        (("--rebuild",), "--resume"),
+        (("--resume", "x", "sessions", "list"), "before sessions"),
+        (("sessions", "show", "nothing"), "no saved session"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_in_one_line(
+    arguments: tuple[str, ...], word: str
+) -> None:
+    done = run(*arguments, text="Hello!\n")
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert word in done.stderr
+
+
+def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
+    assert _with_defaults(["--resume"]) == ["--resume=last"]
+    assert _with_defaults(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _with_defaults(["--resume", "x"]) == ["--resume", "x"]
+    assert _with_defaults(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _with_defaults([]) == []
+
+
+def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.say("Hello!")
+        chat.wait_prompt()
+        refused = run("sessions", "rm", "last")
+        assert refused.returncode == 1
+        assert "in use" in refused.stderr
+        with Terminal("--resume", home=tmp_path) as other:
+            assert other.ended() == 1
+            assert "in use" in other.text
+
+
+def test_no_save_leaves_no_file(tmp_path: Path) -> None:
+    with Terminal("--no-save", home=tmp_path) as chat:
+        chat.say("Hello!")
+        chat.wait_prompt()
+        chat.say("/exit")
+        assert chat.ended() == 0
+    assert not list((tmp_path / "data").glob("**/*"))
