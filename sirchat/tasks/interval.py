@@ -19,11 +19,13 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of `values` with its 95 % interval (Student's t); as wide as can be for one value.
+    """The mean of `values`, NaN of none, with its 95 % interval (Student's t; infinite for one).
 
     The quantile is Abramowitz and Stegun's expansion 26.7.5, right to 0.005 from six values on.
     """
-    mean = sum(values) / max(1, len(values))
+    if not values:
+        return math.nan, -math.inf, math.inf
+    mean = sum(values) / len(values)
     freedom = len(values) - 1
     if freedom < 1:
         return mean, -math.inf, math.inf

@@ -125,6 +125,8 @@ def _heading(report: Report, head: Record) -> tuple[str, str]:
 
 
 def _text(value: Value, digits: int) -> str:
+    if _is_empty(value):
+        return "-"
     if isinstance(value, Measured):
         if math.isinf(value.low):
             return f"{value.value:.{digits}f}"
@@ -134,12 +136,20 @@ def _text(value: Value, digits: int) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
+def _is_empty(value: Value) -> bool:
+    """Whether this is a share or mean of no values at all."""
+    number = value.value if isinstance(value, Measured) else value
+    return isinstance(number, float) and math.isnan(number)
+
+
 def _plain_table(table: Table) -> Record:
     rows = [[_plain(value) for value in row] for row in table.rows]
     return {"columns": list(table.columns), "rows": rows}
 
 
 def _plain(value: Value) -> object:
+    if _is_empty(value):
+        return None
     if not isinstance(value, Measured):
         return value
     return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
@@ -156,6 +166,7 @@ def _csv(table: Table) -> str:
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(_spread(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high")))
     for row in table.rows:
+        row = tuple(None if _is_empty(value) else value for value in row)
         rows.writerow(_spread(row, wide, _bounds))
     return file.getvalue()
 

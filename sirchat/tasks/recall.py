@@ -7,6 +7,7 @@ questions from the bank, each about sixty tokens, whose replies are read, or gen
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,9 @@ class RecallStudy(Grid):
             row.append(mean([each["reduction"] for each in one.all]).value)
             row += [one.share("right", between=n) for n in distances]
             if self.generate:
+                quizzes = sum(each["quizzes"] for each in one.all)
                 right = sum(each["quizzes right"] for each in one.all)
-                row.append(right / max(1, sum(each["quizzes"] for each in one.all)))
+                row.append(right / quizzes if quizzes else math.nan)
             rows.append(tuple(row))
         columns += ["right letters between"] if self.generate else []
         return Table("Recall", tuple(columns), tuple(rows))

@@ -6,6 +6,7 @@ time. `run` does the units, in order or many at once, and goes on where an inter
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -180,9 +181,10 @@ def fields_of(study: DataclassInstance) -> Record:
 
 
 def share(right: Iterable[bool]) -> Measured:
-    """The share that is true, with its 95 % interval (Wilson's)."""
+    """The share that is true, NaN of no values, with its 95 % interval (Wilson's)."""
     ones = list(right)
-    return Measured(sum(ones) / max(1, len(ones)), *wilson(sum(ones), len(ones)))
+    value = sum(ones) / len(ones) if ones else math.nan
+    return Measured(value, *wilson(sum(ones), len(ones)))
 
 
 def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
@@ -192,9 +194,10 @@ def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
     matter, where that is wider.
     """
     pooled = share([one for draw in draws for one in draw])
-    if len(draws) == 1:
+    shares = [sum(one) / len(one) for one in draws if one]
+    if len(draws) == 1 or not shares:
         return pooled
-    spread = mean([sum(one) / max(1, len(one)) for one in draws])
+    spread = mean(shares)
     low, high = max(0.0, min(pooled.low, spread.low)), min(1.0, max(pooled.high, spread.high))
     return Measured(spread.value, low, high)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -13,7 +14,9 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.interval import wilson
+from sirchat.tasks.output import markdown, record_of
 from sirchat.tasks.recall import KIND_NAMES, RecallStudy, RecallTalk
+from sirchat.tasks.report import about
 from sirchat.tasks.run import findings
 from sirchat.training.probe import PROBED
 from sirchat.world.dialogue import UNTOLD
@@ -85,6 +88,17 @@ def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
     assert sum(one["right"] for one in lost.all) == 0
     assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
     assert [one["expected"] for one in full.all] == [one["expected"] for one in lost.all]
+
+
+def test_a_share_of_no_questions_is_a_dash_and_null_in_json() -> None:
+    study = RecallStudy((FULL,), 1, between=(0, 3), kinds=("name", "city"), generate=True)
+    report = study.report(findings(study, babbler()))
+    recall, by_kind = record_of(report, {})["tables"].values()
+    assert recall["rows"][0][4:] == [{"value": 0.0, "low": 0.0, "high": ANY}, None, None]
+    assert by_kind["rows"] == [["name", 0.0], ["city", None]]
+    text = markdown(report, about(tiny(), "recall", ""))
+    assert re.search(r"\| full \|.*\) \| - \| - \|\n", text)
+    assert "| name | 0.00 |\n| city | - |\n" in text
 
 
 def test_generated_rounds_are_scored() -> None:

@@ -27,7 +27,7 @@ from sirchat.tasks.perplexity import Perplexity
 from sirchat.tasks.report import Measured, Plot, Report, Table, about
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.run import findings
-from sirchat.tasks.study import Study, Work, share, share_of_draws
+from sirchat.tasks.study import Study, Work, mean, share, share_of_draws
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -120,6 +120,20 @@ def test_a_share_without_an_interval_has_none_in_json() -> None:
     record = record_of(report, {})
     assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
     json.loads(json.dumps(record, allow_nan=False))
+
+
+def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(
+    tmp_path: Path,
+) -> None:
+    empty = (share([]), share_of_draws([[], []]), mean([]), mean([]).value)
+    report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
+    head = about(tiny(), "test", "")
+    assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
+    assert "| x | - | - | - | - |" in markdown(report, head)
+    write_report(report, head, tmp_path, "t")
+    with (tmp_path / "t.csv").open() as file:
+        assert list(csv.reader(file))[1] == ["x", *[""] * 10]
+    assert share_of_draws([[], [True]]).value == 1.0  # a draw without answers does not count
 
 
 def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
@@ -223,8 +237,8 @@ def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
     nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
     (found,) = findings(study, model).values()
     assert found["tokens"] == 400
-    for at, mean in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
-        assert mean == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
+    for at, each in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
+        assert each == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
     assert len(found["nats"]) == 100
 
 
