@@ -18,15 +18,15 @@ from torch import Tensor
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.attention import telling_weights
+from sirchat.tasks.attention import eager_attention
 from sirchat.tasks.perplexity import round_ids
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work, fields_of
+from sirchat.tasks.study import RunUnit, fields_of
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template
 from sirchat.training.ansan import visible
-from sirchat.training.probe import QUIET
+from sirchat.training.probe import SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Message, Style, draw_fact
 from sirchat.world.facts import KINDS
 
@@ -56,7 +56,7 @@ class AnchorAttention:
         """What it is called."""
         return "anchor-attention"
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
 
@@ -64,7 +64,7 @@ class AnchorAttention:
         """Conversations, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Reads a conversation: by layer and round, the attention that its anchors get."""
         if model.anchors is None:
             raise SettingError(
@@ -76,7 +76,7 @@ class AnchorAttention:
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
         """Rounds that tell facts, a question with its answer, and which round told that one."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
-        talk, style = Dialogue(rng, QUIET), Style()
+        talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
         rounds = [talk.tell_one(fact, style) for fact in facts]
         which = rng.randrange(self.facts)
@@ -105,7 +105,7 @@ class AnchorAttention:
         )
         columns = ("of the attention to anchors", "share of the round that told it")
         tables = (Table("Anchors attended to", columns, tuple(rows)), _picture(found["0"]))
-        return Report(facts, tables, (plot,), self.asked())
+        return Report(facts, tables, (plot,), self.parameters())
 
 
 def _picture(one: Record) -> Table:
@@ -129,7 +129,7 @@ def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], which: int)
     is_anchor = torch.tensor([[ends(one) for one in ids]])
     round_of = torch.tensor([number for number, part in enumerate(parts) for _ in part])
     sinks = model.anchors.sinks if model.anchors else 0
-    with telling_weights(model.module) as module:
+    with eager_attention(model.module) as module:
         out = module(
             input_ids=torch.tensor([ids], device=model.device),
             attention_mask=model.mask(visible(is_anchor, sinks=sinks)[0, 0]),

@@ -29,7 +29,7 @@ def ask(session: Session, user: str) -> str:
 
 
 @contextmanager
-def placing(session: Session, per: Per | None) -> Iterator[None]:
+def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
     """Meanwhile, put the model's anchors elsewhere; None for where it has them, if any."""
     own, anchors = session.template, session.model.anchors
     if per is None or anchors is None:

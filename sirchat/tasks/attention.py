@@ -27,9 +27,9 @@ from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work
+from sirchat.tasks.study import RunUnit
 from sirchat.text.template import Template
-from sirchat.training.probe import QUIET
+from sirchat.training.probe import SMALL_TALK
 from sirchat.world.dialogue import dialogue
 
 SEGMENTS = 4
@@ -65,7 +65,7 @@ class AttentionStudy:
         """What it is called."""
         return "attention"
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on."""
         return {
             "limit": self.limit,
@@ -75,10 +75,10 @@ class AttentionStudy:
         }
 
     def keys(self) -> list[str]:
-        """Texts, by number."""
+        """TextEncoder, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Reads a text: by layer, the attention of the first token and of each segment."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
@@ -104,7 +104,7 @@ class AttentionStudy:
         )
         table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
         plot = Plot("attention by surprisal", "layer", "mean weight", lines)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(facts, (table,), (plot,), self.parameters())
 
     def _ids(self, model: LoadedModel, number: int) -> list[int]:
         if self._lines is not None:
@@ -121,7 +121,7 @@ class AttentionStudy:
 
     def _talk(self, number: int) -> Iterator[tuple[str, str]]:
         rng = Random(f"attention/{self.profile.seed}/{number}")
-        said = [one.text for one in dialogue(rng, self.tokens, QUIET) if one.role != "system"]
+        said = [one.text for one in dialogue(rng, self.tokens, SMALL_TALK) if one.role != "system"]
         return zip(said[::2], said[1::2], strict=False)
 
     @cached_property
@@ -137,7 +137,7 @@ class AttentionStudy:
         return lines
 
 
-def by_segment(received: Floats, nats: Floats) -> Floats:
+def mean_by_segment(received: Floats, nats: Floats) -> Floats:
     """The first token's attention, then each segment's mean [1 + SEGMENTS].
 
     `received` [n] is each token's attention, `nats` [n] its surprisal (the first's does not count).
@@ -147,7 +147,7 @@ def by_segment(received: Floats, nats: Floats) -> Floats:
     return np.array([received[0], *means])
 
 
-def received(weights: Tensor) -> Tensor:
+def attention_received(weights: Tensor) -> Tensor:
     """Of attention weights [H, n, n], what the tokens after each give it [n - 1], on average."""
     mean = weights.float().mean(0)  # [n, n]
     after = torch.arange(len(mean) - 1, 0, -1)
@@ -155,7 +155,7 @@ def received(weights: Tensor) -> Tensor:
 
 
 def _read(model: LoadedModel, ids: list[int]) -> Record:
-    with telling_weights(model.module) as module, torch.inference_mode():
+    with eager_attention(model.module) as module, torch.inference_mode():
         tokens = torch.tensor([ids], device=model.device)
         out = module(input_ids=tokens, use_cache=False, output_attentions=True)
     if not out.attentions or out.attentions[0] is None:
@@ -163,14 +163,16 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
     nats = np.zeros(len(ids))
     nats[1:] = surprisal(out.logits[0, :-1], tokens[0, 1:]).cpu().numpy()
     weights = [
-        by_segment(np.append(received(layer[0]).cpu().double().numpy(), 0.0), nats).tolist()
+        mean_by_segment(
+            np.append(attention_received(layer[0]).cpu().double().numpy(), 0.0), nats
+        ).tolist()
         for layer in out.attentions
     ]
     return {"weights": weights}
 
 
 @contextmanager
-def telling_weights(module: Any) -> Iterator[Any]:
+def eager_attention(module: Any) -> Iterator[Any]:
     """The module with an attention that tells its weights."""
     usual = module.config._attn_implementation
     module.set_attn_implementation("eager")

@@ -45,15 +45,15 @@ class Question:
         return self.replies[self.right]
 
 
-def take(session: Session, question: Question, scoring: Scoring) -> int | None:
+def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
     """Ask, and go on as if the reply of the option taken had been said; its number."""
     if scoring == "reply" and len(question.replies) > 1:
-        return named(ask(session, question.text), question.replies)
+        return named_option(ask(session, question.text), question.replies)
     for _ in session.read_user(question.text):
         pass
     taken = 0
     if len(question.replies) > 1:
-        taken = likeliest(
+        taken = most_likely(
             [session.score_continuation(reply) for reply in question.replies], scoring
         )
     for _ in session.read_reply(question.replies[taken]):
@@ -61,7 +61,7 @@ def take(session: Session, question: Question, scoring: Scoring) -> int | None:
     return taken
 
 
-def likeliest(weighed: Sequence[ContinuationScore], scoring: Scoring) -> int:
+def most_likely(weighed: Sequence[ContinuationScore], scoring: Scoring) -> int:
     """The number of the option that is taken; the first of equals."""
     if scoring == "released":
         for number, one in enumerate(weighed):
@@ -74,7 +74,7 @@ def likeliest(weighed: Sequence[ContinuationScore], scoring: Scoring) -> int:
     return scores.index(max(scores))
 
 
-def named(said: str, replies: Sequence[str]) -> int | None:
+def named_option(said: str, replies: Sequence[str]) -> int | None:
     """The option whose reply this is, or begins with, or whose letter it gives first."""
     said = said.strip()
     for number, reply in enumerate(replies):

@@ -15,7 +15,7 @@ import numpy as np
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.perplexity import read, round_ids, talk
+from sirchat.tasks.perplexity import conversation, read, round_ids
 from sirchat.tasks.report import Plot, Report, Table
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid
@@ -48,7 +48,7 @@ class Context(Grid):
         """Conversations, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read one: the sum of the surprisals, in nats, up to each length, and of how many."""
         model = session.model  # a context may be longer than those it was made for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
@@ -66,7 +66,7 @@ class Context(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Perplexity at each length."""
-        held = self.held(found)
+        held = self.findings(found)
         rows = {one.name: self._perplexities(one) for one in held}
         columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))
         table = Table("Perplexity by context", columns, tuple((n, *v) for n, v in rows.items()))
@@ -76,12 +76,14 @@ class Context(Grid):
         }
         plot = Plot("perplexity by context", "tokens", "perplexity", lines, log_x=True)
         facts = (f"seed {self.seed}", f"{self.limit} conversations")
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(facts, (table,), (plot,), self.parameters())
 
     def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
         """A conversation's ids, round by round, as many as the longest context has."""
         template, left = Template(model.tokenizer, model.anchors), self.lengths[-1]
-        for number, (user, reply) in enumerate(talk(f"context/{self.seed}/{unit}", left // 8)):
+        for number, (user, reply) in enumerate(
+            conversation(f"context/{self.seed}/{unit}", left // 8)
+        ):
             ids = round_ids(template, user, reply, first=not number)[:left]
             yield ids
             left -= len(ids)

@@ -18,11 +18,11 @@ from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated
-from sirchat.tasks.asking import placing, read
-from sirchat.tasks.choice import Question, likeliest
+from sirchat.tasks.asking import anchors_placed, read
+from sirchat.tasks.choice import Question, most_likely
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Findings, Grid, Work, mean, refuse_unknown, share
+from sirchat.tasks.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share
 from sirchat.text.anchor_placement import CHANCE, EVERY
 from sirchat.text.anchors import Per
 
@@ -77,7 +77,7 @@ class Demonstrations(Grid):
         """Sets, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """As any grid; raises SettingError for a model without a token that could be put."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
@@ -86,12 +86,14 @@ class Demonstrations(Grid):
             )
         return super().worker(model)
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the demonstrations, ask each question behind them, and take it back."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
-        every = [generated.bank(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)]
+        every = [
+            generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
+        ]
         shown, asked = every[: cell.shots], every[-self.questions :]
-        with placing(session, cell.per):
+        with anchors_placed(session, cell.per):
             for one in shown:
                 read(session, one.text, one.answer)
         cached = session.resident
@@ -108,7 +110,7 @@ class Demonstrations(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The paper's Acc, C and T, and MaxKV."""
-        held = self.held(found)
+        held = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
             *("T, not cached", "T, full cache"),
@@ -121,7 +123,9 @@ class Demonstrations(Grid):
             f"{self.limit} sets of demonstrations, {self.questions} questions each",
             f"{OPTIONS} options",
         )
-        return Report(facts, (Table("Demonstrations", columns, rows, 2),), details=self.asked())
+        return Report(
+            facts, (Table("Demonstrations", columns, rows, 2),), details=self.parameters()
+        )
 
     def _full(self, held: list[Findings], cell: Cell) -> Findings | None:
         """What `full` did with as many shots, if it was asked for."""
@@ -146,7 +150,7 @@ class Demonstrations(Grid):
 def _takes(session: Session, one: Question) -> int:
     for _ in session.read_user(one.text):
         pass
-    return likeliest([session.score_continuation(reply) for reply in one.replies], "paper")
+    return most_likely([session.score_continuation(reply) for reply in one.replies], "paper")
 
 
 def _most_held(session: Session, one: Question) -> int:

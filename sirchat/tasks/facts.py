@@ -23,11 +23,11 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.reading import open_engine, read_ids, read_round
-from sirchat.tasks.report import Measured, Report, Table, Value
+from sirchat.tasks.report import Estimate, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Findings, Grid, mean, share_of_draws
+from sirchat.tasks.study import Cell, Findings, Grid, mean, share_over_seeds
 from sirchat.text.template import Template
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
 
 KINDS = tuple(PROBED)
@@ -67,32 +67,32 @@ class Facts(Grid):
             for number in range(math.ceil(self.limit / count))
         ]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Hold a conversation: for each distance, which answers were right."""
         count, number = map(int, unit.split())
         return _hold(session.model, cell, self.conversation(count, number), self.between)
 
-    def conversation(self, count: int, number: int) -> FactsTalk:
+    def conversation(self, count: int, number: int) -> FactsDialogue:
         """Conversation `number` with so many facts; the same seed gives the same one."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
-        talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+        talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
         facts = [draw_fact(rng, PROBED[kind], style) for kind in kinds]
         told = [talk.tell_one(fact, style) for fact in facts]
         later = [talk.small_talk() for _ in range(max(self.between))]
         asked = [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
-        return FactsTalk(told, later, asked)
+        return FactsDialogue(told, later, asked)
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right by setting, number of facts and distance; what a token costs."""
-        held = self.held(found)
+        held = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         facts = (
             f"seed {self.seed}",
             f"{self.limit} questions a cell or more",
             f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
         )
-        return Report(facts, (self._right(held), self._nats(held)), details=self.asked())
+        return Report(facts, (self._right(held), self._nats(held)), details=self.parameters())
 
     def _right(self, held: Sequence[Findings]) -> Table:
         cells = [(count, between) for count in self.facts for between in self.between]
@@ -112,38 +112,40 @@ class Facts(Grid):
 
 
 @dataclass(frozen=True)
-class FactsTalk:
+class FactsDialogue:
     """Facts that are `told`, small talk `later`, and a question and answer for each fact."""
 
-    told: list[Round]
-    later: list[Round]
-    asked: list[Round]
+    facts: list[Round]
+    small_talk: list[Round]
+    questions: list[Round]
 
 
-def share_right(held: Findings, count: int, between: int) -> Measured:
+def share_right(held: Findings, count: int, between: int) -> Estimate:
     """The share of right answers where so many facts were told so long before.
 
     Questions of one conversation share its luck: the interval is the wider of Wilson's over
     questions and Student's over conversations.
     """
     records = [one for one in held.all if one["facts"] == count]
-    return share_of_draws([one["right"][str(between)] for one in records])
+    return share_over_seeds([one["right"][str(between)] for one in records])
 
 
-def _hold(model: LoadedModel, cell: Cell, talk: FactsTalk, distances: tuple[int, ...]) -> Record:
+def _hold(
+    model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[int, ...]
+) -> Record:
     template, engine = Template(model.tokenizer, model.anchors), open_engine(model, cell.setting)
-    rounds, right = [*talk.told, *talk.later], dict[str, list[bool]]()
+    rounds, right = [*talk.facts, *talk.small_talk], dict[str, list[bool]]()
     starts: list[int] = []
     for number, (user, reply) in enumerate(rounds, 1):
         starts.append(engine.ledger.seen)
         read_round(engine, template, user.text, reply.text, number)
-        distance = number - len(talk.told)
+        distance = number - len(talk.facts)
         if distance in distances:
-            asked = [is_right(engine, template, each, number + 1) for each in talk.asked]
+            asked = [is_right(engine, template, each, number + 1) for each in talk.questions]
             right[str(distance)] = asked
-    cost = engine.ledger.column("surprisal")[starts[len(talk.told)] :]
+    cost = engine.ledger.column("surprisal")[starts[len(talk.facts)] :]
     return {
-        "facts": len(talk.told),
+        "facts": len(talk.facts),
         "right": right,
         "nats": float(np.mean(cost, dtype=np.float64)),
         "tokens": engine.ledger.seen,

@@ -19,7 +19,7 @@ GROCERY_ROUNDS = 20
 def dailydialog(seed: int, number: int) -> list[Question]:
     """Four to fourteen questions of four options each."""
     rng = Random(f"dailydialog/{seed}/{number}")
-    return [bank(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
+    return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 
 
 def grocery(seed: int, number: int) -> list[Question]:
@@ -28,13 +28,13 @@ def grocery(seed: int, number: int) -> list[Question]:
     choices = rng.sample(words.GROCERIES, 4)
     wanted = rng.randrange(4)
     told = Question(f"I want you to buy the GROCERY: [{choices[wanted]}].", ("OK",), 0, "told")
-    between = [bank(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]
+    between = [question(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]
     replies = tuple(f"You asked me to buy {one}." for one in choices)
     asked = Question("Which GROCERY did I ask you to buy?", replies, wanted, GROCERY)
     return [told, *between, asked]
 
 
-def bank(rng: Random, count: int, group: str) -> Question:
+def question(rng: Random, count: int, group: str) -> Question:
     """A question of the bank with `count` options, or as many as its topic has."""
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]

@@ -18,10 +18,10 @@ from sirchat.config.profile import changed
 from sirchat.errors import SettingError
 from sirchat.tasks import generated, paper_tables, sirllm_files
 from sirchat.tasks.asking import read
-from sirchat.tasks.choice import Question, Scoring, take
-from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.choice import Question, Scoring, choose
+from sirchat.tasks.report import Estimate, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_of_draws
+from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
 
 _SOURCES = {
     "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, "dailydialog.jsonl"),
@@ -86,7 +86,7 @@ class MultipleChoice(Grid):
         """Conversations, by number."""
         return [str(number) for number in range(len(self.conversations))]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Hold a conversation: by group, whether the option taken was the right one."""
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
@@ -97,14 +97,14 @@ class MultipleChoice(Grid):
                     read(session, shot.text, shot.answer)
             elif cell.shots:
                 continue
-            taken = take(session, one, self.scoring)
+            taken = choose(session, one, self.scoring)
             if len(one.replies) > 1:
                 found.setdefault(one.group, []).append(taken == one.right)
         return {"right": found, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The share of right options by setting, and how far it is from that of `sink`."""
-        held = self.held(found)
+        held = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
         stream = next((one for one in held if one.name.startswith("sink")), None)
         columns = ["setting", *(_COLUMNS[group] for group in groups)]
@@ -124,7 +124,7 @@ class MultipleChoice(Grid):
         )
         table = Table(self.name, tuple(columns), tuple(rows))
         tables = (table, *self._published())
-        return Report(facts, tables, self._plots(held, groups), details=self.asked())
+        return Report(facts, tables, self._plots(held, groups), details=self.parameters())
 
     def _published(self) -> tuple[Table, ...]:
         """The paper's tables."""
@@ -154,8 +154,8 @@ def _answered(one: Question) -> Question:
     return replace(one, replies=(one.answer,), right=0)
 
 
-def _right(held: Findings, group: str) -> Measured:
+def _right(held: Findings, group: str) -> Estimate:
     draws = [
-        [right for one in draw for right in one["right"].get(group, [])] for draw in held.draws
+        [right for one in draw for right in one["right"].get(group, [])] for draw in held.by_seed
     ]
-    return share_of_draws(draws)
+    return share_over_seeds(draws)

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from sirchat.errors import SettingError
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Style, draw_fact
 from sirchat.world.facts import STORY
 
@@ -47,23 +47,23 @@ class NeedleDialogue:
     rounds: tuple[tuple[str, str], ...]
     question: str
     answer: str
-    within: bool = False
+    substring: bool = False
 
-    def answers(self, said: str) -> bool:
+    def is_right(self, said: str) -> bool:
         """Whether a reply is right."""
-        if self.within:
+        if self.substring:
             return _plain(self.answer) in _plain(said)
-        return counted(said) == counted(self.answer)
+        return scored_part(said) == scored_part(self.answer)
 
-    def may_answer(self, begun: str) -> bool:
+    def may_become_right(self, begun: str) -> bool:
         """Whether a reply that begins so may still be right."""
-        return self.within or counted(self.answer).startswith(counted(begun))
+        return self.substring or scored_part(self.answer).startswith(scored_part(begun))
 
 
 def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
     """Conversation `number` of a task; the same seed gives the same one."""
     rng = Random(f"retrieval/{seed}/{task}/{number}")
-    talk, count = Dialogue(rng, QUIET), TASKS[task]
+    talk, count = Dialogue(rng, SMALL_TALK), TASKS[task]
     if task.startswith("stories"):
         return _stories(talk, count)
     if task.startswith("lines"):
@@ -77,7 +77,7 @@ def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
     return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
-def read_dialogues(path: Path) -> list[NeedleDialogue]:
+def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
     """The conversations of a file; those that ask for what was not told are left out.
 
     Raises SettingError when the file can't be read, or has none.
@@ -96,7 +96,7 @@ def read_dialogues(path: Path) -> list[NeedleDialogue]:
     return found
 
 
-def counted(text: str) -> str:
+def scored_part(text: str) -> str:
     """What must be right of an answer, as far as it was said: of a story, from its hero on.
 
     Which number a story had is not counted: it stands before the hero, and the bundled model does
@@ -140,7 +140,7 @@ def _lines(rng: Random, count: int) -> NeedleDialogue:
         tuple((f"Line {line}: {number}", "OK.") for line, number in enumerate(numbers)),
         f"What is the number in Line {asked}?",
         numbers[asked],
-        within=True,
+        substring=True,
     )
 
 
@@ -150,7 +150,7 @@ def _released(turns: list[str], reference: list[str] | None) -> NeedleDialogue |
     answer = str(reference[0]) if reference else _asked_for(question, lines)
     if not answer or not any(answer in line for line in lines):
         return None
-    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, within=True)
+    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, substring=True)
 
 
 def _asked_for(question: str, lines: list[str]) -> str:

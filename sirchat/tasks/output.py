@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Drawn
 
-from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.report import Estimate, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 
 
@@ -127,7 +127,7 @@ def _heading(report: Report, head: Record) -> tuple[str, str]:
 def _text(value: Value, digits: int) -> str:
     if _is_empty(value):
         return "-"
-    if isinstance(value, Measured):
+    if isinstance(value, Estimate):
         if math.isinf(value.low):
             return f"{value.value:.{digits}f}"
         return f"{value.value:.{digits}f} ({value.low:.2f} to {value.high:.2f})"
@@ -138,7 +138,7 @@ def _text(value: Value, digits: int) -> str:
 
 def _is_empty(value: Value) -> bool:
     """Whether this is a share or mean of no values at all."""
-    number = value.value if isinstance(value, Measured) else value
+    number = value.value if isinstance(value, Estimate) else value
     return isinstance(number, float) and math.isnan(number)
 
 
@@ -150,7 +150,7 @@ def _plain_table(table: Table) -> Record:
 def _plain(value: Value) -> object:
     if _is_empty(value):
         return None
-    if not isinstance(value, Measured):
+    if not isinstance(value, Estimate):
         return value
     return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
 
@@ -160,7 +160,7 @@ def _csv(table: Table) -> str:
     wide = {
         number
         for number in range(len(table.columns))
-        if any(isinstance(row[number], Measured) for row in table.rows)
+        if any(isinstance(row[number], Estimate) for row in table.rows)
     }
     file = io.StringIO()
     rows = csv.writer(file, lineterminator="\n")
@@ -183,7 +183,7 @@ def _spread(
 
 
 def _bounds(value: Value) -> tuple[Value, ...]:
-    if isinstance(value, Measured):
+    if isinstance(value, Estimate):
         return value.value, value.low, value.high
     return value, None, None
 

@@ -30,7 +30,7 @@ from sirchat.text.template import Template
 from sirchat.world.dialogue import Dialogue, Mix
 
 _POINTS = 100
-_PIECE = 64
+_CHUNK = 64
 _TALK = Mix(tell=0.15, ask=0.12, repeat=0.02, quiz=0.15, untold=0.02)
 _ROUNDS = 40
 
@@ -66,14 +66,14 @@ class Perplexity(Grid):
         """The text's ids as one reading has them, round by round, `limit` in all or fewer."""
         left = self.limit
         for ids in (
-            self._talk(model, reading) if self.text is None else self._pieces(model, reading)
+            self._talk(model, reading) if self.text is None else self._chunks(model, reading)
         ):
             yield ids[:left]
             left -= len(ids)
             if left <= 0:
                 return
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the text: the mean surprisal, in nats, of each hundredth of it."""
         model = session.model
         if cell.setting.policy == "full":
@@ -86,7 +86,7 @@ class Perplexity(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The mean, how the end compares with the beginning, and the curve."""
-        held = self.held(found)
+        held = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
         size = max(1, self.limit // _POINTS)
         points = {
@@ -104,37 +104,37 @@ class Perplexity(Grid):
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in held))
         plot = Plot("perplexity", "tokens read", "nats a token", points)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(facts, (table,), (plot,), self.parameters())
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         """Rounds of one conversation after another, as one chat."""
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         talks: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
-            talks.append(talk(f"perplexity/{self.seed}/{len(talks)}", _ROUNDS))
+            talks.append(conversation(f"perplexity/{self.seed}/{len(talks)}", _ROUNDS))
             tokens += sum(len(round_ids(template, *pair)) for pair in talks[-1])
-        for talk_rounds in _from(talks, reading, self.readings):
+        for talk_rounds in _rotated(talks, reading, self.readings):
             for user, reply in talk_rounds:
                 yield round_ids(template, user, reply, first=first)
                 first = False
 
-    def _pieces(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
+    def _chunks(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         ids: list[int] = model.tokenizer(_read(self.text or ""))["input_ids"]
-        starts = range(0, min(len(ids), self.limit), _PIECE)
-        for start in _from(starts, reading, self.readings):
-            yield ids[start : start + _PIECE]
+        starts = range(0, min(len(ids), self.limit), _CHUNK)
+        for start in _rotated(starts, reading, self.readings):
+            yield ids[start : start + _CHUNK]
 
 
 T = TypeVar("T")
 
 
-def _from(parts: Sequence[T], reading: int, readings: int) -> list[T]:
+def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
     """All parts, from where a reading begins; then those before."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
 
-def talk(seed: str, rounds: int) -> list[tuple[str, str]]:
+def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
     """A conversation in the bundled model's world: what is said, and the replies."""
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
     said = [one.text for one in messages if one.role != "system"]

@@ -19,7 +19,7 @@ from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.tasks.study import Grid, Work, fields_of, refuse_unknown
+from sirchat.tasks.study import Grid, RunUnit, fields_of, refuse_unknown
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
 
@@ -84,7 +84,7 @@ class Policies:
         }
         return {part: made[part] for part in self.parts if made[part].settings}
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on: every field."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
@@ -95,7 +95,7 @@ class Policies:
         every = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in every.items() for key in keys]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Does a unit of a part."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
@@ -112,7 +112,7 @@ class Policies:
             keys = study.keys()
             made = study.report({key: found[f"{part}: {key}"] for key in keys})
             tables += [replace(table, name=f"{part}: {table.name}") for table in made.tables]
-        return Report(tuple(facts), tuple(tables), details=self.asked())
+        return Report(tuple(facts), tuple(tables), details=self.parameters())
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:

@@ -18,12 +18,12 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated
 from sirchat.tasks.asking import switch
-from sirchat.tasks.choice import take
+from sirchat.tasks.choice import choose
 from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.retrieval import hear
-from sirchat.tasks.study import Work, fields_of, mean, refuse_unknown, share
+from sirchat.tasks.retrieval import read_dialogue
+from sirchat.tasks.study import RunUnit, fields_of, mean, refuse_unknown, share
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Privacy:
         """What it is called."""
         return "privacy"
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on: every field."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
@@ -64,14 +64,14 @@ class Privacy:
         """Conversations, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Holds a conversation and asks at every n; what is asked is undone."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
             one = needle_dialogue(self.task, self.profile.seed, int(key))
             switch(session, budget=self.base, recall="off")
-            hear(session, one)
+            read_dialogue(session, one)
             return {str(n): self._ask(session, n, one, key) for n in self.counts}
 
         return work
@@ -95,7 +95,7 @@ class Privacy:
         )
         lines = {columns[2]: tuple(said), columns[3]: tuple(quiz)}
         plot = Plot("privacy against utility", "tokens brought back", "share", lines)
-        return Report(facts, (Table("Privacy", columns, tuple(rows)),), (plot,), self.asked())
+        return Report(facts, (Table("Privacy", columns, tuple(rows)),), (plot,), self.parameters())
 
     def _ask(self, session: Session, n: int, one: NeedleDialogue, key: str) -> Record:
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}
@@ -106,8 +106,8 @@ class Privacy:
             pass
         weighed = session.score_continuation(one.answer)
         list(session.undo())
-        quiz = generated.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
-        right = take(session, quiz, "paper") == quiz.right
+        quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
+        right = choose(session, quiz, "paper") == quiz.right
         list(session.undo())
         return {
             "nats": -sum(weighed.log_probabilities) / len(weighed.log_probabilities),

@@ -41,7 +41,7 @@ class Cluster:
     gpus: float = 0.0
 
 
-def spread(
+def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
     """What units found, as they end; each worker calls `load` once.

@@ -19,7 +19,7 @@ from sirchat.tasks.asking import ask, read
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Style, draw_fact, other_value, quiz
 
 Ask = Literal["told", "corrected", "untold"]
@@ -70,14 +70,14 @@ class RecallStudy(Grid):
         """Conversations, by number."""
         return [str(number) for number in range(self.limit)]
 
-    def conversation(self, number: int) -> RecallTalk:
+    def conversation(self, number: int) -> RecallDialogue:
         """Conversation `number`; the same seed gives the same one."""
         kinds, distances = self.asked_kinds, self.between
         kind = kinds[number % len(kinds)]
         between = distances[number // len(kinds) % len(distances)]
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Hold a conversation: whether the answer was right, and what was said."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
@@ -102,7 +102,7 @@ class RecallStudy(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right by setting; by kind of fact; what was said instead."""
-        held = self.held(found)
+        held = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         facts = (
             f"seed {self.seed}",
@@ -112,7 +112,7 @@ class RecallStudy(Grid):
         )
         wrong = {one.name: [each for each in one.all if not each["right"]] for one in held}
         tables = (self._by_setting(held), self._by_kind(held))
-        return Report(facts, tables, details=self.asked() | {"wrong": wrong})
+        return Report(facts, tables, details=self.parameters() | {"wrong": wrong})
 
     def _by_setting(self, held: Sequence[Findings]) -> Table:
         distances = self.between if len(self.between) > 1 else ()
@@ -142,7 +142,7 @@ class RecallStudy(Grid):
 
 
 @dataclass(frozen=True)
-class RecallTalk:
+class RecallDialogue:
     """Rounds, then a question; `answer` is what it must get.
 
     `kind` of fact, with `between` rounds after it; of the rounds, those of the `quizzes` have a
@@ -157,8 +157,8 @@ class RecallTalk:
     answer: str
 
 
-def _conversation(kind: str, between: int, options: RecallStudy, rng: Random) -> RecallTalk:
-    talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+def _conversation(kind: str, between: int, options: RecallStudy, rng: Random) -> RecallDialogue:
+    talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
     fact = draw_fact(rng, PROBED[kind], style)
     earlier = [quiz(rng, _CHOICES) for _ in range(options.before)]
     told = [talk.tell_one(fact, style)]
@@ -170,7 +170,7 @@ def _conversation(kind: str, between: int, options: RecallStudy, rng: Random) ->
         talk.ask_untold() if options.ask == "untold" else talk.ask((kind, fact.subject))
     )
     rounds = [*earlier, told[0], *later]
-    return RecallTalk(
+    return RecallDialogue(
         kind=kind,
         between=between,
         rounds=tuple((user.text, reply.text) for user, reply in rounds),

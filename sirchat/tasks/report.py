@@ -18,7 +18,7 @@ from sirchat.tasks.results_log import Record
 
 
 @dataclass(frozen=True)
-class Measured:
+class Estimate:
     """A number, with its 95 % interval."""
 
     value: float
@@ -26,7 +26,7 @@ class Measured:
     high: float
 
 
-Value = Measured | float | int | str | None
+Value = Estimate | float | int | str | None
 """What stands in a table; None where there is nothing to tell."""
 
 
@@ -68,7 +68,7 @@ class Report:
     details: Record = field(default_factory=dict)
 
 
-def about(model: LoadedModel, task: str, command: str) -> Record:
+def provenance(model: LoadedModel, task: str, command: str) -> Record:
     """What is needed to repeat an evaluation, for the top of its record."""
     return {
         "task": task,

@@ -20,14 +20,14 @@ from sirchat.config.profile import Profile, changed
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import read, switch
-from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue, read_dialogues
-from sirchat.tasks.report import Measured, Plot, Report, Table
+from sirchat.tasks.needle import TASKS, NeedleDialogue, dialogues_of_file, needle_dialogue
+from sirchat.tasks.report import Estimate, Plot, Report, Table
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work, fields_of, refuse_unknown, share
+from sirchat.tasks.study import RunUnit, fields_of, refuse_unknown, share
 
 
 @dataclass(frozen=True)
-class Way:
+class RecallVariant:
     """One way to bring tokens back, as the settings `recall_*` have it."""
 
     measure: str
@@ -78,7 +78,7 @@ class Retrieval:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.read_dialogues
+        _ = self.dialogues_of_file
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for measure, weight in product(self.measures, self.weights):
             changed(self.profile, "eval", recall=measure, recall_weight=weight)
@@ -91,32 +91,35 @@ class Retrieval:
         return self.task if self.data is None else Path(self.data).stem
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def variants(self) -> tuple[RecallVariant, ...]:
         """Every way to bring tokens back."""
-        made = (Way(*one) for one in product(self.measures, self.weights, self.spans, self.soft))
+        made = (
+            RecallVariant(*one)
+            for one in product(self.measures, self.weights, self.spans, self.soft)
+        )
         return tuple(one for one in made if one.makes_sense)
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on: every field."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
-    def read_dialogues(self) -> list[NeedleDialogue]:
+    def dialogues_of_file(self) -> list[NeedleDialogue]:
         """The conversations of the file, if there is one."""
-        return [] if self.data is None else read_dialogues(Path(self.data))[: self.limit]
+        return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
         """Conversation `number`; the same seed gives the same one."""
         if self.data is not None:
-            return self.read_dialogues[number]
+            return self.dialogues_of_file[number]
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
         """Conversations, by number."""
-        count = self.limit if self.data is None else len(self.read_dialogues)
+        count = self.limit if self.data is None else len(self.dialogues_of_file)
         return [str(number) for number in range(count)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Holds a conversation under every cell: by cell, whether the answer was right.
 
         And the `tokens` of the conversation.
@@ -128,7 +131,7 @@ class Retrieval:
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right, by row and number of tokens that came back."""
         records = list(found.values())
-        rows: dict[str, dict[int, Measured]] = {}
+        rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
             rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
         alone = {name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]}
@@ -158,7 +161,7 @@ class Retrieval:
             dashed=tuple(name for name in lines if "span" in name),
             log_x=True,
         )
-        return Report(facts, tables, (plot,), self.asked())
+        return Report(facts, tables, (plot,), self.parameters())
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
     made += [
         RetrievalCell(MORE + which, base, n, {"budget": base + n, **off}) for n in options.counts
     ]
-    for way, n in product(options.ways, options.counts):
+    for way, n in product(options.variants, options.counts):
         settings: dict[str, object] = {
             "budget": base + n,
             "recall": way.measure,
@@ -209,39 +212,39 @@ def _hold(
 ) -> Record:
     found: Record = {}
     switch(session, policy="full", recall="off")
-    hear(session, one)
-    found[FULL] = answers(session, one)
+    read_dialogue(session, one)
+    found[FULL] = is_answered(session, one)
     for base in options.bases:
         switch(session, policy="sink", budget=base, recall="off")
-        hear(session, one)
+        read_dialogue(session, one)
         found["tokens"] = session.seen
         for cell in every:
             if cell.base == base:
                 switch(session, **cell.settings)
-                found[cell.key] = answers(session, one)
+                found[cell.key] = is_answered(session, one)
                 list(session.undo())
     switch(session, policy="full", recall="off")
-    found[EVERYTHING] = answers(session, one)
+    found[EVERYTHING] = is_answered(session, one)
     return found
 
 
-def _right(found: Sequence[Record], key: str) -> Measured:
+def _right(found: Sequence[Record], key: str) -> Estimate:
     return share(one[key] for one in found)
 
 
-def hear(session: Session, one: NeedleDialogue) -> None:
+def read_dialogue(session: Session, one: NeedleDialogue) -> None:
     """Read a conversation from its beginning."""
     session.reset()
     for user, reply in one.rounds:
         read(session, user, reply)
 
 
-def answers(session: Session, one: NeedleDialogue) -> bool:
+def is_answered(session: Session, one: NeedleDialogue) -> bool:
     """Whether the reply is the right one; a wrong one is cut short."""
     said: list[str] = []
-    for event in session.ask(one.question, lambda: not one.may_answer("".join(said))):
+    for event in session.ask(one.question, lambda: not one.may_become_right("".join(said))):
         if isinstance(event, Delta):
             said.append(event.text)
         elif isinstance(event, TurnDone) and event.role == "assistant":
-            return one.answers(event.text)
+            return one.is_right(event.text)
     return False

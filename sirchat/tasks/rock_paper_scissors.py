@@ -20,7 +20,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import ask
-from sirchat.tasks.choice import Question, Scoring, take
+from sirchat.tasks.choice import Question, Scoring, choose
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.sirllm_files import moves
@@ -93,7 +93,7 @@ class RockPaperScissors(Grid):
         rng = Random(f"held out/{self.seed}/{player}/{number}")
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Play a match: shares won, tied and lost, and rounds without a move (lost, too)."""
         won = tied = silent = 0
         moves, user = self.moves(unit), game_opening()
@@ -116,7 +116,7 @@ class RockPaperScissors(Grid):
     def _play(self, session: Session, user: str) -> str | None:
         if self.scoring == "reply":
             return chosen_move(ask(session, user))
-        taken = take(session, Question(user, REPLIES, 0, "move"), self.scoring)
+        taken = choose(session, Question(user, REPLIES, 0, "move"), self.scoring)
         return None if taken is None else MOVES[taken]
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -124,7 +124,7 @@ class RockPaperScissors(Grid):
 
         Pairs are matches against the same moves.
         """
-        held = self.held(found)
+        held = self.findings(found)
         columns = (
             "setting",
             *self.players,
@@ -143,14 +143,14 @@ class RockPaperScissors(Grid):
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
         tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())
-        return Report(facts, tables, details=self.asked())
+        return Report(facts, tables, details=self.parameters())
 
     def _row(self, one: Findings, last: Findings) -> tuple[Value, ...]:
         each_player = (
             mean([each["won"] for each in one.all if each["player"] == player])
             for player in self.players
         )
-        pairs = zip(one.draws[0], last.draws[0], strict=True)
+        pairs = zip(one.by_seed[0], last.by_seed[0], strict=True)
         return (
             one.name,
             *each_player,

@@ -18,14 +18,14 @@ from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.interval import mean_interval, wilson
-from sirchat.tasks.report import Measured, Report, setting_names
+from sirchat.tasks.report import Estimate, Report, setting_names
 from sirchat.tasks.results_log import Record
 from sirchat.text.anchors import Per
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Work = Callable[[str], Record]
+RunUnit = Callable[[str], Record]
 
 
 class Study(Protocol):
@@ -35,13 +35,13 @@ class Study(Protocol):
     def name(self) -> str:
         """What it is called, and its files."""
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that its findings depend on, but the model."""
 
     def keys(self) -> list[str]:
         """The name of each unit of work, in order."""
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """What does a unit, by its name, and tells what it found."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -68,19 +68,19 @@ class Findings:
     """What was found under one setting: for each seed, one record for each unit."""
 
     name: str
-    draws: list[list[Record]]
+    by_seed: list[list[Record]]
 
     @property
     def all(self) -> list[Record]:
         """The records of all seeds."""
-        return [one for draw in self.draws for one in draw]
+        return [one for draw in self.by_seed for one in draw]
 
-    def share(self, key: str, **wanted: object) -> Measured:
+    def share(self, key: str, **wanted: object) -> Estimate:
         """How often `key` is true, of the records that have the `wanted` values."""
-        return share_of_draws(
+        return share_over_seeds(
             [
                 [one[key] for one in draw if all(one[k] == v for k, v in wanted.items())]
-                for draw in self.draws
+                for draw in self.by_seed
             ]
         )
 
@@ -113,14 +113,14 @@ class Grid(ABC):
         """The name of each unit, in order; without a slash."""
 
     @abstractmethod
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Hold a unit in a session that has just been reset."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
         """Tables of what all units found."""
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on: every field."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
@@ -143,7 +143,7 @@ class Grid(ABC):
             for unit in self.units()
         ]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Holds units in one session after another, one for each setting and seed."""
         cells, opened = self.cells(), dict[str, Session]()
 
@@ -156,11 +156,11 @@ class Grid(ABC):
                 reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
                 opened[where] = Session(model, changed(cell.setting, "eval", **reply))
             opened[where].reset()
-            return self.hold(opened[where], unit, cell)
+            return self.run_unit(opened[where], unit, cell)
 
         return work
 
-    def held(self, found: Mapping[str, Record]) -> list[Findings]:
+    def findings(self, found: Mapping[str, Record]) -> list[Findings]:
         """What was found under each setting."""
         return [
             Findings(cell.name, [self._of(found, row, seed) for seed in cell.seeds])
@@ -180,14 +180,14 @@ def fields_of(study: DataclassInstance) -> Record:
     return {field.name: getattr(study, field.name) for field in fields(study)}
 
 
-def share(right: Iterable[bool]) -> Measured:
+def share(right: Iterable[bool]) -> Estimate:
     """The share that is true, NaN of no values, with its 95 % interval (Wilson's)."""
     ones = list(right)
     value = sum(ones) / len(ones) if ones else math.nan
-    return Measured(value, *wilson(sum(ones), len(ones)))
+    return Estimate(value, *wilson(sum(ones), len(ones)))
 
 
-def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
+def share_over_seeds(draws: Sequence[Sequence[bool]]) -> Estimate:
     """The share that is true, over several draws of the lots or one.
 
     The interval is Wilson's of all answers together; or Student's over the draws, how far the lots
@@ -199,12 +199,12 @@ def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
         return pooled
     spread = mean(shares)
     low, high = max(0.0, min(pooled.low, spread.low)), min(1.0, max(pooled.high, spread.high))
-    return Measured(spread.value, low, high)
+    return Estimate(spread.value, low, high)
 
 
-def mean(values: Sequence[float]) -> Measured:
+def mean(values: Sequence[float]) -> Estimate:
     """The mean, with its 95 % interval (Student's); as wide as can be for one value."""
-    return Measured(*mean_interval(values))
+    return Estimate(*mean_interval(values))
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -17,9 +17,9 @@ from sirchat.tasks.facts import KINDS, is_right
 from sirchat.tasks.reading import open_engine, read_round
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, share_of_draws
+from sirchat.tasks.study import Cell, Grid, share_over_seeds
 from sirchat.text.template import Template
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
 
 
@@ -58,7 +58,7 @@ class Topics(Grid):
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
         """Conversation `number`: its rounds, and a question for each fact, in order."""
         rng = Random(f"held out/topics/{self.seed}/{number}")
-        talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+        talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = rng.sample(KINDS, self.topics * self.facts)
         facts = [draw_fact(rng, PROBED[kind], style) for kind in kinds]
         rounds: list[Round] = []
@@ -67,7 +67,7 @@ class Topics(Grid):
             rounds += [talk.small_talk() for _ in range(self.between)]
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Hold a conversation: which answers about the last and the first topic were right."""
         rounds, asked = self.conversation(int(unit))
         model = session.model
@@ -85,10 +85,10 @@ class Topics(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """Shares right by setting: the last topic's facts, the first one's, and both."""
         rows: list[tuple[Value, ...]] = []
-        for one in self.held(found):
+        for one in self.findings(found):
             last, first = ([each[key] for each in one.all] for key in ("last", "first"))
             both = [[*a, *b] for a, b in zip(last, first, strict=True)]
-            rows.append((one.name, *map(share_of_draws, (last, first, both))))
+            rows.append((one.name, *map(share_over_seeds, (last, first, both))))
         tokens = [one["tokens"] for one in found.values()] or [0]
         facts = (
             f"seed {self.seed}",
@@ -97,4 +97,4 @@ class Topics(Grid):
         )
         columns = ("setting", "the topic at hand", "the beginning", "both")
         table = Table("Topics", columns, tuple(rows), digits=2)
-        return Report(facts, (table,), details=self.asked())
+        return Report(facts, (table,), details=self.parameters())

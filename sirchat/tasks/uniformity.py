@@ -49,7 +49,7 @@ class Uniformity(Grid):
         """The one stream."""
         return ["stream"]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the stream: how many tokens of each tenth of it are held, and how many it has."""
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
@@ -63,14 +63,14 @@ class Uniformity(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The share held of each tenth, and how likely such differences are by chance."""
-        held = self.held(found)
+        held = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in held))
         shares = {one.name: _shares(one) for one in held}
         tests = [_uniform(one) for one in held]
         rows: list[tuple[Value, ...]] = [
             (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
         ]
-        rows.append(("lots", *(len(one.draws) for one in held)))
+        rows.append(("lots", *(len(one.by_seed) for one in held)))
         rows.append(("chi2, 9 degrees", *(chi2 for chi2, _ in tests)))
         rows.append(("p", *(p for _, p in tests)))
         lines = {
@@ -84,7 +84,7 @@ class Uniformity(Grid):
         )
         table = Table("Share still held", columns, tuple(rows), digits=4)
         plot = Plot("share still held", "tenth of the stream", "share", lines)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(facts, (table,), (plot,), self.parameters())
 
     def _lots(self, cell: Cell) -> tuple[int, ...]:
         draws = "seed" in policy_class(cell.setting.policy).uses
@@ -108,10 +108,10 @@ def _uniform(one: Findings) -> tuple[float, float]:
     if not 0 < share < 1:
         return 0.0, 1.0
     chi2 = float(((held - there * share) ** 2 / (there * share)).sum() / (1 - share))
-    return chi2, above(chi2, PARTS - 1)
+    return chi2, chi2_tail(chi2, PARTS - 1)
 
 
-def above(chi2: float, freedom: int) -> float:
+def chi2_tail(chi2: float, freedom: int) -> float:
     """The chance that chi squared, with so many degrees of freedom, is more than `chi2`."""
     half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -34,7 +34,7 @@ from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.models.model import locate, unloadable
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.training.anchor_rows import Row, TalkRows, TextRows, Writer
-from sirchat.training.ansan import blocks, place_in, visible
+from sirchat.training.ansan import block_mask, position_in_document, visible
 from sirchat.world.dialogue import Mix
 
 Schedule = Literal["constant", "cosine"]
@@ -199,11 +199,11 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         """The mean over all tokens of the step, on all devices, each by its weight."""
         mask = inputs.get("visible")
         if mask is None:
-            mask = blocks(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
+            mask = block_mask(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
         output = model(
             input_ids=inputs["input_ids"],
             attention_mask=mask,
-            position_ids=inputs["place"],
+            position_ids=inputs["position"],
             use_cache=False,
         )
         sums = weighted_sum(output.logits, inputs)
@@ -229,7 +229,7 @@ def collate(rows: list[Row], sinks: int, attention: Attention = "sdpa") -> Row:
     if attention == "sdpa":
         del batch["document"]
         batch["visible"] = visible(batch.pop("is_anchor"), document, sinks=sinks)
-    batch["place"] = place_in(document)
+    batch["position"] = position_in_document(document)
     batch["weight"][:, 1:][document[:, 1:] != document[:, :-1]] = 0.0  # nothing foretells these
     batch["labels"] = batch["input_ids"][:, 1:].clone()
     return batch
@@ -252,7 +252,7 @@ class Step:
     tokens_per_second: float
 
 
-class _Reports(TrainerCallback):  # type: ignore[misc]
+class _StepCallback(TrainerCallback):  # type: ignore[misc]
     """Tells each step, in place of the Trainer's own words."""
 
     def __init__(self, tokens: int, show: Callable[[Step], None]) -> None:
@@ -280,7 +280,7 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         data_collator=lambda rows: collate(rows, sinks, options.attention),
         sinks=sinks,
         processing_class=training.tokenizer,
-        callbacks=[_Reports(options.batch * options.tokens, show)],
+        callbacks=[_StepCallback(options.batch * options.tokens, show)],
     )
     trainer.remove_callback(PrinterCallback)
     found = options.resume and any(options.checkpoints.glob("checkpoint-*"))

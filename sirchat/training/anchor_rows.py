@@ -30,7 +30,7 @@ ANSWER_WEIGHT = 4.0
 Row = dict[str, Tensor]
 
 
-class Said(Protocol):
+class MessageLike(Protocol):
     """A message of a conversation."""
 
     @property
@@ -58,7 +58,7 @@ class Writer:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
-    def talk(self, messages: Iterable[Said]) -> Document:
+    def talk(self, messages: Iterable[MessageLike]) -> Document:
         """A conversation as it is read in a chat; a reply that is the first turn is left out."""
         ids: list[int] = []
         weight: list[float] = []

@@ -42,7 +42,7 @@ def visible(
     return _sees(is_anchor, document, is_kept, sinks)(row, row, at[:, None], at)
 
 
-def blocks(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
+def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
     """The same for tokens [B, T] as a mask of blocks, which flex attention skips where it can.
 
     Attention then takes less time; making the mask still goes through a dense one of bools.
@@ -57,7 +57,7 @@ def _sees(is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: in
     # A new document begins a new sequence, too.
     sequence = sequences(is_anchor) + document * is_anchor.shape[1]
     free = is_anchor if is_kept is None else is_anchor | is_kept
-    is_sink = place_in(document) < sinks
+    is_sink = position_in_document(document) < sinks
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = sequence[row, query] == sequence[row, key]
@@ -74,7 +74,7 @@ def sequences(is_anchor: Tensor) -> Tensor:
     return before
 
 
-def place_in(document: Tensor) -> Tensor:
+def position_in_document(document: Tensor) -> Tensor:
     """Where each token stands in its document, int [B, T], from 0."""
     length = document.shape[1]
     at = torch.arange(length, device=document.device).expand_as(document)

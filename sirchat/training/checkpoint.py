@@ -50,7 +50,7 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def save_before(folder: Path, model: LlamaForCausalLM) -> None:
+def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
     """Write the weights as they are at the beginning of a phase, over those of an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".before.safetensors"
@@ -59,7 +59,7 @@ def save_before(folder: Path, model: LlamaForCausalLM) -> None:
 
 
 @torch.no_grad()
-def mix_before(folder: Path, model: LlamaForCausalLM, share: float) -> None:
+def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
     """Let the weights of then have a `share` in those of now."""
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))

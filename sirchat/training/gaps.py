@@ -18,9 +18,9 @@ from torch import Tensor
 from sirchat.training.rows import Batch
 
 SINKS, RECENT = 4, 32
-LEAST_BUDGET = 96
-AT_RANDOM = 0.15  # share of rows that forget at random; the others forget the least surprising
-TELLING = 0.7  # nats: a less surprising word of a value can be guessed from the others
+MIN_BUDGET = 96
+RANDOM_SHARE = 0.15  # share of rows that forget at random; the others forget the least surprising
+INFORMATIVE_NATS = 0.7  # nats: a less surprising word of a value can be guessed from the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
     lost = np.zeros((rows, tokens + 1), bool)
     for i in range(rows):
         turns = np.flatnonzero(ids[i, :tokens] == user)
-        budget = math.exp(rng.uniform(math.log(LEAST_BUDGET), math.log(tokens / 2)))
-        by_chance = rng.random() < AT_RANDOM
+        budget = math.exp(rng.uniform(math.log(MIN_BUDGET), math.log(tokens / 2)))
+        by_chance = rng.random() < RANDOM_SHARE
         noise = np.array([rng.random() for _ in range(tokens)])
         score = noise if by_chance else surprisal[i, :tokens]
-        visible[i, 0] = forgetting(score, turns, int(budget))
+        visible[i, 0] = visible_under_budget(score, turns, int(budget))
         lost[i] = lost_answers(visible[i, 0], surprisal[i], answer[i], fact[i])
     return Gaps(torch.from_numpy(visible), torch.from_numpy(lost))
 
 
-def forgetting(
+def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
     """What each token sees, [tokens, tokens], if at each of `turns` the lowest scores leave.
@@ -90,7 +90,7 @@ def lost_answers(
         for at in np.flatnonzero(fact == number).tolist():
             if answer[at]:
                 seen = visible[at - 1]  # by the token that has to foretell it
-                lost[at] = any(not seen[one] for one in told if surprisal[one] > TELLING)
+                lost[at] = any(not seen[one] for one in told if surprisal[one] > INFORMATIVE_NATS)
             else:  # told anew, the newer value counts
                 told = [*told, at] if told and told[-1] == at - 1 else [at]
     return lost

@@ -15,7 +15,7 @@ from sirchat.training.rows import Rendered, Renderer, span_matches
 from sirchat.world.dialogue import Dialogue, Message, Mix, Style, draw_fact
 from sirchat.world.facts import KINDS, STORY, FactKind
 
-QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
+SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 DISTANCES = (0, 3, 6, 12, 20, 40)
 Visible = Callable[[Tensor], Tensor]
 """Of ids [rows, n] what each token sees, bool [rows, 1, n, n]."""
@@ -36,7 +36,7 @@ class ProbedRecall:
 
 def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
     """A fact, `between` rounds of small talk, the question, and the right answer."""
-    talk = Dialogue(rng, QUIET)
+    talk = Dialogue(rng, SMALL_TALK)
     style = Style.draw(rng)
     fact = draw_fact(rng, kind, style)
     yield from talk.tell_one(fact, style)

@@ -108,12 +108,12 @@ POLISH = Phase(500, (Stage(1.0, 1536, _SLOWEST, gaps=0.35),), peak=0.5)
 
 # Corrections and neighbours: the newer value counts, and the cat's name is not the dog's.
 _NEIGHBOURS = replace(_SLOWEST, tell=0.14, ask=0.15, quiz=0.42, untold=0.12)
-MENDING = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
+CORRECTIONS = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
 
 # What remained: facts told at the start of a long conversation and asked at its end, beside what
 # was never told; names that belong to somebody; and small talk, which the others hardly have.
 _APART = replace(_NEIGHBOURS, ask=0.18, quiz=0.38, untold=0.05, apart=0.5, subjects=0.3)
-SETTLING = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
+FAR_APART = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
 
 # Several stories in a row, as in the retrieval paper: which hero did what, and in which one.
 _SERIES = replace(_APART, apart=0.35, series=0.3)
@@ -122,20 +122,20 @@ STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
 
 # Once more what was told far back against what never was, stories among it.
 _LAST = replace(_APART, tell=0.12, ask=0.15, apart=0.6, subjects=0.35, story=0.2, quiz=0.4)
-SIFTING = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
+TOLD_OR_NOT = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
 
-PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING, SETTLING, STORIES, SIFTING)
+PHASES = (COPYING, DISTANCE, GAPS, POLISH, CORRECTIONS, FAR_APART, STORIES, TOLD_OR_NOT)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
 # `tiny` then learns to gather. A small model finds that where every reply depends on it: first an
 # anchor stands behind what the user says, too, and a reply sees nothing else of what it answers.
 _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
 _MESSAGES: tuple[Speaker, ...] = ("system", "user", "assistant")
-GATHERING = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
+ANCHOR_EACH_MESSAGE = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
 
 # Then it stands behind each round, as in a chat.
 _ROUNDS: tuple[Speaker, ...] = ("system", "assistant")
-ROUNDS = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
+ANCHOR_EACH_ROUND = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
 
 # Values of many tokens (codes, made-up names, lists) are what is hardest to put into one.
 _VALUES = Mix(
@@ -156,7 +156,7 @@ _DISTANT = replace(
 # Those after it recall more from afar, those before it from nearby, and their mean both.
 DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, keep=0.3, gathered=_ROUNDS)
 
-ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES, DISTANT)
+ANCHOR_PHASES = (ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, VALUES, MORE_VALUES, DISTANT)
 
 WARMUP_STEPS = 100
 DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls

@@ -17,7 +17,7 @@ from sirchat.training.card import anchor_card
 from sirchat.training.network import register_attention
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer
-from sirchat.training.schedule import ANCHOR_PHASES, ROUNDS, Phase
+from sirchat.training.schedule import ANCHOR_EACH_ROUND, ANCHOR_PHASES, Phase
 from sirchat.training.trainer import Trainer
 
 SINKS = 1
@@ -45,9 +45,9 @@ class TinyAnchorTrainer(Trainer):
 
     def renderer(self, step: int) -> Renderer:
         """Anchors stand where the phase has them."""
-        return Renderer(self.tokenizer, self.anchor, self.moment(step).phase.gathered)
+        return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
-    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Each token sees its sequence, and of those before it the anchors."""
         return self.visible(batch.ids[:, :-1]), None
 
@@ -61,12 +61,14 @@ class TinyAnchorTrainer(Trainer):
         options, size = self.options, self.size
         recalls = probe(
             self.model,
-            Renderer(self.tokenizer, self.anchor, ROUNDS.gathered),
+            Renderer(self.tokenizer, self.anchor, ANCHOR_EACH_ROUND.gathered),
             seed=options.seed,
             dialogues=size.probes,
             visible=self.visible,
         )
-        gathering = sum(self.moment(step).phase is self.phases[0] for step in range(options.steps))
+        gathering = sum(
+            self.schedule_at(step).phase is self.phases[0] for step in range(options.steps)
+        )
         return anchor_card(
             gathering=gathering,
             command=f"sirchat train tiny-anchor --steps {options.steps} --seed {options.seed}",

@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from sirchat.errors import SettingError
 from sirchat.training.card import model_card
 from sirchat.training.checkpoint import (
+    average_with_saved,
     export,
     load_checkpoint,
-    mix_before,
-    save_before,
     save_checkpoint,
+    save_phase_start,
 )
 from sirchat.training.gaps import draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
@@ -106,7 +106,7 @@ class Trainer:
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
 
-    def moment(self, step: int) -> ScheduledStep:
+    def schedule_at(self, step: int) -> ScheduledStep:
         """Where in the recipe a step is."""
         return scheduled_step_at(step, self.options.steps, self.phases)
 
@@ -116,7 +116,7 @@ class Trainer:
 
     def batch(self, step: int) -> Batch:
         """The batch of a step depends on nothing but seed and step, so resuming is exact."""
-        stage = self.moment(step).stage
+        stage = self.schedule_at(step).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
         rows = self.size.tokens_per_step // tokens
@@ -124,7 +124,7 @@ class Trainer:
 
     def set_learning_rate(self, step: int) -> None:
         """Scale every group's peak rate by the schedule."""
-        factor = self.moment(step).learning_rate
+        factor = self.schedule_at(step).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
@@ -132,14 +132,14 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
-        moment = self.moment(step)
-        if moment.step == 0:
+        scheduled = self.schedule_at(step)
+        if scheduled.step == 0:
             self.end_phase(step)
             self.begin_phase()
-            if moment.phase.keep:
-                save_before(self.options.checkpoints, self.model)
+            if scheduled.phase.keep:
+                save_phase_start(self.options.checkpoints, self.model)
         self.set_learning_rate(step)
-        visible, lost = self.sight(step, batch)
+        visible, lost = self.attention_mask(step, batch)
         losses, correct = self.read(batch, visible)
         torch.autograd.backward(weighted_loss(losses, batch, lost))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -150,8 +150,8 @@ class Trainer:
 
     def end_phase(self, done: int) -> None:
         """After `done` steps, let the weights of before have their share, if they keep one."""
-        if done and (keep := self.moment(done - 1).phase.keep):
-            mix_before(self.options.checkpoints, self.model, keep)
+        if done and (keep := self.schedule_at(done - 1).phase.keep):
+            average_with_saved(self.options.checkpoints, self.model, keep)
 
     def begin_phase(self) -> None:
         """Go on from the weights as they would be exported, with new optimizers."""
@@ -166,10 +166,10 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
-    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """What each token of a batch sees, and which do not count: in some steps it forgets."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
-        if rng.random() >= self.moment(step).stage.gaps:
+        if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
         with torch.no_grad():
             losses, _ = self.read(batch, None)

@@ -26,7 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
-from sirchat.tasks.report import about
+from sirchat.tasks.report import provenance
 from sirchat.tasks.side_by_side.compare import compare
 from sirchat.tasks.side_by_side.compared import Comparison, SettingResult, first_difference
 from sirchat.tasks.side_by_side.page import page_of
@@ -253,7 +253,7 @@ def short(setting: Profile) -> Profile:
 def hostile() -> dict[str, Any]:
     asked = transcript([(HOSTILE, HOSTILE), ("b", None)])
     heard = compare(babbler(), (short(FULL), short(SINK)), asked, file=HOSTILE)
-    return record_of(heard, about(babbler(), "compare", HOSTILE))
+    return record_of(heard, provenance(babbler(), "compare", HOSTILE))
 
 
 def test_a_page_holds_the_record_and_nothing_else_can_come_in() -> None:

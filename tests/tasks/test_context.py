@@ -13,8 +13,8 @@ from chatting import tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.context import Context
-from sirchat.tasks.perplexity import round_ids, talk
-from sirchat.tasks.run import findings
+from sirchat.tasks.perplexity import conversation, round_ids
+from sirchat.tasks.run import run_units
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
@@ -22,11 +22,11 @@ FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
 
 def test_at_each_length_it_is_that_of_one_forward_pass() -> None:
     study = Context((FULL,), 2, lengths=(16, 100))
-    (table,) = study.report(findings(study, tiny())).tables
+    (table,) = study.report(run_units(study, tiny())).tables
     nats: dict[int, list[float]] = {16: [], 100: []}
     for unit in "01":
         ids: list[int] = []
-        for user, reply in talk(f"context/0/{unit}", 12):
+        for user, reply in conversation(f"context/0/{unit}", 12):
             ids += round_ids(Template(tiny().tokenizer), user, reply, first=not ids)
         tokens = torch.tensor([ids[:100]])
         with torch.inference_mode():
@@ -41,7 +41,7 @@ def test_at_each_length_it_is_that_of_one_forward_pass() -> None:
 
 def test_a_budget_costs_something_only_beyond_itself() -> None:
     study = Context((FULL, SINK), 2, lengths=(16, 200))
-    (table,) = study.report(findings(study, tiny())).tables
+    (table,) = study.report(run_units(study, tiny())).tables
     (_, short, long), (_, same, more) = table.rows
     assert same == pytest.approx(short, rel=1e-4)
     assert more > long  # type: ignore[operator]

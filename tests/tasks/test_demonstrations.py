@@ -9,16 +9,16 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.demonstrations import Demonstrations
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 
 FULL, ANCHOR = Profile(policy="full", sinks=1), Profile(policy="anchor", sinks=1)
 
 
 def test_what_is_cached_is_what_a_chat_would_hold() -> None:
     study = Demonstrations((FULL, ANCHOR), 2, shots=(0, 3), questions=2)
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     assert len(found) == 2 * 2 * 2
-    by_row = dict(zip([cell.name for cell in study.cells()], study.held(found), strict=True))
+    by_row = dict(zip([cell.name for cell in study.cells()], study.findings(found), strict=True))
     assert list(by_row) == [
         "full, 0-shot",
         "anchor 1024, 0-shot",
@@ -59,7 +59,7 @@ def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
         "anchor 1024, 2-shot, anchors every 10 tokens",
         "anchor 1024, 2-shot, anchors by lot, 0.1",
     ]
-    *_, own, every, lots = study.held(findings(study, model))
+    *_, own, every, lots = study.findings(run_units(study, model))
     assert own.all[0]["cached"] == 3  # the sink, and an anchor for each
     assert own.all[0]["tokens"] < every.all[0]["tokens"]
     assert own.all[0]["cached"] < every.all[0]["cached"] < every.all[0]["tokens"] / 4
@@ -69,7 +69,7 @@ def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
 def test_only_a_token_of_its_own_can_be_put_elsewhere() -> None:
     study = Demonstrations((ANCHOR,), 1, shots=(1,), questions=1, places=("tokens",))
     with pytest.raises(SettingError, match="'tiny' has no anchor token"):
-        findings(study, tiny())
+        run_units(study, tiny())
     with pytest.raises(SettingError, match="place of anchors"):
         Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
 

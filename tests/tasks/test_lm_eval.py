@@ -30,8 +30,8 @@ from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness
 from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.study import LmEval
-from sirchat.tasks.lm_eval.text import Texts
-from sirchat.tasks.run import findings
+from sirchat.tasks.lm_eval.text import TextEncoder
+from sirchat.tasks.run import run_units
 from sirchat.text.anchors import Anchors
 
 FULL = Profile(policy="full")
@@ -42,7 +42,7 @@ WORDS = ["I", "you", "Anna", "Ben", "live", "like", "in", "the", "cat", "name", 
 
 def ours(model: LoadedModel | None = None, setting: Profile = FULL, *, chat: bool = False) -> Any:
     model = model or tiny()
-    return language_model(TextReader(model, setting), Texts(model.tokenizer, chat=chat))
+    return language_model(TextReader(model, setting), TextEncoder(model.tokenizer, chat=chat))
 
 
 def theirs(model: LoadedModel | None = None, **options: Any) -> Any:
@@ -93,10 +93,10 @@ def test_a_context_that_is_too_long_loses_its_beginning_as_in_lm_eval() -> None:
     lm = ours(short)
     found, wanted = lm.loglikelihood(requests), theirs(max_length=48).loglikelihood(requests)
     assert close([nats for nats, _ in found], [nats for nats, _ in wanted])
-    assert lm.cut == 2
+    assert lm.truncated == 2
     bounded = ours(short, SINK)
     bounded.loglikelihood(requests)
-    assert bounded.cut == 0
+    assert bounded.truncated == 0
     with pytest.raises(SettingError, match="length is 48"):
         lm.loglikelihood(asked("loglikelihood", ("I", sentence(rng, 90))))
 
@@ -201,7 +201,7 @@ def test_accuracy_is_what_a_count_by_hand_gives(tasks: Path) -> None:
     study = LmEval(
         (FULL, SINK), ("sirchat_homes", "sirchat_costs"), Harness(shots=0, folder=str(tasks))
     )
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     for row, setting in enumerate((FULL, SINK)):
         right = 0
         for one in documents(tasks):
@@ -288,8 +288,8 @@ def test_a_task_that_is_not_there_is_refused_in_one_line(tasks: Path) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_each_example_has_the_models_own_anchor_behind_it(chat: bool) -> None:
     tokenizer = with_anchors().tokenizer
-    texts = Texts(tokenizer, chat=chat, anchors=Anchors("ac", "round", 2048))
-    plain = Texts(tokenizer, chat=chat)
+    texts = TextEncoder(tokenizer, chat=chat, anchors=Anchors("ac", "round", 2048))
+    plain = TextEncoder(tokenizer, chat=chat)
     if chat:
         talk = [
             {"role": "system", "content": "Be kind."},

@@ -21,9 +21,9 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated, sirllm_files
 from sirchat.tasks.asking import read
-from sirchat.tasks.choice import Question, likeliest, named, take
+from sirchat.tasks.choice import Question, choose, most_likely, named_option
 from sirchat.tasks.multiple_choice import MultipleChoice
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
@@ -46,9 +46,9 @@ def test_the_option_taken_is_the_likeliest_by_a_plain_computation(model, items) 
     taken = Counter[int]()
     for _ in range(items):
         chat.reset()
-        before = generated.bank(rng, 5, "")
+        before = generated.question(rng, 5, "")
         read(chat, before.text, before.answer)
-        question = generated.bank(rng, 5, "")
+        question = generated.question(rng, 5, "")
         ids = [
             *template.opening(before.text)[1].ids,
             *template.assistant(before.answer).ids,
@@ -57,7 +57,7 @@ def test_the_option_taken_is_the_likeliest_by_a_plain_computation(model, items) 
         ]
         replies = [template.assistant(reply).ids for reply in question.replies]
         plain = [sum(log_probability(loaded, ids, reply)) for reply in replies]
-        option = take(chat, question, "paper")
+        option = choose(chat, question, "paper")
         assert option == plain.index(max(plain))
         taken[option] += 1
     assert len(taken) > 2  # not always the first
@@ -98,10 +98,10 @@ def weighed(*log_probabilities: float, ids: str, greedy: bool = False) -> Contin
 def test_the_released_code_takes_what_it_would_say_or_what_begins_best() -> None:
     one = weighed(-1.0, -5.0, ids="xa")
     two = weighed(-1.0, -4.0, -9.0, ids="xbc")
-    assert likeliest([one, two], "paper") == 0
-    assert likeliest([one, two], "released") == 1
+    assert most_likely([one, two], "paper") == 0
+    assert most_likely([one, two], "released") == 1
     said = weighed(-1.0, -5.0, ids="xa", greedy=True)
-    assert likeliest([two, said], "released") == 1
+    assert most_likely([two, said], "released") == 1
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,16 @@ def test_the_released_code_takes_what_it_would_say_or_what_begins_best() -> None
 )
 def test_a_generated_reply_names_an_option(said: str, option: int | None) -> None:
     replies = ("The answer is cool (A).", "The answer is cold (B).")
-    assert named(said, replies) == option
+    assert named_option(said, replies) == option
 
 
 def test_the_option_taken_is_what_the_conversation_goes_on_with() -> None:
     chat = session(tiny(), policy="full")
     question = Question("Choose one.", ("I choose rock.", "I choose paper."), 1, "")
-    option = take(chat, question, "paper")
+    option = choose(chat, question, "paper")
     assert option is not None
     assert chat.turns[-1].text == question.replies[option]
-    assert take(chat, Question("Hello.", ("OK",), 0, ""), "paper") == 0
+    assert choose(chat, Question("Hello.", ("OK",), 0, ""), "paper") == 0
     assert chat.turns[-1].text == "OK"
 
 
@@ -172,17 +172,17 @@ def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
     settings = tuple(Profile(policy=name, budget=256) for name in names)
     for task in ("dailydialog", "grocery"):
         study = MultipleChoice((FULL, *settings), 2, task=task, data=str(data), shots=(1, 2))
-        found = study.held(findings(study, babbler()))
+        found = study.findings(run_units(study, babbler()))
         assert [one.name for one in found][-2:] == ["1-shot", "2-shot"]
-        asked = [sum(map(len, each["right"].values())) for one in found for each in one.draws[0]]
+        asked = [sum(map(len, each["right"].values())) for one in found for each in one.by_seed[0]]
         assert asked == asked[:2] * len(found)
 
 
 def test_tiny_keeps_its_wits_and_forgets_what_the_policy_forgets() -> None:
     study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 3, task="grocery")
-    found = findings(study, tiny())
-    full, sink = study.held(found)
-    assert full.draws[0] != sink.draws[0]
+    found = run_units(study, tiny())
+    full, sink = study.findings(found)
+    assert full.by_seed[0] != sink.by_seed[0]
     for one in (full, sink):
         assert all(all(each["right"]["commonsense"]) for each in one.all)
     assert all(each["right"]["grocery"] == [True] for each in full.all)
@@ -201,9 +201,9 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
             pass
         return question.right
 
-    monkeypatch.setattr("sirchat.tasks.multiple_choice.take", note)
+    monkeypatch.setattr("sirchat.tasks.multiple_choice.choose", note)
     study = MultipleChoice((SINK,), 1, task="grocery", shots=(2,))
-    findings(study, babbler())
+    run_units(study, babbler())
     conversation, shots = study.conversations[0], asked[22:]
     assert len(shots) == 21  # what to buy is no question
     for number, turns in enumerate(shots, 1):
@@ -214,7 +214,7 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
 def test_decays_are_plotted_where_several_are_compared() -> None:
     settings = tuple(Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.8))
     study = MultipleChoice((*settings, FULL), 1, task="grocery")
-    (plot,) = study.report(findings(study, babbler())).plots
+    (plot,) = study.report(run_units(study, babbler())).plots
     assert set(plot.lines) == {"entropy 64 ACCc", "entropy 64 ACCg"}
     assert [x for x, _ in plot.lines["entropy 64 ACCg"]] == [0.8, 1.0]
 

@@ -13,7 +13,7 @@ from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Table
 from sirchat.tasks.retrieval import Retrieval
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.tasks.study import Study
 
 SINK = Profile(policy="sink", budget=64)
@@ -67,6 +67,6 @@ def test_differences_from_sink_are_those_of_the_paper(
     ],
 )
 def test_the_papers_table_stands_beside_ours(study: Study, tables: list[str]) -> None:
-    report = study.report(findings(study, babbler()))
+    report = study.report(run_units(study, babbler()))
     shown = [one.name for one in report.tables if one.name.startswith("Published")]
     assert shown == [f"Published: {name}" for name in tables]

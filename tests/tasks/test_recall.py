@@ -15,16 +15,16 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.interval import wilson
 from sirchat.tasks.output import markdown, record_of
-from sirchat.tasks.recall import KIND_NAMES, RecallStudy, RecallTalk
-from sirchat.tasks.report import about
-from sirchat.tasks.run import findings
+from sirchat.tasks.recall import KIND_NAMES, RecallDialogue, RecallStudy
+from sirchat.tasks.report import provenance
+from sirchat.tasks.run import run_units
 from sirchat.training.probe import PROBED
 from sirchat.world.dialogue import UNTOLD
 
 FULL = Profile(policy="full")
 
 
-def conversations(limit: int, **options: Any) -> list[RecallTalk]:
+def conversations(limit: int, **options: Any) -> list[RecallDialogue]:
     study = RecallStudy((FULL,), limit, **options)
     return [study.conversation(int(unit)) for unit in study.units()]
 
@@ -83,7 +83,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint
 def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
     study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
-    full, lost = study.held(findings(study, tiny()))
+    full, lost = study.findings(run_units(study, tiny()))
     assert sum(one["right"] for one in full.all) >= 5
     assert sum(one["right"] for one in lost.all) == 0
     assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
@@ -92,18 +92,18 @@ def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
 
 def test_a_share_of_no_questions_is_a_dash_and_null_in_json() -> None:
     study = RecallStudy((FULL,), 1, between=(0, 3), kinds=("name", "city"), generate=True)
-    report = study.report(findings(study, babbler()))
+    report = study.report(run_units(study, babbler()))
     recall, by_kind = record_of(report, {})["tables"].values()
     assert recall["rows"][0][4:] == [{"value": 0.0, "low": 0.0, "high": ANY}, None, None]
     assert by_kind["rows"] == [["name", 0.0], ["city", None]]
-    text = markdown(report, about(tiny(), "recall", ""))
+    text = markdown(report, provenance(tiny(), "recall", ""))
     assert re.search(r"\| full \|.*\) \| - \| - \|\n", text)
     assert "| name | 0.00 |\n| city | - |\n" in text
 
 
 def test_generated_rounds_are_scored() -> None:
     study = RecallStudy((FULL,), 2, between=(3,), kinds=("name",), generate=True)
-    found = findings(study, babbler()).values()
+    found = run_units(study, babbler()).values()
     assert [one["quizzes"] for one in found] == [3, 3]
     assert sum(one["quizzes right"] for one in found) == 0
 

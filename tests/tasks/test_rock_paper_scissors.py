@@ -17,7 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.tasks.interval import mean_interval
 from sirchat.tasks.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.world.dialogue import BEATS, game
 
 SINK = (Profile(policy="sink", budget=64),)
@@ -59,7 +59,7 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
 
     monkeypatch.setattr("sirchat.tasks.rock_paper_scissors.ask", ask)
     study = RockPaperScissors(SINK, 2, rounds=30, scoring="reply")
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     assert list(found) == [f"0/0/{player} {number}" for number in (0, 1) for player in PLAYERS]
     for key, one in found.items():
         moves = study.moves(key.rpartition("/")[2])
@@ -76,8 +76,8 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
 
 def test_the_likeliest_move_is_what_a_greedy_reply_names() -> None:
     full = (Profile(policy="full"),)
-    by_likelihood = findings(RockPaperScissors(full, 1, rounds=12), tiny())
-    by_reply = findings(RockPaperScissors(full, 1, rounds=12, scoring="reply"), tiny())
+    by_likelihood = run_units(RockPaperScissors(full, 1, rounds=12), tiny())
+    by_reply = run_units(RockPaperScissors(full, 1, rounds=12, scoring="reply"), tiny())
     assert by_likelihood == by_reply
     assert all(one["silent"] == 0 for one in by_reply.values())
 

@@ -134,7 +134,7 @@ def test_the_loss_is_that_of_each_document_by_itself() -> None:
     length = sum(len(one.ids) for one in documents)
     row = collate([packed(documents, length)], sinks=1)
     logits = model(
-        input_ids=row["input_ids"], attention_mask=row["visible"], position_ids=row["place"]
+        input_ids=row["input_ids"], attention_mask=row["visible"], position_ids=row["position"]
     ).logits
     found = weighted_sum(logits, row)
     total = weights = 0.0

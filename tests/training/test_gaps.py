@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from sirchat.training.gaps import (
-    LEAST_BUDGET,
+    INFORMATIVE_NATS,
+    MIN_BUDGET,
     RECENT,
     SINKS,
-    TELLING,
     draw_gaps,
-    forgetting,
     lost_answers,
+    visible_under_budget,
 )
 from sirchat.training.network import build_model, token_losses, weighted_loss
 from sirchat.training.rows import Batch, Renderer
@@ -57,7 +57,7 @@ def test_what_is_seen_is_what_a_budget_holds_after_each_turn(
 ) -> None:
     starts = sorted(turn for turn in turns if turn < tokens)
     score = np.random.default_rng(seed).permutation(tokens).astype(float)
-    visible = forgetting(score, np.array(starts, np.int64), budget)
+    visible = visible_under_budget(score, np.array(starts, np.int64), budget)
     held: list[int] = []
     for at in range(tokens):
         if at in starts:  # one by one, the lowest of those that may leave
@@ -98,7 +98,7 @@ def test_an_answer_is_lost_with_the_newest_telling_of_its_value(
     assert len(runs) == 3
     visible = np.tri(len(fact) - 1, dtype=bool)
     visible[:, runs[["Oslo", "Luna", "Rome"].index(hidden)][-1]] = False
-    dull, telling = np.zeros(len(fact)), np.full(len(fact), TELLING + 0.1)
+    dull, telling = np.zeros(len(fact)), np.full(len(fact), INFORMATIVE_NATS + 0.1)
     lost = (fact == 1) & answer & is_lost
     assert (lost_answers(visible, telling, answer, fact) == lost).all()
     assert not lost_answers(visible, dull, answer, fact).any()
@@ -113,7 +113,7 @@ def test_gaps_are_drawn_for_each_row_and_the_same_seed_gives_the_same(renderer: 
     assert (one.lost == two.lost).all()
     seen = one.visible[:, 0].sum(-1)  # [rows, tokens]
     assert one.visible.shape == (8, 1, 300, 300)
-    assert (seen[:, :LEAST_BUDGET] == torch.arange(1, LEAST_BUDGET + 1)).all()
+    assert (seen[:, :MIN_BUDGET] == torch.arange(1, MIN_BUDGET + 1)).all()
     assert len(set(seen[:, -1].tolist())) > 3
     assert (seen[:, -1] < 300).all()
     assert not one.visible.triu(1).any()

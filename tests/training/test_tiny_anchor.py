@@ -19,11 +19,11 @@ from sirchat.config.profile_files import resolve
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.models.model import load_model
 from sirchat.tasks.recall import RecallStudy
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.training.anchor_rows import Writer
 from sirchat.training.rows import Renderer
-from sirchat.training.schedule import ANCHOR_PHASES, GATHERING, ROUNDS
+from sirchat.training.schedule import ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, ANCHOR_PHASES
 from sirchat.training.tiny_anchor import TinyAnchorTrainer
 from sirchat.training.trainer import TrainOptions, TrainStep, train
 from sirchat.world.dialogue import Mix, dialogue
@@ -44,7 +44,7 @@ def test_rows_stand_as_in_a_chat(seed: int) -> None:
     """Two ways to write a conversation with anchors, one of them the chat template's, agree."""
     talk = list(dialogue(Random(seed), 6, MIX))
     written = Writer(tiny().tokenizer, Anchors("ac", "round", 2048)).talk(talk)
-    rendered = Renderer(tiny().tokenizer, 2048, ROUNDS.gathered).render(talk)
+    rendered = Renderer(tiny().tokenizer, 2048, ANCHOR_EACH_ROUND.gathered).render(talk)
     assert rendered.ids == written.ids
     plain = Renderer(tiny().tokenizer).render(talk)
     assert [i for i in rendered.ids if i != 2048] == plain.ids
@@ -57,7 +57,7 @@ def test_at_first_what_the_user_says_is_gathered_too(tmp_path: Path) -> None:
     first, last = trainer.batch(0), trainer.batch(19)
     assert (first.ids == trainer.anchor).sum() > 1.5 * (last.ids == trainer.anchor).sum() > 0
     assert not first.answer[first.ids == trainer.anchor].any()
-    assert ANCHOR_PHASES[0] is GATHERING
+    assert ANCHOR_PHASES[0] is ANCHOR_EACH_MESSAGE
 
 
 def test_a_token_sees_its_own_sequence_and_anchors_of_its_conversation(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_bundled_model_recalls_from_anchors_alone() -> None:
     kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")
     setting = Profile(policy="anchor", sinks=1)
     study = RecallStudy((setting,), 10, between=(12,), kinds=kinds)
-    found = findings(study, load_model("tiny-anchor", device="cpu")).values()
+    found = run_units(study, load_model("tiny-anchor", device="cpu")).values()
     assert sum(one["right"] for one in found) >= 8
     for one in found:
         assert one["held"] == 1 + 13  # the sink, and an anchor for each round

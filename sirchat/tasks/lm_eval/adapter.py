@@ -12,24 +12,24 @@ from typing import Any
 
 from sirchat.errors import SettingError
 from sirchat.tasks.lm_eval.reader import TextReader
-from sirchat.tasks.lm_eval.text import Ids, Texts
+from sirchat.tasks.lm_eval.text import Ids, TextEncoder
 from sirchat.text.detokenizer import TextStream
 
 _LONGEST_REPLY = 256
 """Tokens, where a task does not say; lm-eval's own number."""
 
 
-class Answers:
+class HarnessAdapter:
     """What lm-eval asks for, without being an `LM`; `language_model` makes it one.
 
     A request is lm-eval's Instance: its `args` are a context with a continuation, a text, or a
     context with options for generating.
     """
 
-    def __init__(self, reader: TextReader, texts: Texts) -> None:
+    def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
         super().__init__()
         self._reader, self._texts = reader, texts
-        self.cut = 0
+        self.truncated = 0
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For each continuation its log-probability, in nats, and whether it is the likeliest.
@@ -75,7 +75,7 @@ class Answers:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         longest = self._reader.longest or len(ids)
-        self.cut += len(ids) > longest
+        self.truncated += len(ids) > longest
         windows = get_rolling_token_windows(ids, self._texts.prefix, max(1, longest), 1)
         pairs = map(make_disjoint_window, windows)
         return sum((self._reader.log_probability(*pair) for pair in pairs), 0.0)
@@ -113,15 +113,15 @@ class Answers:
                 f"{more} tokens are to follow a context, but the model's length is {longest}",
                 hint="choose another policy than full, or a model with a longer context",
             )
-        self.cut += 1
+        self.truncated += 1
         return context[more - longest :]
 
 
-def language_model(reader: TextReader, texts: Texts) -> Any:
+def language_model(reader: TextReader, texts: TextEncoder) -> Any:
     """An lm_eval.api.model.LM, with `cut`: how many contexts were too long, so far."""
     from lm_eval.api.model import LM
 
-    class Findings(Answers, LM):  # type: ignore[misc]
+    class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
         """Answers under a budget."""
 
-    return Findings(reader, texts)
+    return BudgetedLM(reader, texts)

@@ -15,10 +15,10 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness, harness_version
 from sirchat.tasks.lm_eval.reader import TextReader
-from sirchat.tasks.lm_eval.text import Texts
+from sirchat.tasks.lm_eval.text import TextEncoder
 from sirchat.tasks.report import Report, Table, Value, setting_names
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work
+from sirchat.tasks.study import RunUnit
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LmEval:
         """What it is called."""
         return "lm-eval"
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         """All that the findings depend on: every field, and whose metrics they are."""
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
@@ -64,17 +64,17 @@ class LmEval:
         """Every task under every setting."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         """Runs a task under a setting; raises SettingError for a budget above the context."""
         for setting in self.settings:
             check_budget(setting, model, "budget")
-        texts = Texts(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
+        texts = TextEncoder(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
 
         def work(key: str) -> Record:
             row, _, task = key.partition("/")
             setting = self.settings[int(row)]
             lm = language_model(TextReader(model, setting, self.piece), texts)
-            return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.cut}
+            return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.truncated}
 
         return work
 
@@ -90,7 +90,7 @@ class LmEval:
             f"rounds of {self.piece} tokens" if self.piece else "",
             f"{cut:,} texts beyond the model's length cut" if cut else "",
         )
-        details = self.asked() | {"found": dict(found)}
+        details = self.parameters() | {"found": dict(found)}
         table = Table("lm-eval", columns, tuple(rows))
         return Report(tuple(fact for fact in facts if fact), (table,), details=details)
 

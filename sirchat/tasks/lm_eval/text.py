@@ -23,7 +23,7 @@ _BEHIND_BLANK_LINE = re.compile(r"(?<=\n\n)(?!\n)")
 Ids = list[int]
 
 
-class Texts:
+class TextEncoder:
     """Encodes contexts and continuations; `chat`, where contexts come out of the chat template.
 
     In contexts a token of the model's own, if `anchors` say so, stands behind each example: behind

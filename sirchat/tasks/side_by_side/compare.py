@@ -19,7 +19,7 @@ from sirchat.config.profile import Profile, changed
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.side_by_side.compared import Comparison
-from sirchat.tasks.side_by_side.compared_session import ComparedSession, Measure
+from sirchat.tasks.side_by_side.compared_session import ComparedSession, ReferenceRound
 from sirchat.tasks.side_by_side.rounds import Round, Rounds
 
 
@@ -49,7 +49,8 @@ def compare(
         settings = [changed(one, where, system=transcript.system) for one in settings]
     named = zip(settings, setting_names(settings), strict=True)
     sessions = [
-        ComparedSession(model, one, name, leads=not at) for at, (one, name) in enumerate(named)
+        ComparedSession(model, one, name, is_reference=not at)
+        for at, (one, name) in enumerate(named)
     ]
     held = 0
     while held < len(transcript.rounds) and not stopped():
@@ -68,10 +69,10 @@ def _hold(
     sessions: Sequence[ComparedSession], round: Round, own: bool, advance: Callable[[], None]
 ) -> None:
     """One round: `full` first, then the others from the largest budget down."""
-    full, reply = Measure(), round.reply
+    full, reply = ReferenceRound(), round.reply
     for compared in sorted(sessions, key=lambda compared: compared.rank):
         if compared.is_open and own:
-            compared.go_on(round.user, full)
+            compared.answer_and_continue(round.user, full)
         elif compared.is_open:
             reply = compared.follow(round.user, reply, full)
         advance()

@@ -33,7 +33,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class After:
+class RoundResult:
     """How a setting stands when a round is over: a user turn and the reply it went on with.
 
     Attributes:
@@ -87,7 +87,7 @@ class SettingResult:
 
     name: str
     setting: Profile
-    rounds: tuple[After, ...]
+    rounds: tuple[RoundResult, ...]
     tokens: tuple[Token, ...]
 
     @property

@@ -17,8 +17,8 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.side_by_side.agreement import Agreement, Predictions, recording
 from sirchat.tasks.side_by_side.compared import (
-    After,
     Answer,
+    RoundResult,
     SettingResult,
     Token,
     first_difference,
@@ -30,7 +30,7 @@ OnLogits = Callable[[int, Tensor], None]
 
 
 @dataclass
-class Measure:
+class ReferenceRound:
     """What `full` said and foretold in the round under way; nothing where it has ended."""
 
     answer: Answer | None = None
@@ -44,21 +44,23 @@ class ComparedSession:
         model: the same one in every lane.
         setting: how it remembers.
         name: the setting in a few words.
-        leads: whether this is `full`, which the others are compared with.
+        is_reference: whether this is `full`, which the others are compared with.
 
     Attributes:
         is_open: whether it goes on; not once the context is full, or a turn can't be taken back.
         notes: what the reader should know of it, in words.
     """
 
-    def __init__(self, model: LoadedModel, setting: Profile, name: str, *, leads: bool) -> None:
+    def __init__(
+        self, model: LoadedModel, setting: Profile, name: str, *, is_reference: bool
+    ) -> None:
         self._on_logits: OnLogits | None = None
         self._cache: BoundedCache | None = None
         self._session = Session(recording(model, self._on_pass), setting)
-        self._setting, self._name, self._leads = setting, name, leads
+        self._setting, self._name, self._is_reference = setting, name, is_reference
         self._spans = HeldSpans()
         self._nats: dict[int, float] = {}
-        self._rounds: list[After] = []
+        self._rounds: list[RoundResult] = []
         self.is_open = True
         self.notes: list[str] = []
         self._note(self._session.start())
@@ -66,16 +68,16 @@ class ComparedSession:
     @property
     def rank(self) -> tuple[bool, int]:
         """Sorts the one that leads first, then by budget, the largest first."""
-        return not self._leads, -self._session.budget
+        return not self._is_reference, -self._session.budget
 
-    def go_on(self, user: str, full: Measure) -> None:
+    def answer_and_continue(self, user: str, full: ReferenceRound) -> None:
         """Answer a user turn, and go on with that."""
         with self._ending(full):
             answer, events = self._ask(user)
             self._note(events)
             self._finish(answer, answer.text, range(0), full)
 
-    def follow(self, user: str, reply: str | None, full: Measure) -> str | None:
+    def follow(self, user: str, reply: str | None, full: ReferenceRound) -> str | None:
         """Answer a user turn, take that back, and go on with `reply`; with the answer if None.
 
         Gives what was gone on with, or `reply` where this lane ends.
@@ -123,13 +125,13 @@ class ComparedSession:
             hint = "raise --archive-limit, or use --continue, which takes nothing back"
             raise UndoError(str(error), hint=hint) from None
 
-    def _read(self, user: str, reply: str, full: Measure) -> range:
+    def _read(self, user: str, reply: str, full: ReferenceRound) -> range:
         """Read a round; `full` foretells, and the others are compared with it.
 
         Gives the positions of what was read, or none of them where there is nothing to compare.
         """
         start, agreement = self._session.seen, None
-        if self._leads:
+        if self._is_reference:
             full.predictions = Predictions(start)
             self._on_logits = full.predictions.note
         elif full.predictions is not None:
@@ -140,20 +142,20 @@ class ComparedSession:
         finally:
             self._on_logits = None
         read = range(start, self._session.seen)
-        if self._leads:
+        if self._is_reference:
             self._nats |= dict.fromkeys(read, 0.0)
         elif agreement is not None:
             self._nats |= agreement.nats
         return read if full.predictions is not None else range(0)
 
-    def _finish(self, answer: Answer, reply: str, measured: range, full: Measure) -> None:
+    def _finish(self, answer: Answer, reply: str, measured: range, full: ReferenceRound) -> None:
         """A round is over; the KL divergence was `measured` at these positions."""
-        if self._leads:
+        if self._is_reference:
             full.answer = answer
         differs_at = first_difference(full.answer.ids, answer.ids) if full.answer else None
         turns = len(self._session.turns)
         self._rounds.append(
-            After(
+            RoundResult(
                 answer=answer,
                 reply=reply,
                 differs_at=differs_at,
@@ -168,7 +170,7 @@ class ComparedSession:
         )
 
     @contextmanager
-    def _ending(self, full: Measure) -> Iterator[None]:
+    def _ending(self, full: ReferenceRound) -> Iterator[None]:
         """End this lane, not the comparison, where it can't go on."""
         try:
             yield
@@ -177,7 +179,7 @@ class ComparedSession:
             where = f"{self._name} ends before user turn {len(self._rounds) + 1}"
             why = error.args[0] if isinstance(error, ContextFullError) else str(error)
             self.notes.append(f"{where}: {why}")
-            if self._leads:
+            if self._is_reference:
                 full.answer = full.predictions = None
                 self.notes[-1] += "; from there on nothing is compared with it"
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.side_by_side.compared import After, Comparison, SettingResult, Token
+from sirchat.tasks.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
 Safe = Callable[[str], str]
 """Takes out of a text what must not reach a terminal."""
@@ -83,7 +83,7 @@ def _summary(found: Comparison, safe: Safe) -> Table:
     return table
 
 
-def _same(after: After) -> str:
+def _same(after: RoundResult) -> str:
     if after.same is None:
         return ""
     return "all" if after.same else str(after.differs_at)
