@@ -1,9 +1,9 @@
-"""Surprisal against attention (SirLLM, section 3.2, Figure 3): is what surprises looked at more?
+"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens receive more?
 
-The first tokens of many texts are read without a cache. Of each text, the tokens but the first,
-which is a sink, and the last, which nothing looks at, are cut into four segments by surprisal,
-lowest first. A token's attention is what the tokens after it give it, on average over them and over
-heads; a segment's, the mean over its tokens.
+The first tokens of many texts are read without a cache. The tokens of each text, except the first
+(a sink) and the last (which receives no attention), are divided into four segments by surprisal,
+lowest first. The attention that a token receives is the mean weight over all later tokens and all
+heads; that of a segment is the mean over its tokens.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class AttentionStudy:
 
     Attributes:
         profile: its seed draws the texts.
-        limit: texts.
-        tokens: read of each.
-        text: a UTF-8 file with a text a line; None for made conversations.
+        limit: number of texts.
+        tokens: number of tokens to read of each text.
+        text: a UTF-8 file with one text on each line; None for synthetic conversations.
 
     Raises SettingError for too few tokens, and when the file can't be read.
     """
@@ -62,11 +62,11 @@ class AttentionStudy:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "attention"
 
     def parameters(self) -> Record:
-        """All that the findings depend on."""
+        """All that the findings depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
@@ -75,18 +75,18 @@ class AttentionStudy:
         }
 
     def keys(self) -> list[str]:
-        """TextEncoder, by number."""
+        """One unit for each text: its number."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """Reads a text: by layer, the attention of the first token and of each segment."""
+        """A function that reads a text: by layer, attention to the first token and each segment."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean weight and rank of each segment over layers, as in the paper; and by layer."""
+        """Mean weight and rank of each segment over layers, as in the paper; a plot by layer."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
-        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 is looked at most
+        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
         rows: list[tuple[Value, ...]] = [
             (str(at + 1), _mean(weights[:, at]), _mean(ranks[:, at]), _mean(ranks[:, at] == 1))
             for at in range(SEGMENTS)
@@ -97,14 +97,14 @@ class AttentionStudy:
             f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))
             for at in range(SEGMENTS)
         }
-        facts = (
+        header = (
             f"seed {self.profile.seed}",
             f"{self.limit} texts of {self.tokens} tokens",
             f"text {self.text}" if self.text else "talk of the bundled model's world",
         )
         table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
         plot = Plot("attention by surprisal", "layer", "mean weight", lines)
-        return Report(facts, (table,), (plot,), self.parameters())
+        return Report(header, (table,), (plot,), self.parameters())
 
     def _ids(self, model: LoadedModel, number: int) -> list[int]:
         if self._lines is not None:
@@ -138,9 +138,10 @@ class AttentionStudy:
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """The first token's attention, then each segment's mean [1 + SEGMENTS].
+    """Attention received by the first token, then by each segment on average [1 + SEGMENTS].
 
-    `received` [n] is each token's attention, `nats` [n] its surprisal (the first's does not count).
+    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; that of the
+    first token is not used.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -148,10 +149,10 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 
 
 def attention_received(weights: Tensor) -> Tensor:
-    """Of attention weights [H, n, n], what the tokens after each give it [n - 1], on average."""
+    """The mean weight that each token receives from later ones [n - 1]; weights are [H, n, n]."""
     mean = weights.float().mean(0)  # [n, n]
-    after = torch.arange(len(mean) - 1, 0, -1)
-    return mean.tril(-1).sum(0)[:-1] / after
+    later_tokens = torch.arange(len(mean) - 1, 0, -1)
+    return mean.tril(-1).sum(0)[:-1] / later_tokens
 
 
 def _read(model: LoadedModel, ids: list[int]) -> Record:
@@ -173,13 +174,13 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """The module with an attention that tells its weights."""
-    usual = module.config._attn_implementation
+    """The module with eager attention, which returns its weights; restored afterwards."""
+    original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
         yield module
     finally:
-        module.set_attn_implementation(usual)
+        module.set_attn_implementation(original)
 
 
 def _mean(values: NDArray[Any]) -> float:

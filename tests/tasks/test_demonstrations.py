@@ -25,22 +25,22 @@ def test_what_is_cached_is_what_a_chat_would_hold() -> None:
         "full, 3-shot",
         "anchor 1024, 3-shot",
     ]
-    for one in by_row["full, 0-shot"].all:
+    for one in by_row["full, 0-shot"].records:
         assert (one["tokens"], one["cached"]) == (0, 0)
-    for one in by_row["full, 3-shot"].all:
+    for one in by_row["full, 3-shot"].records:
         assert one["cached"] == one["tokens"] > 100
         assert one["right"] == [True, True]  # tiny knows its bank
         assert len(one["anew"]) == len(one["seconds"]) == 2
         assert one["max"] > one["cached"]
     for full, one in zip(
-        by_row["full, 3-shot"].all, by_row["anchor 1024, 3-shot"].all, strict=True
+        by_row["full, 3-shot"].records, by_row["anchor 1024, 3-shot"].records, strict=True
     ):
         assert one["tokens"] == full["tokens"]
         assert one["cached"] < 20
         assert one["max"] < full["max"]
     (table,) = study.report(found).tables
     for row, held in zip(table.rows[2:], list(by_row.values())[2:], strict=True):
-        tokens, cached = (sum(one[key] for one in held.all) for key in ("tokens", "cached"))
+        tokens, cached = (sum(one[key] for one in held.records) for key in ("tokens", "cached"))
         assert row[4] == pytest.approx(1 - cached / tokens)
     assert table.rows[2][-1] == 1.0
 
@@ -60,10 +60,10 @@ def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
         "anchor 1024, 2-shot, anchors by lot, 0.1",
     ]
     *_, own, every, lots = study.findings(run_units(study, model))
-    assert own.all[0]["cached"] == 3  # the sink, and an anchor for each
-    assert own.all[0]["tokens"] < every.all[0]["tokens"]
-    assert own.all[0]["cached"] < every.all[0]["cached"] < every.all[0]["tokens"] / 4
-    assert lots.all[0]["cached"] > 3
+    assert own.records[0]["cached"] == 3  # the sink, and an anchor for each
+    assert own.records[0]["tokens"] < every.records[0]["tokens"]
+    assert own.records[0]["cached"] < every.records[0]["cached"] < every.records[0]["tokens"] / 4
+    assert lots.records[0]["cached"] > 3
 
 
 def test_only_a_token_of_its_own_can_be_put_elsewhere() -> None:

@@ -184,8 +184,8 @@ def test_tiny_keeps_its_wits_and_forgets_what_the_policy_forgets() -> None:
     full, sink = study.findings(found)
     assert full.by_seed[0] != sink.by_seed[0]
     for one in (full, sink):
-        assert all(all(each["right"]["commonsense"]) for each in one.all)
-    assert all(each["right"]["grocery"] == [True] for each in full.all)
+        assert all(all(each["right"]["commonsense"]) for each in one.records)
+    assert all(each["right"]["grocery"] == [True] for each in full.records)
     table, _ = study.report(found).tables
     assert table.columns == ("setting", "ACCc", "ACCg", "ACCc - sink 256", "ACCg - sink 256")
 

@@ -84,10 +84,12 @@ def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
     study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
     full, lost = study.findings(run_units(study, tiny()))
-    assert sum(one["right"] for one in full.all) >= 5
-    assert sum(one["right"] for one in lost.all) == 0
-    assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
-    assert [one["expected"] for one in full.all] == [one["expected"] for one in lost.all]
+    assert sum(one["right"] for one in full.records) >= 5
+    assert sum(one["right"] for one in lost.records) == 0
+    assert all(
+        one["right"] == (one["said"] == one["expected"]) for one in full.records + lost.records
+    )
+    assert [one["expected"] for one in full.records] == [one["expected"] for one in lost.records]
 
 
 def test_a_share_of_no_questions_is_a_dash_and_null_in_json() -> None:

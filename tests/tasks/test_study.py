@@ -33,7 +33,7 @@ SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
 
 REPORT = Report(
-    facts=("seed 0", "2 conversations"),
+    header=("seed 0", "2 conversations"),
     tables=(
         Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
         Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
@@ -50,7 +50,7 @@ def test_a_policy_that_draws_lots_is_run_with_several() -> None:
     ]
     sink, random = study.findings(run_units(study, babbler()))
     assert [len(one.by_seed) for one in (sink, random)] == [1, 3]
-    assert len(random.all) == 6
+    assert len(random.records) == 6
 
 
 def test_the_interval_over_draws_is_the_wider_of_answers_and_lots() -> None:

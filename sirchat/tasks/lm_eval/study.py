@@ -83,7 +83,7 @@ class LmEval:
         columns = ("task", "metric", "setting", "value", "stderr", "documents", "shots")
         rows = [row for task in self.tasks for row in self._rows(task, found)]
         cut = sum(one["cut"] for one in found.values())
-        facts = (
+        header = (
             f"lm-eval {harness_version()}",
             f"at most {self.harness.limit:,} documents" if self.harness.limit else "",
             "chat template" if self.harness.chat else "",
@@ -92,7 +92,7 @@ class LmEval:
         )
         details = self.parameters() | {"found": dict(found)}
         table = Table("lm-eval", columns, tuple(rows))
-        return Report(tuple(fact for fact in facts if fact), (table,), details=details)
+        return Report(tuple(one for one in header if one), (table,), details=details)
 
     def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
         """The rows of a task, metric by metric."""
