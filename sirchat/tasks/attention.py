@@ -121,8 +121,8 @@ class AttentionStudy:
 
     def _talk(self, number: int) -> Iterator[tuple[str, str]]:
         rng = Random(f"attention/{self.profile.seed}/{number}")
-        said = [one.text for one in dialogue(rng, self.tokens, SMALL_TALK) if one.role != "system"]
-        return zip(said[::2], said[1::2], strict=False)
+        texts = [one.text for one in dialogue(rng, self.tokens, SMALL_TALK) if one.role != "system"]
+        return zip(texts[::2], texts[1::2], strict=False)
 
     @cached_property
     def _lines(self) -> list[str] | None:

@@ -76,11 +76,11 @@ def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
     return nats.index(max(nats))
 
 
-def named_option(said: str, replies: Sequence[str]) -> int | None:
+def named_option(text: str, replies: Sequence[str]) -> int | None:
     """The index of the option whose reply the text begins with; None for no option."""
-    said = said.strip()
+    text = text.strip()
     for number, reply in enumerate(replies):
-        if said.startswith(reply.rstrip(".")):
+        if text.startswith(reply.rstrip(".")):
             return number
     return None
 

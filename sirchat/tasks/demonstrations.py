@@ -78,7 +78,7 @@ class Demonstrations(Grid):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """As in any grid; raises SettingError if anchors are to be placed, but it has no token."""
+        """As in any grid; raises SettingError for `places` and a model without anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
                 f"model {model.name!r} has no anchor token that could be put elsewhere",
@@ -92,20 +92,20 @@ class Demonstrations(Grid):
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
         ]
-        shown, asked = every[: cell.shots], every[-self.questions :]
+        shots, questions = every[: cell.shots], every[-self.questions :]
         with anchors_placed(session, cell.per):
-            for one in shown:
+            for one in shots:
                 read(session, one.text, one.answer)
         cached = session.resident
         found: Record = {"tokens": session.seen, "cached": cached, "right": [], "seconds": []}
-        for one in asked:
+        for one in questions:
             start = time.perf_counter()
             found["right"].append(_chosen(session, one) == one.right)
             found["seconds"].append(time.perf_counter() - start)
             list(session.undo())
-        found["max"] = _peak_held(session, asked[0])
+        found["max"] = _peak_held(session, questions[0])
         if cell.setting.policy == "full":
-            found["anew"] = self._uncached_seconds(session, shown, asked)
+            found["anew"] = self._uncached_seconds(session, shots, questions)
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -136,14 +136,14 @@ class Demonstrations(Grid):
         return None
 
     def _uncached_seconds(
-        self, session: Session, shown: list[Question], asked: list[Question]
+        self, session: Session, shots: list[Question], questions: list[Question]
     ) -> list[float]:
         """Seconds for each question, if the demonstrations are read again for each."""
         seconds = []
-        for one in asked:
+        for one in questions:
             session.reset()
             start = time.perf_counter()
-            for shot in shown:
+            for shot in shots:
                 read(session, shot.text, shot.answer)
             _chosen(session, one)
             seconds.append(time.perf_counter() - start)

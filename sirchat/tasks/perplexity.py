@@ -138,8 +138,8 @@ def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
 def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
     """A synthetic conversation: user message and reply of each round."""
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
-    said = [one.text for one in messages if one.role != "system"]
-    return list(zip(said[::2], said[1::2], strict=False))
+    texts = [one.text for one in messages if one.role != "system"]
+    return list(zip(texts[::2], texts[1::2], strict=False))
 
 
 def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
@@ -162,8 +162,8 @@ def _row(one: Findings) -> tuple[Value, ...]:
     tenth = max(1, len(readings[0]) // 10)
     second = np.mean([nats[tenth : 2 * tenth] or nats for nats in readings])
     last = np.mean([nats[-tenth:] for nats in readings])
-    whole = mean([float(np.mean(nats)) for nats in readings])
-    return one.name, whole, float(second), float(last), float(last / second)
+    overall = mean([float(np.mean(nats)) for nats in readings])
+    return one.name, overall, float(second), float(last), float(last / second)
 
 
 def _read(path: str) -> str:

@@ -80,12 +80,12 @@ class Privacy:
         """By n: surprisal of the private answer, how often it is generated, and the utility."""
         columns = ("tokens back", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
-        said, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
+        word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
         for n in self.counts:
             ones = [each[str(n)] for each in found.values()]
             shares = share(one["said"] for one in ones), share(one["quiz"] for one in ones)
             rows.append((str(n), mean([one["nats"] for one in ones]), *shares))
-            said.append((float(n), shares[0].value))
+            word_for_word.append((float(n), shares[0].value))
             quiz.append((float(n), shares[1].value))
         method = f"{self.profile.recall} x {self.profile.recall_weight}"
         header = (
@@ -93,7 +93,7 @@ class Privacy:
             f"{self.limit} conversations of {self.task}",
             f"base budget {self.base}, recall {method}, span {self.profile.recall_span}",
         )
-        lines = {columns[2]: tuple(said), columns[3]: tuple(quiz)}
+        lines = {columns[2]: tuple(word_for_word), columns[3]: tuple(quiz)}
         plot = Plot("privacy against utility", "tokens brought back", "share", lines)
         return Report(header, (Table("Privacy", columns, tuple(rows)),), (plot,), self.parameters())
 

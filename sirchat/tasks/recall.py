@@ -87,14 +87,14 @@ class RecallStudy(Grid):
             else:
                 read(session, user, reply)
         held, seen = session.resident, session.seen
-        said = ask(session, one.question)
+        reply_text = ask(session, one.question)
         return {
             "held": held,
             "reduction": 1 - held / seen,
             "kind": one.kind,
             "between": one.between,
-            "right": said == one.answer,
-            "said": said,
+            "right": reply_text == one.answer,
+            "said": reply_text,
             "expected": one.answer,
             "tokens": session.seen,
             "quizzes": sum(one.quizzes) if self.generate else 0,

@@ -92,11 +92,11 @@ class Retrieval:
     @property
     def variants(self) -> tuple[RecallVariant, ...]:
         """Every combination of the settings that makes sense."""
-        made = (
+        combinations = (
             RecallVariant(*one)
             for one in product(self.measures, self.weights, self.spans, self.soft)
         )
-        return tuple(one for one in made if one.makes_sense)
+        return tuple(one for one in combinations if one.makes_sense)
 
     def parameters(self) -> Record:
         """All that the findings depend on, except the model: every field."""

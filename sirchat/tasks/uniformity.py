@@ -96,7 +96,7 @@ def _shares(one: Findings) -> list[float]:
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's chi-squared over tenths and its p-value, if all tenths are held equally often.
+    """Pearson's chi-squared over tenths, and the p-value of all being held equally often.
 
     The variance of a sample without replacement is smaller than that of independent draws by the
     factor 1 - share held; the statistic is corrected for that.

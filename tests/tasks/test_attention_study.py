@@ -1,4 +1,4 @@
-"""Surprisal against attention, and the uniformity of reservoirs: by plain computations."""
+"""Surprisal against attention, and the uniformity of reservoirs, against plain computations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sirchat.tasks.run import run_units
 from sirchat.tasks.uniformity import PARTS, Uniformity, chi2_tail
 
 
-def test_a_token_is_given_what_the_tokens_after_it_give() -> None:
+def test_attention_received_is_the_mean_over_later_tokens() -> None:
     weights = torch.rand(3, 7, 7).tril().softmax(-1)
     plain = [
         sum(float(weights[head, row, at]) for head in range(3) for row in range(at + 1, 7))
@@ -38,7 +38,7 @@ def test_segments_go_from_the_least_to_the_most_surprising() -> None:
     assert segments == pytest.approx([np.mean(inner[n : n + 3]) for n in range(0, 12, 3)])
 
 
-def test_the_module_attends_as_before_afterwards() -> None:
+def test_the_module_has_its_own_attention_again_afterwards() -> None:
     model = babbler()
     usual = model.module.config._attn_implementation
     study = AttentionStudy(Profile(), limit=3, tokens=12)
@@ -64,7 +64,7 @@ def test_texts_of_a_file_are_taken_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, 5.0, 9.0, 16.9, 25.0])
-def test_the_chance_is_that_of_chi_squared(value: float) -> None:
+def test_the_p_value_is_that_of_chi_squared(value: float) -> None:
     exact = float(chi2_distribution.sf(value, PARTS - 1))
     assert chi2_tail(value, PARTS - 1) == pytest.approx(exact, abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""Questions behind demonstrations: what is cached, held, and right."""
+"""Questions after demonstrations: tokens cached and held, and right answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_cached_is_what_a_chat_would_hold() -> None:
     assert table.rows[2][-1] == 1.0
 
 
-def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
+def test_anchors_are_placed_otherwise_in_the_demonstrations_only() -> None:
     model = with_anchors()
     study = Demonstrations(
         (FULL, ANCHOR), 1, shots=(0, 2), questions=1, places=("tokens", "random")
@@ -59,14 +59,14 @@ def test_anchors_are_put_elsewhere_among_the_demonstrations_alone() -> None:
         "anchor 1024, 2-shot, anchors every 10 tokens",
         "anchor 1024, 2-shot, anchors by lot, 0.1",
     ]
-    *_, own, every, lots = study.findings(run_units(study, model))
+    *_, own, every, at_random = study.findings(run_units(study, model))
     assert own.records[0]["cached"] == 3  # the sink, and an anchor for each
     assert own.records[0]["tokens"] < every.records[0]["tokens"]
     assert own.records[0]["cached"] < every.records[0]["cached"] < every.records[0]["tokens"] / 4
-    assert lots.records[0]["cached"] > 3
+    assert at_random.records[0]["cached"] > 3
 
 
-def test_only_a_token_of_its_own_can_be_put_elsewhere() -> None:
+def test_only_anchor_tokens_can_be_placed_otherwise() -> None:
     study = Demonstrations((ANCHOR,), 1, shots=(1,), questions=1, places=("tokens",))
     with pytest.raises(SettingError, match="'tiny' has no anchor token"):
         run_units(study, tiny())

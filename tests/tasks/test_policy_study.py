@@ -42,7 +42,7 @@ def test_a_fact_is_right_where_a_chat_answers_word_for_word() -> None:
 
 
 def test_questions_leave_no_trace() -> None:
-    """What follows costs the same, whether or not anything was asked on the way."""
+    """The surprisal of the text that follows is the same with and without questions."""
     asked = Facts((ENTROPY,), 2, facts=(2,), between=(2, 4, 8))
     only = Facts((ENTROPY,), 2, facts=(2,), between=(8,))
     one, other = run_units(asked, tiny())["0/0/2 0"], run_units(only, tiny())["0/0/2 0"]
@@ -51,7 +51,7 @@ def test_questions_leave_no_trace() -> None:
     assert one["right"]["8"] == other["right"]["8"]
 
 
-def test_there_are_as_many_questions_as_were_wanted() -> None:
+def test_there_are_as_many_questions_as_the_limit() -> None:
     study = Facts((SINK,), 10, facts=(1, 4), between=(1,))
     found = run_units(study, tiny())
     counts = {
@@ -95,7 +95,7 @@ def test_there_are_no_more_facts_than_kinds() -> None:
         Topics((SINK,), 1, topics=10, facts=10)
 
 
-def test_a_policy_is_lessened_by_each_of_its_switches() -> None:
+def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     names = [next(iter(one.policy_options)) for one in without_each(SALIENCE)]
     assert names == ["surprisal", "attention", "novelty", "spans"]
     assert not any(without_each(ENTROPY))
@@ -125,7 +125,7 @@ def test_lists_and_games_are_for_one_budget() -> None:
     assert "ablation" not in Policies((SINK,), 4, at=64).studies
 
 
-def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_command_resumes_where_it_stopped(tmp_path: Path) -> None:
     flags = (
         "--policies sink,salience --budgets 64 --at 64 --limit 2 --facts 1 --between 1 --recent 8"
     )
@@ -133,9 +133,9 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command = ("eval", "policies", *flags.split(), *out)
     first = run(*command)
     assert first.returncode == 0, first.stderr
-    journal = tmp_path / "policies.jsonl"
-    lines = journal.read_text("utf-8").splitlines(keepends=True)
-    journal.write_text("".join(lines[:-2]), "utf-8")
+    log = tmp_path / "policies.jsonl"
+    lines = log.read_text("utf-8").splitlines(keepends=True)
+    log.write_text("".join(lines[:-2]), "utf-8")
     again = run(*command)
     assert json.loads(again.stdout)["tables"] == json.loads(first.stdout)["tables"]
 

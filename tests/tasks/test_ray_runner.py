@@ -25,7 +25,7 @@ TWO = Cluster(LOCAL, 2)
 
 
 class Fatal:
-    """A study whose third unit kills its worker, the first time; its last may be refused."""
+    """A study whose third unit kills its worker once, and whose last unit may raise an error."""
 
     name = "fatal"
 
@@ -56,14 +56,14 @@ class Fatal:
 def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
-    spread_out = ("--ray", "local", "--out", str(tmp_path))
-    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *spread_out)
+    on_ray = ("--ray", "local", "--out", str(tmp_path))
+    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *on_ray)
     assert two.returncode == 0, two.stderr
-    assert two.stdout.replace(" ".join(("", *spread_out)), "") == one.stdout
+    assert two.stdout.replace(" ".join(("", *on_ray)), "") == one.stdout
 
 
 @pytest.mark.parametrize("refuse", [False, True])
-def test_a_lost_workers_unit_is_done_again_and_a_refusal_is_told(
+def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
     refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")

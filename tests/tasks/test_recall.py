@@ -66,7 +66,7 @@ def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
         assert value[1] not in old
 
 
-def test_what_was_never_told_is_to_be_declined() -> None:
+def test_the_right_answer_about_an_untold_fact_says_so() -> None:
     made = conversations(20, between=(1,), ask="untold")
     assert {one.answer for one in made} == {UNTOLD}
     assert len({one.question for one in made}) > 10
@@ -80,7 +80,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint
         RecallStudy((FULL,), 1, **wrong)
 
 
-def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
+def test_a_fact_outside_the_window_is_not_recalled_and_one_inside_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
     study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
     full, lost = study.findings(run_units(study, tiny()))

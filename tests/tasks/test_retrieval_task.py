@@ -1,4 +1,4 @@
-"""The retrieval study: cells, conversations, and a journal that an interrupted run goes on from."""
+"""The retrieval study: cells and conversations; the privacy study."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FEW = Retrieval(
 )
 
 
-def test_every_way_is_asked_at_every_count() -> None:
+def test_every_variant_is_run_with_every_count() -> None:
     options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
     assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
@@ -55,7 +55,7 @@ def test_every_way_is_asked_at_every_count() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_conversations_tell_what_they_ask_for(task: str) -> None:
+def test_conversations_contain_the_answer_to_their_question(task: str) -> None:
     for number in range(20):
         one = needle_dialogue(task, 0, number)
         assert one == needle_dialogue(task, 0, number)
@@ -82,7 +82,7 @@ def test_a_right_answer_may_have_words_around_it_where_that_is_asked() -> None:
     assert one.may_become_right("1. In")
 
 
-def test_released_conversations_ask_for_what_they_told(data: Path) -> None:
+def test_released_conversations_contain_the_answer_to_their_question(data: Path) -> None:
     lines = dialogues_of_file(data / "rag_questions.jsonl")
     assert len(lines) == 10  # of eleven: one asks for a line that there is not
     for one in lines:
@@ -129,7 +129,7 @@ def test_a_file_of_something_else_is_refused(text: str | None, words: str, tmp_p
         (" Your name is Anna. ", "Your name is Anna."),
     ],
 )
-def test_of_a_story_its_number_does_not_count(said: str, counts: str) -> None:
+def test_the_number_of_a_story_is_not_scored(said: str, counts: str) -> None:
     assert scored_part(said) == counts
 
 
@@ -138,7 +138,7 @@ def test_a_task_that_is_not_there_is_refused() -> None:
         Retrieval(Profile(), task="facts")
 
 
-def test_the_study_tells_forgetting_from_recalling() -> None:
+def test_the_study_distinguishes_forgetting_from_recalling() -> None:
     found = run_units(FEW, tiny())
     assert all(one[FULL] and one[EVERYTHING] for one in found.values())
     assert not any(one[f"{BASE}/0"] for one in found.values())
@@ -182,7 +182,7 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     assert run("eval", "retrieval", "--measures", "bm25").returncode == 2
 
 
-def test_what_comes_back_lets_out_what_was_told() -> None:
+def test_recalled_tokens_reveal_the_private_answer() -> None:
     study = Privacy(
         Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
     )
@@ -198,7 +198,7 @@ def test_what_comes_back_lets_out_what_was_told() -> None:
         Privacy(Profile())
 
 
-def test_a_study_of_privacy_recalls_unless_told_how() -> None:
+def test_the_privacy_command_turns_recall_on_by_default() -> None:
     done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall  # type: ignore[arg-type]

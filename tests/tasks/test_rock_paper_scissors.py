@@ -24,7 +24,7 @@ SINK = (Profile(policy="sink", budget=64),)
 
 
 @pytest.mark.parametrize("player", PLAYERS)
-def test_a_player_throws_with_the_papers_shares(player: str) -> None:
+def test_a_player_draws_moves_with_the_papers_probabilities(player: str) -> None:
     moves = RockPaperScissors(SINK, 1, rounds=20_000).moves(f"{player} 0")
     for move, share in zip(MOVES, PLAYERS[player], strict=True):
         assert moves.count(move) / 20_000 == pytest.approx(share, abs=0.015)
@@ -51,10 +51,10 @@ def test_the_first_move_named_is_played(reply: str, move: str | None) -> None:
 def test_every_round_is_won_tied_or_lost_and_silence_loses(
     reply: str, move: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def ask(_: Session, user: str) -> str:
-        told.append(user)
+        messages.append(user)
         return reply
 
     monkeypatch.setattr("sirchat.tasks.rock_paper_scissors.ask", ask)
@@ -68,7 +68,7 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
         assert (one["won"], one["tied"]) == (won / 30, tied / 30)
         assert one["won"] + one["tied"] + one["lost"] == pytest.approx(1)
         assert one["silent"] == (0 if move else 30)
-    for user, theirs in zip(told[1:30], study.moves("rock 0"), strict=False):
+    for user, theirs in zip(messages[1:30], study.moves("rock 0"), strict=False):
         result = "You win" if BEATS[theirs] == move else "a tie" if theirs == move else "You lose"
         assert f"[{theirs}]" in user
         assert result in user

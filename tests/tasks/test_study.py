@@ -1,4 +1,4 @@
-"""Studies: the same units for every setting, a journal, a report in every form."""
+"""Studies: the same units for every setting, a results log, a report in every form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REPORT = Report(
 )
 
 
-def test_a_policy_that_draws_lots_is_run_with_several() -> None:
+def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
     study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
     assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [
         f"1/{seed}/{unit}" for seed in (5, 6, 7) for unit in "01"
@@ -53,16 +53,16 @@ def test_a_policy_that_draws_lots_is_run_with_several() -> None:
     assert len(random.records) == 6
 
 
-def test_the_interval_over_draws_is_the_wider_of_answers_and_lots() -> None:
+def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
     assert share_over_seeds([[True, False]]) == share([True, False])
-    lots = share_over_seeds([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
-    assert lots.value == pytest.approx(14 / 27)
-    assert (lots.low, lots.high) == (0.0, 1.0)  # three draws tell little
+    uneven = share_over_seeds([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+    assert uneven.value == pytest.approx(14 / 27)
+    assert (uneven.low, uneven.high) == (0.0, 1.0)  # three seeds are few
     same = share_over_seeds([[False] * 9] * 3)
     assert same == share([False] * 27)
 
 
-def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
+def test_swept_settings_are_in_the_names_of_the_rows() -> None:
     flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
     done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(
     write_report(report, head, tmp_path, "t")
     with (tmp_path / "t.csv").open() as file:
         assert list(csv.reader(file))[1] == ["x", *[""] * 10]
-    assert share_over_seeds([[], [True]]).value == 1.0  # a draw without answers does not count
+    assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
 
 
 def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
 
 
 class Squares:
-    """A study of whole numbers, which may be broken off at one of them."""
+    """A study that squares whole numbers, and can be interrupted at one of them."""
 
     name = "squares"
 
@@ -170,21 +170,21 @@ class Squares:
         return Report((), ())
 
 
-def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
     straight, out = run_units(Squares(), babbler()), tmp_path / "new"
     with pytest.raises(KeyboardInterrupt):
         run_units(Squares(stop=3), babbler(), out)
-    journal = out / "squares.jsonl"
-    with journal.open("a") as file:
+    log = out / "squares.jsonl"
+    with log.open("a") as file:
         file.write('{"key": "3", "fou')  # cut off in the middle of a write
     rest = Squares()
     assert run_units(rest, babbler(), out) == straight
     assert rest.done == ["3", "4", "5"]
-    whole = journal.read_bytes()
+    whole = log.read_bytes()
     known = Squares(stop=0)
     assert run_units(known, babbler(), out) == straight
     assert known.done == []
-    assert journal.read_bytes() == whole
+    assert log.read_bytes() == whole
 
 
 def test_units_may_end_in_any_order(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_units_may_end_in_any_order(tmp_path: Path) -> None:
 
 
 def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
-    """Killed at two moments, then left to end: the same files, byte for byte."""
+    """Killed twice, then run to the end: the same files, byte for byte."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
     words += ["--budgets", "64", "--repeats", "2", "--model", endless]
@@ -207,9 +207,9 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endl
     for lines in (2, 4):
         command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        journal = broken / "dailydialog.jsonl"
+        log = broken / "dailydialog.jsonl"
         while started.poll() is None:
-            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+            if log.exists() and log.read_bytes().count(b"\n") >= lines:
                 started.send_signal(signal.SIGKILL)
             time.sleep(0.01)
         started.communicate()
@@ -220,7 +220,7 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endl
         assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
 
 
-def test_results_of_another_model_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
     study = MultipleChoice((SINK,), 1, task="dailydialog")
     run_units(study, babbler(), tmp_path)
     with pytest.raises(SettingError, match="another run"):
@@ -254,7 +254,7 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
 
 
-def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) -> None:
+def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(" ".join(f"number {n}" for n in range(400)), "utf-8")
     study = Perplexity((SINK,), 640, text=str(file), readings=5)
@@ -266,7 +266,7 @@ def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) ->
         }
 
 
-def test_made_talk_read_from_further_on_is_the_same_talk() -> None:
+def test_all_readings_of_synthetic_dialogue_have_the_same_rounds() -> None:
     study = Perplexity((SINK,), 3_000, readings=2)
     first, second = (list(study.rounds(tiny(), number)) for number in range(2))
     assert first[0] != second[0]

@@ -40,7 +40,7 @@ def numbers(steps: list[TrainStep]) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_stand_as_in_a_chat(seed: int) -> None:
+def test_training_rows_have_anchors_as_in_a_chat(seed: int) -> None:
     """Two ways to write a conversation with anchors, one of them the chat template's, agree."""
     talk = list(dialogue(Random(seed), 6, MIX))
     written = Writer(tiny().tokenizer, Anchors("ac", "round", 2048)).talk(talk)
@@ -52,7 +52,7 @@ def test_rows_stand_as_in_a_chat(seed: int) -> None:
     assert len({len(column) for column in columns}) == 1
 
 
-def test_at_first_what_the_user_says_is_gathered_too(tmp_path: Path) -> None:
+def test_at_first_an_anchor_also_follows_user_messages(tmp_path: Path) -> None:
     trainer = TinyAnchorTrainer(options(tmp_path, 20))
     first, last = trainer.batch(0), trainer.batch(19)
     assert (first.ids == trainer.anchor).sum() > 1.5 * (last.ids == trainer.anchor).sum() > 0
@@ -60,7 +60,9 @@ def test_at_first_what_the_user_says_is_gathered_too(tmp_path: Path) -> None:
     assert ANCHOR_PHASES[0] is ANCHOR_EACH_MESSAGE
 
 
-def test_a_token_sees_its_own_sequence_and_anchors_of_its_conversation(tmp_path: Path) -> None:
+def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(
+    tmp_path: Path,
+) -> None:
     trainer = TinyAnchorTrainer(options(tmp_path, 1))
     anchor, bos = trainer.anchor, int(trainer.tokenizer.bos_token_id or 0)
     ids = torch.tensor([[bos, 10, anchor, 11, anchor, 12, bos, 13, anchor, 14]])
@@ -70,7 +72,7 @@ def test_a_token_sees_its_own_sequence_and_anchors_of_its_conversation(tmp_path:
     assert seen[9].nonzero()[:, 0].tolist() == [6, 8, 9]
 
 
-def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None:
+def test_the_trained_model_says_where_its_anchors_are(tmp_path: Path) -> None:
     whole = list(train(options(tmp_path / "whole", 4), TinyAnchorTrainer))
     stopped = train(options(tmp_path / "stopped", 4), TinyAnchorTrainer)
     for _ in range(3):  # one step past a checkpoint
@@ -93,7 +95,7 @@ def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None
 
 
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
-    """Ten facts of one value each, twelve quizzes between: little is held, nearly all is known."""
+    """Ten conversations, twelve quizzes after the fact: few tokens held, nearly all recalled."""
     kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")
     setting = Profile(policy="anchor", sinks=1)
     study = RecallStudy((setting,), 10, between=(12,), kinds=kinds)

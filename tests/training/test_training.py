@@ -1,4 +1,4 @@
-"""The tiny world, its tokenizer, and the trainer, on a micro model."""
+"""Synthetic dialogue, the tokenizer, and the trainer, on a micro model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_told_fact_is_the_answer_of_its_question(kind: FactKind, seed: int) ->
 
 
 def test_every_answer_was_told_before_it_was_asked() -> None:
-    """A name that an answer gives stands in an earlier message."""
+    """A name in an answer is also in an earlier message."""
     checked = 0
     for seed in range(30):
         said = ""
@@ -113,7 +113,7 @@ def test_a_correction_replaces_the_value() -> None:
     assert talk.ask(("city", ""))[1].text == "You live in Lisbon."
 
 
-def test_never_told_is_said_so() -> None:
+def test_the_answer_about_an_untold_fact_says_so() -> None:
     talk = Dialogue(Random(0), MIX)
     question, answer = talk.ask_untold()
     assert question.text
