@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
 from sirchat.models.model import LoadedModel
-from sirchat.training.ansan import blocks, visible
+from sirchat.training.ansan import block_mask, visible
 
 Mask = Literal["none", "dense", "blocks"]
 
@@ -54,7 +54,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
         if mask == "dense":
             seen = visible(is_anchor, sinks=1)
         elif mask == "blocks":
-            seen = blocks(is_anchor, torch.zeros_like(ids), sinks=1)
+            seen = block_mask(is_anchor, torch.zeros_like(ids), sinks=1)
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
             logits = module(input_ids=ids, attention_mask=seen, use_cache=False).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])

@@ -65,10 +65,10 @@ def compare(
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
         raise KeyboardInterrupt
-    from sirchat.tasks.report import about
+    from sirchat.tasks.report import provenance
     from sirchat.tasks.side_by_side.report import record_of
 
-    record = record_of(found, about(model, "compare", command_line()))
+    record = record_of(found, provenance(model, "compare", command_line()))
     if html is not None:
         from sirchat.tasks.side_by_side.page import page_of
 

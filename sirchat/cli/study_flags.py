@@ -186,14 +186,16 @@ def _run(
     debug: bool,
 ) -> None:
     model = load(profile, trust_remote_code)
-    from sirchat.tasks.ray_runner import Cluster, spread
+    from sirchat.tasks.ray_runner import Cluster, run_on_ray
     from sirchat.tasks.run import run
 
-    elsewhere = None
+    remote = None
     if ray is not None:
         cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
-        elsewhere = partial(spread, load=partial(load, profile, trust_remote_code), cluster=cluster)
-    run(made, model, command=command_line(), out=out, as_json=json, elsewhere=elsewhere)
+        remote = partial(
+            run_on_ray, load=partial(load, profile, trust_remote_code), cluster=cluster
+        )
+    run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
 def _keyword(

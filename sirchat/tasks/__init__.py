@@ -1,1 +1,1 @@
-"""Evaluations: what a model under a policy still remembers. One file per task."""
+"""Studies: what a model still remembers under an eviction policy. One file for each task."""

@@ -1,8 +1,8 @@
 """Which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
 
-Facts are told, each in a round of its own, and one is asked for. All is read in one pass under the
-masks of equation (4). Of the attention that the question and its answer give to anchors, how much
-goes to the anchors of the round that told the fact?
+The user states several facts, each in its own round, and asks for one of them. The conversation is
+read in one forward pass under the mask of equation (4). Of the attention weights that the question
+and its answer put on anchors, which share goes to the anchors of the round that stated the fact?
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.attention import telling_weights
+from sirchat.tasks.attention import eager_attention
 from sirchat.tasks.perplexity import round_ids
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work, fields_of
+from sirchat.tasks.study import RunUnit, fields_of
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template
 from sirchat.training.ansan import visible
-from sirchat.training.probe import QUIET
+from sirchat.training.probe import SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Message, Style, draw_fact
 from sirchat.world.facts import KINDS
 
@@ -37,10 +37,10 @@ class AnchorAttention:
 
     Attributes:
         profile: its seed draws the conversations.
-        limit: conversations.
-        facts: told in each.
+        limit: number of conversations.
+        facts: number of facts in each conversation.
 
-    Raises SettingError for fewer than two facts, and for more than there are kinds.
+    Raises SettingError for fewer than two facts, and for more facts than there are kinds.
     """
 
     profile: Profile
@@ -53,19 +53,22 @@ class AnchorAttention:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "anchor-attention"
 
-    def asked(self) -> Record:
-        """All that the findings depend on."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
 
     def keys(self) -> list[str]:
-        """Conversations, by number."""
+        """One unit for each conversation: its number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Reads a conversation: by layer and round, the attention that its anchors get."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that reads a conversation: shares of attention by layer and round.
+
+        Raises SettingError for a model without anchors.
+        """
         if model.anchors is None:
             raise SettingError(
                 f"model {model.name!r} was not trained to gather text in anchors",
@@ -74,16 +77,16 @@ class AnchorAttention:
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """Rounds that tell facts, a question with its answer, and which round told that one."""
+        """The rounds, question and answer last, and the number of the round with that fact."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
-        talk, style = Dialogue(rng, QUIET), Style()
+        talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
         rounds = [talk.tell_one(fact, style) for fact in facts]
-        which = rng.randrange(self.facts)
-        return [*rounds, talk.ask((facts[which].kind.key, facts[which].subject))], which
+        target = rng.randrange(self.facts)
+        return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of the right round's anchors, by layer; and a picture of the first one."""
+        """The share of the right round by layer; and the weights of the first conversation."""
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
         rows: list[tuple[Value, ...]] = [
@@ -99,17 +102,20 @@ class AnchorAttention:
             {"the round that told it": line, "by chance": chance},
             dashed=("by chance",),
         )
-        facts = (
+        header = (
             f"seed {self.profile.seed}",
             f"{self.limit} conversations, {self.facts} facts each",
         )
         columns = ("of the attention to anchors", "share of the round that told it")
-        tables = (Table("Anchors attended to", columns, tuple(rows)), _picture(found["0"]))
-        return Report(facts, tables, (plot,), self.asked())
+        tables = (
+            Table("Anchors attended to", columns, tuple(rows)),
+            _first_conversation(found["0"]),
+        )
+        return Report(header, tables, (plot,), self.parameters())
 
 
-def _picture(one: Record) -> Table:
-    """The first conversation: what each token of its end gives to each round's anchors."""
+def _first_conversation(one: Record) -> Table:
+    """The weights from each token of question and answer to the anchors of each round."""
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)
@@ -118,7 +124,7 @@ def _picture(one: Record) -> Table:
 
 
 @torch.inference_mode()
-def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], which: int) -> Record:
+def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], target: int) -> Record:
     template = Template(model.tokenizer, model.anchors)
     parts = [
         round_ids(template, user.text, reply.text, first=not number)
@@ -129,7 +135,7 @@ def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], which: int)
     is_anchor = torch.tensor([[ends(one) for one in ids]])
     round_of = torch.tensor([number for number, part in enumerate(parts) for _ in part])
     sinks = model.anchors.sinks if model.anchors else 0
-    with telling_weights(model.module) as module:
+    with eager_attention(model.module) as module:
         out = module(
             input_ids=torch.tensor([ids], device=model.device),
             attention_mask=model.mask(visible(is_anchor, sinks=sinks)[0, 0]),
@@ -139,19 +145,19 @@ def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], which: int)
     if not out.attentions or out.attentions[0] is None:
         raise ModelError(f"model {model.name!r} does not tell its attention weights")
     start = len(ids) - len(parts[-1])
-    asks = slice(start, len(ids) - 1)
-    given = torch.stack([layer[0].float().mean(0)[asks].cpu() for layer in out.attentions])
+    queries = slice(start, len(ids) - 1)
+    weights = torch.stack([layer[0].float().mean(0)[queries].cpu() for layer in out.attentions])
     by_round = torch.stack(
-        [given[:, :, is_anchor[0] & (round_of == n)].sum(-1) for n in range(len(rounds) - 1)], -1
+        [weights[:, :, is_anchor[0] & (round_of == n)].sum(-1) for n in range(len(rounds) - 1)], -1
     )  # [L, m, rounds]
     return {
-        "which": which,
-        "shares": _normed(by_round.sum(1)).tolist(),
+        "which": target,
+        "shares": _normalised(by_round.sum(1)).tolist(),
         "rounds": [user.text for user, _ in rounds[:-1]],
-        "tokens": [repr(model.tokenizer.decode([one])) for one in ids[asks]],
+        "tokens": [repr(model.tokenizer.decode([one])) for one in ids[queries]],
         "by_token": by_round.mean(0).tolist(),
     }
 
 
-def _normed(weights: Tensor) -> Tensor:
+def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-12)

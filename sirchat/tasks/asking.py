@@ -1,4 +1,4 @@
-"""Rounds of an evaluation, read or answered by the model; settings switched between them."""
+"""Rounds of an evaluation, which the model reads or answers, and settings switched between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sirchat.text.template import Template
 
 
 def read(session: Session, user: str, reply: str) -> None:
-    """Read a round as it is."""
+    """Read a round with a given reply."""
     for _ in session.read_user(user):
         pass
     for _ in session.read_reply(reply):
@@ -21,7 +21,7 @@ def read(session: Session, user: str, reply: str) -> None:
 
 
 def ask(session: Session, user: str) -> str:
-    """The model's reply."""
+    """The reply that the model generates to the user's message, stripped; '' if there is none."""
     for event in session.ask(user):
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
@@ -29,9 +29,9 @@ def ask(session: Session, user: str) -> str:
 
 
 @contextmanager
-def placing(session: Session, per: Per | None) -> Iterator[None]:
-    """Meanwhile, put the model's anchors elsewhere; None for where it has them, if any."""
-    own, anchors = session.template, session.model.anchors
+def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
+    """Place anchors by `per` within this block; None leaves them where the model has them."""
+    original, anchors = session.template, session.model.anchors
     if per is None or anchors is None:
         yield
         return
@@ -39,10 +39,10 @@ def placing(session: Session, per: Per | None) -> Iterator[None]:
     try:
         yield
     finally:
-        session.template = own
+        session.template = original
 
 
 def switch(session: Session, **settings: object) -> None:
-    """Change settings at once."""
+    """Switch settings of a session at once."""
     for _ in session.switch("eval", **settings):
         pass

@@ -1,9 +1,9 @@
-"""Surprisal against attention (SirLLM, section 3.2, Figure 3): is what surprises looked at more?
+"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens receive more?
 
-The first tokens of many texts are read without a cache. Of each text, the tokens but the first,
-which is a sink, and the last, which nothing looks at, are cut into four segments by surprisal,
-lowest first. A token's attention is what the tokens after it give it, on average over them and over
-heads; a segment's, the mean over its tokens.
+The first tokens of many texts are read without a cache. The tokens of each text, except the first
+(a sink) and the last (which receives no attention), are divided into four segments by surprisal,
+lowest first. The attention that a token receives is the mean weight over all later tokens and all
+heads; that of a segment is the mean over its tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work
+from sirchat.tasks.study import RunUnit
 from sirchat.text.template import Template
-from sirchat.training.probe import QUIET
+from sirchat.training.probe import SMALL_TALK
 from sirchat.world.dialogue import dialogue
 
 SEGMENTS = 4
@@ -43,9 +43,9 @@ class AttentionStudy:
 
     Attributes:
         profile: its seed draws the texts.
-        limit: texts.
-        tokens: read of each.
-        text: a UTF-8 file with a text a line; None for made conversations.
+        limit: number of texts.
+        tokens: number of tokens to read of each text.
+        text: a UTF-8 file with one text on each line; None for synthetic conversations.
 
     Raises SettingError for too few tokens, and when the file can't be read.
     """
@@ -62,11 +62,11 @@ class AttentionStudy:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "attention"
 
-    def asked(self) -> Record:
-        """All that the findings depend on."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
@@ -75,18 +75,18 @@ class AttentionStudy:
         }
 
     def keys(self) -> list[str]:
-        """Texts, by number."""
+        """One unit for each text: its number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Reads a text: by layer, the attention of the first token and of each segment."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that reads a text: by layer, attention to the first token and each segment."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean weight and rank of each segment over layers, as in the paper; and by layer."""
+        """Mean weight and rank of each segment over layers, as in the paper; a plot by layer."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
-        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 is looked at most
+        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
         rows: list[tuple[Value, ...]] = [
             (str(at + 1), _mean(weights[:, at]), _mean(ranks[:, at]), _mean(ranks[:, at] == 1))
             for at in range(SEGMENTS)
@@ -97,14 +97,14 @@ class AttentionStudy:
             f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))
             for at in range(SEGMENTS)
         }
-        facts = (
+        header = (
             f"seed {self.profile.seed}",
             f"{self.limit} texts of {self.tokens} tokens",
             f"text {self.text}" if self.text else "talk of the bundled model's world",
         )
         table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
         plot = Plot("attention by surprisal", "layer", "mean weight", lines)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(header, (table,), (plot,), self.parameters())
 
     def _ids(self, model: LoadedModel, number: int) -> list[int]:
         if self._lines is not None:
@@ -121,8 +121,8 @@ class AttentionStudy:
 
     def _talk(self, number: int) -> Iterator[tuple[str, str]]:
         rng = Random(f"attention/{self.profile.seed}/{number}")
-        said = [one.text for one in dialogue(rng, self.tokens, QUIET) if one.role != "system"]
-        return zip(said[::2], said[1::2], strict=False)
+        texts = [one.text for one in dialogue(rng, self.tokens, SMALL_TALK) if one.role != "system"]
+        return zip(texts[::2], texts[1::2], strict=False)
 
     @cached_property
     def _lines(self) -> list[str] | None:
@@ -137,25 +137,26 @@ class AttentionStudy:
         return lines
 
 
-def by_segment(received: Floats, nats: Floats) -> Floats:
-    """The first token's attention, then each segment's mean [1 + SEGMENTS].
+def mean_by_segment(received: Floats, nats: Floats) -> Floats:
+    """Attention received by the first token, then by each segment on average [1 + SEGMENTS].
 
-    `received` [n] is each token's attention, `nats` [n] its surprisal (the first's does not count).
+    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; that of the
+    first token is not used.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
     return np.array([received[0], *means])
 
 
-def received(weights: Tensor) -> Tensor:
-    """Of attention weights [H, n, n], what the tokens after each give it [n - 1], on average."""
+def attention_received(weights: Tensor) -> Tensor:
+    """The mean weight that each token receives from later ones [n - 1]; weights are [H, n, n]."""
     mean = weights.float().mean(0)  # [n, n]
-    after = torch.arange(len(mean) - 1, 0, -1)
-    return mean.tril(-1).sum(0)[:-1] / after
+    later_tokens = torch.arange(len(mean) - 1, 0, -1)
+    return mean.tril(-1).sum(0)[:-1] / later_tokens
 
 
 def _read(model: LoadedModel, ids: list[int]) -> Record:
-    with telling_weights(model.module) as module, torch.inference_mode():
+    with eager_attention(model.module) as module, torch.inference_mode():
         tokens = torch.tensor([ids], device=model.device)
         out = module(input_ids=tokens, use_cache=False, output_attentions=True)
     if not out.attentions or out.attentions[0] is None:
@@ -163,21 +164,23 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
     nats = np.zeros(len(ids))
     nats[1:] = surprisal(out.logits[0, :-1], tokens[0, 1:]).cpu().numpy()
     weights = [
-        by_segment(np.append(received(layer[0]).cpu().double().numpy(), 0.0), nats).tolist()
+        mean_by_segment(
+            np.append(attention_received(layer[0]).cpu().double().numpy(), 0.0), nats
+        ).tolist()
         for layer in out.attentions
     ]
     return {"weights": weights}
 
 
 @contextmanager
-def telling_weights(module: Any) -> Iterator[Any]:
-    """The module with an attention that tells its weights."""
-    usual = module.config._attn_implementation
+def eager_attention(module: Any) -> Iterator[Any]:
+    """The module with eager attention, which returns its weights; restored afterwards."""
+    original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
         yield module
     finally:
-        module.set_attn_implementation(usual)
+        module.set_attn_implementation(original)
 
 
 def _mean(values: NDArray[Any]) -> float:

@@ -1,4 +1,4 @@
-"""A question with options, and which of them a model takes."""
+"""A multiple-choice question, and the option that a model chooses."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from sirchat.engine.records import ContinuationScore
 from sirchat.tasks.asking import ask
 
 Scoring = Literal["paper", "released", "reply"]
-"""How an option is taken.
+"""How an option is chosen.
 
-- `paper` (SirLLM, section 4.1): the one whose reply is likeliest, by the sum of its tokens'
+- `paper` (SirLLM, section 4.1): the option with the most likely reply, by the sum of its tokens'
   log-probabilities.
-- `released`: as in the code that came with the paper. A reply that would be generated wins;
-  otherwise the likeliest by the first token in which replies differ.
-- `reply`: the one that a generated reply names; none may be.
+- `released`: as in SirLLM's released code. The option whose reply equals the greedy output;
+  if none does, the most likely one by the first token in which the replies differ.
+- `reply`: the option that a generated reply names, if it names one.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks, with the reply that each option stands for.
+    """A question with a reply for each of its options.
 
     Attributes:
-        text: the question, options included where they are named.
-        replies: one for each option, none the beginning of another; with one alone there is
-            nothing to choose.
-        right: number of the right one.
-        group: what is counted together.
+        text: the question, with its options if they are listed.
+        replies: one for each option, none a prefix of another; a single one leaves no choice.
+        right: index of the right reply.
+        group: the questions that are counted together with this one.
     """
 
     text: str
@@ -45,45 +44,48 @@ class Question:
         return self.replies[self.right]
 
 
-def take(session: Session, question: Question, scoring: Scoring) -> int | None:
-    """Ask, and go on as if the reply of the option taken had been said; its number."""
+def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
+    """Ask, and continue with the reply of the chosen option; returns its index.
+
+    Returns None if a generated reply names no option; the conversation then continues with it.
+    """
     if scoring == "reply" and len(question.replies) > 1:
-        return named(ask(session, question.text), question.replies)
+        return named_option(ask(session, question.text), question.replies)
     for _ in session.read_user(question.text):
         pass
-    taken = 0
+    chosen = 0
     if len(question.replies) > 1:
-        taken = likeliest(
+        chosen = most_likely(
             [session.score_continuation(reply) for reply in question.replies], scoring
         )
-    for _ in session.read_reply(question.replies[taken]):
+    for _ in session.read_reply(question.replies[chosen]):
         pass
-    return taken
+    return chosen
 
 
-def likeliest(weighed: Sequence[ContinuationScore], scoring: Scoring) -> int:
-    """The number of the option that is taken; the first of equals."""
+def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
+    """The index of the chosen option; the first one among equals."""
     if scoring == "released":
-        for number, one in enumerate(weighed):
+        for number, one in enumerate(scores):
             if one.greedy:
                 return number
-        at = _shared(weighed)
-        scores = [one.log_probabilities[at] for one in weighed]
+        at = _shared_prefix_length(scores)
+        nats = [one.log_probabilities[at] for one in scores]
     else:
-        scores = [sum(one.log_probabilities) for one in weighed]
-    return scores.index(max(scores))
+        nats = [sum(one.log_probabilities) for one in scores]
+    return nats.index(max(nats))
 
 
-def named(said: str, replies: Sequence[str]) -> int | None:
-    """The option whose reply this is, or begins with, or whose letter it gives first."""
-    said = said.strip()
+def named_option(text: str, replies: Sequence[str]) -> int | None:
+    """The index of the option whose reply the text begins with; None for no option."""
+    text = text.strip()
     for number, reply in enumerate(replies):
-        if said.startswith(reply.rstrip(".")):
+        if text.startswith(reply.rstrip(".")):
             return number
     return None
 
 
-def _shared(weighed: Sequence[ContinuationScore]) -> int:
-    """How many ids all options begin with."""
-    columns = zip(*(one.ids for one in weighed), strict=False)
+def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
+    """Number of ids that all options begin with."""
+    columns = zip(*(one.ids for one in scores), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

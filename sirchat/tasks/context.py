@@ -1,7 +1,7 @@
 """Perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4).
 
-Conversations of the bundled model's world are read from their beginning. The perplexity at a length
-is that of all tokens up to there. Anchors do not count: they say nothing, and are foreseen.
+Synthetic conversations are read from their beginning. The perplexity at a length is that of all
+tokens up to that length. Anchor tokens do not count: they carry no text, and are predictable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.perplexity import read, round_ids, talk
+from sirchat.tasks.perplexity import conversation, read, round_ids
 from sirchat.tasks.report import Plot, Report, Table
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid
@@ -24,10 +24,10 @@ from sirchat.text.template import Template
 
 @dataclass(frozen=True)
 class Context(Grid):
-    """The study; `limit` is conversations.
+    """The study; `limit` is the number of conversations.
 
     Attributes:
-        lengths: tokens of context, ascending.
+        lengths: context lengths in tokens, ascending.
 
     Raises SettingError for lengths that do not ascend.
     """
@@ -41,16 +41,16 @@ class Context(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "context"
 
     def units(self) -> list[str]:
-        """Conversations, by number."""
+        """One unit for each conversation: its number."""
         return [str(number) for number in range(self.limit)]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read one: the sum of the surprisals, in nats, up to each length, and of how many."""
-        model = session.model  # a context may be longer than those it was made for
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read a conversation: the sum of surprisals, in nats, and the token count, by length."""
+        model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))
         nats = read(model, session.profile, iter(rounds))
@@ -66,8 +66,8 @@ class Context(Grid):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Perplexity at each length."""
-        held = self.held(found)
-        rows = {one.name: self._perplexities(one) for one in held}
+        findings = self.findings(found)
+        rows = {one.name: self._perplexities(one) for one in findings}
         columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))
         table = Table("Perplexity by context", columns, tuple((n, *v) for n, v in rows.items()))
         lines = {
@@ -75,20 +75,22 @@ class Context(Grid):
             for name, values in rows.items()
         }
         plot = Plot("perplexity by context", "tokens", "perplexity", lines, log_x=True)
-        facts = (f"seed {self.seed}", f"{self.limit} conversations")
-        return Report(facts, (table,), (plot,), self.asked())
+        header = (f"seed {self.seed}", f"{self.limit} conversations")
+        return Report(header, (table,), (plot,), self.parameters())
 
     def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
-        """A conversation's ids, round by round, as many as the longest context has."""
+        """The ids of a conversation, round by round, up to the longest length."""
         template, left = Template(model.tokenizer, model.anchors), self.lengths[-1]
-        for number, (user, reply) in enumerate(talk(f"context/{self.seed}/{unit}", left // 8)):
+        for number, (user, reply) in enumerate(
+            conversation(f"context/{self.seed}/{unit}", left // 8)
+        ):
             ids = round_ids(template, user, reply, first=not number)[:left]
             yield ids
             left -= len(ids)
             if not left:
                 return
 
-    def _perplexities(self, held: Findings) -> list[float]:
-        nats = np.sum([one["nats"] for one in held.all], axis=0)
-        tokens = np.sum([one["tokens"] for one in held.all], axis=0)
+    def _perplexities(self, findings: Findings) -> list[float]:
+        nats = np.sum([one["nats"] for one in findings.records], axis=0)
+        tokens = np.sum([one["tokens"] for one in findings.records], axis=0)
         return [math.exp(each) for each in nats / tokens]

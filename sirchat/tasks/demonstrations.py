@@ -1,9 +1,9 @@
-"""Questions behind demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
+"""Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
-Demonstrations are questions of the project's bank with their answers. What is held of them is
-cached and used again for every question: so C, how much smaller the cache is than the
-demonstrations; and T, how much faster a question is answered than by reading all of it anew, and
-than with the full cache. `max` is the most that was held while a reply was generated (MaxKV).
+Demonstrations are questions of the project's question bank with their answers. The tokens held of
+them are reused for every question. C is how much smaller the cache is than the demonstrations. T is
+how much faster a question is answered than by reading the demonstrations again, and than with the
+full cache. `max` is the most tokens held while a reply was generated (MaxKV).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated
-from sirchat.tasks.asking import placing, read
-from sirchat.tasks.choice import Question, likeliest
+from sirchat.tasks.asking import anchors_placed, read
+from sirchat.tasks.choice import Question, most_likely
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Findings, Grid, Work, mean, refuse_unknown, share
+from sirchat.tasks.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share
 from sirchat.text.anchor_placement import CHANCE, EVERY
 from sirchat.text.anchors import Per
 
@@ -38,13 +38,13 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The study; `limit` is sets of demonstrations.
+    """The study; `limit` is the number of sets of demonstrations.
 
     Attributes:
-        shots: how many demonstrations, for each row; 0 for none.
-        questions: asked behind each set.
-        places: where anchors are put among the demonstrations (section 7.1), beside where the
-            model has them.
+        shots: numbers of demonstrations, each one a row of the table.
+        questions: number of questions asked after each set.
+        places: further placements of anchors among the demonstrations (section 7.1), besides the
+            model's own.
     """
 
     shots: tuple[int, ...] = (0, 5)
@@ -56,11 +56,11 @@ class Demonstrations(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "demonstrations"
 
     def cells(self) -> list[Cell]:
-        """Every setting with every number of shots; policies that gather with every place, too."""
+        """Every setting with every number of shots; the anchor policy also with every placement."""
         cells: list[Cell] = []
         for n in self.shots:
             for cell in super().cells():
@@ -74,11 +74,11 @@ class Demonstrations(Grid):
         return cells
 
     def units(self) -> list[str]:
-        """Sets, by number."""
+        """One unit for each set of demonstrations: its number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """As any grid; raises SettingError for a model without a token that could be put."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """As in any grid; raises SettingError for `places` and a model without anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
                 f"model {model.name!r} has no anchor token that could be put elsewhere",
@@ -86,89 +86,96 @@ class Demonstrations(Grid):
             )
         return super().worker(model)
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the demonstrations, ask each question behind them, and take it back."""
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the demonstrations, then ask and undo each question."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
-        every = [generated.bank(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)]
-        shown, asked = every[: cell.shots], every[-self.questions :]
-        with placing(session, cell.per):
-            for one in shown:
+        every = [
+            generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
+        ]
+        shots, questions = every[: cell.shots], every[-self.questions :]
+        with anchors_placed(session, cell.per):
+            for one in shots:
                 read(session, one.text, one.answer)
         cached = session.resident
         found: Record = {"tokens": session.seen, "cached": cached, "right": [], "seconds": []}
-        for one in asked:
+        for one in questions:
             start = time.perf_counter()
-            found["right"].append(_takes(session, one) == one.right)
+            found["right"].append(_chosen(session, one) == one.right)
             found["seconds"].append(time.perf_counter() - start)
             list(session.undo())
-        found["max"] = _most_held(session, asked[0])
+        found["max"] = _peak_held(session, questions[0])
         if cell.setting.policy == "full":
-            found["anew"] = self._anew(session, shown, asked)
+            found["anew"] = self._uncached_seconds(session, shots, questions)
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The paper's Acc, C and T, and MaxKV."""
-        held = self.held(found)
+        """The paper's Acc, C, T and MaxKV."""
+        findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
             *("T, not cached", "T, full cache"),
         )
         rows = tuple(
-            _row(one, self._full(held, cell)) for cell, one in zip(self.cells(), held, strict=True)
+            _row(one, self._of_full(findings, cell))
+            for cell, one in zip(self.cells(), findings, strict=True)
         )
-        facts = (
+        header = (
             f"seed {self.seed}",
             f"{self.limit} sets of demonstrations, {self.questions} questions each",
             f"{OPTIONS} options",
         )
-        return Report(facts, (Table("Demonstrations", columns, rows, 2),), details=self.asked())
+        return Report(
+            header, (Table("Demonstrations", columns, rows, 2),), details=self.parameters()
+        )
 
-    def _full(self, held: list[Findings], cell: Cell) -> Findings | None:
-        """What `full` did with as many shots, if it was asked for."""
-        for other, one in zip(self.cells(), held, strict=True):
+    def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
+        """The findings of `full` with as many shots, if it is among the settings."""
+        for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one
         return None
 
-    def _anew(self, session: Session, shown: list[Question], asked: list[Question]) -> list[float]:
-        """Seconds a question, when demonstrations and question are read for each."""
+    def _uncached_seconds(
+        self, session: Session, shots: list[Question], questions: list[Question]
+    ) -> list[float]:
+        """Seconds for each question, if the demonstrations are read again for each."""
         seconds = []
-        for one in asked:
+        for one in questions:
             session.reset()
             start = time.perf_counter()
-            for shot in shown:
+            for shot in shots:
                 read(session, shot.text, shot.answer)
-            _takes(session, one)
+            _chosen(session, one)
             seconds.append(time.perf_counter() - start)
         return seconds
 
 
-def _takes(session: Session, one: Question) -> int:
+def _chosen(session: Session, one: Question) -> int:
     for _ in session.read_user(one.text):
         pass
-    return likeliest([session.score_continuation(reply) for reply in one.replies], "paper")
+    return most_likely([session.score_continuation(reply) for reply in one.replies], "paper")
 
 
-def _most_held(session: Session, one: Question) -> int:
+def _peak_held(session: Session, one: Question) -> int:
     """The most tokens held while the question is answered."""
-    most = session.resident
+    peak = session.resident
     for _ in session.ask(one.text):
-        most = max(most, session.resident)
+        peak = max(peak, session.resident)
     list(session.undo())
-    return most
+    return peak
 
 
 def _row(one: Findings, full: Findings | None) -> tuple[Value, ...]:
-    demonstrations = mean([each["tokens"] for each in one.all]).value
-    cached = mean([each["cached"] for each in one.all]).value
+    demonstrations = mean([each["tokens"] for each in one.records]).value
+    cached = mean([each["cached"] for each in one.records]).value
     seconds = _seconds(one, "seconds")
     return (
         one.name,
-        share(right for each in one.all for right in each["right"]),
+        share(right for each in one.records for right in each["right"]),
         demonstrations,
         cached,
         1 - cached / demonstrations if demonstrations else None,
-        mean([each["max"] for each in one.all]).value,
+        mean([each["max"] for each in one.records]).value,
         1000 * seconds,
         _seconds(full, "anew") / seconds if full is not None else None,
         _seconds(full, "seconds") / seconds if full is not None else None,
@@ -176,5 +183,5 @@ def _row(one: Findings, full: Findings | None) -> tuple[Value, ...]:
 
 
 def _seconds(one: Findings, key: str) -> float:
-    every: list[float] = [seconds for each in one.all for seconds in each[key]]
+    every: list[float] = [seconds for each in one.records for seconds in each[key]]
     return sum(every) / len(every)

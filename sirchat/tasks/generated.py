@@ -1,7 +1,7 @@
-"""The same kinds of conversations as the released files have, from the project's own bank.
+"""Conversations like those of SirLLM's released files, generated from the project's question bank.
 
-They are worded as in the world of the bundled model, so that everything runs offline. An option's
-letter stands behind it, in question and reply: a small model finds what follows a word.
+They use words that the bundled model knows, so that everything runs offline. The letter of an
+option follows it, in question and reply, because a small model copies what follows a word.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ GROCERY_ROUNDS = 20
 
 
 def dailydialog(seed: int, number: int) -> list[Question]:
-    """Four to fourteen questions of four options each."""
+    """A conversation of 4 to 14 questions with four options each."""
     rng = Random(f"dailydialog/{seed}/{number}")
-    return [bank(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
+    return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """What to buy; 20 questions of five options; which of four it was."""
+    """A conversation: what to buy, 20 questions with five options, and which of four it was."""
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
-    wanted = rng.randrange(4)
-    told = Question(f"I want you to buy the GROCERY: [{choices[wanted]}].", ("OK",), 0, "told")
-    between = [bank(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]
+    target = rng.randrange(4)
+    request = Question(f"I want you to buy the GROCERY: [{choices[target]}].", ("OK",), 0, "told")
+    between = [question(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]
     replies = tuple(f"You asked me to buy {one}." for one in choices)
-    asked = Question("Which GROCERY did I ask you to buy?", replies, wanted, GROCERY)
-    return [told, *between, asked]
+    recall = Question("Which GROCERY did I ask you to buy?", replies, target, GROCERY)
+    return [request, *between, recall]
 
 
-def bank(rng: Random, count: int, group: str) -> Question:
-    """A question of the bank with `count` options, or as many as its topic has."""
+def question(rng: Random, count: int, group: str) -> Question:
+    """A question of the bank with `count` options, or fewer if its topic has fewer."""
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]
     rng.shuffle(options)

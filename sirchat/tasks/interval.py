@@ -1,4 +1,4 @@
-"""How sure a measured share or mean is."""
+"""95 % confidence intervals of a share and of a mean."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from collections.abc import Sequence
 _Z = 1.959964  # 95 %
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's score interval); (0, 1) when nothing was asked."""
-    if not asked:
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of the share `right / total` (Wilson's score); (0, 1) for a total of 0."""
+    if not total:
         return 0.0, 1.0
-    share, spread = right / asked, _Z * _Z / asked
-    middle = share + spread / 2
-    half = _Z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    share, term = right / total, _Z * _Z / total
+    middle = share + term / 2
+    half = _Z * math.sqrt(share * (1 - share) / total + term / (4 * total))
+    return max(0.0, (middle - half) / (1 + term)), min(1.0, (middle + half) / (1 + term))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of `values` with its 95 % interval (Student's t); as wide as can be for one value.
+    """The mean of `values` with its 95 % interval (Student's t).
 
-    The quantile is Abramowitz and Stegun's expansion 26.7.5, right to 0.005 from six values on.
+    The interval is infinite for fewer than two values, and the mean of no values is NaN. The
+    quantile is Abramowitz and Stegun's expansion 26.7.5, right to 0.005 from six values on.
     """
-    mean = sum(values) / max(1, len(values))
+    if not values:
+        return math.nan, -math.inf, math.inf
+    mean = sum(values) / len(values)
     freedom = len(values) - 1
     if freedom < 1:
         return mean, -math.inf, math.inf

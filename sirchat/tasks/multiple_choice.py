@@ -1,8 +1,8 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
-Every conversation starts with an empty cache. The questions are those of the released files, or
-made of the project's own bank. Few-shot rows (the paper's Table 4) ask every question alone, behind
-the n questions before it and their answers.
+Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
+from the project's own question bank. Few-shot rows (the paper's Table 4) ask every question in an
+empty cache, after the n questions before it with their right answers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sirchat.config.layers import changed
 from sirchat.errors import SettingError
 from sirchat.tasks import generated, paper_tables, sirllm_files
 from sirchat.tasks.asking import read
-from sirchat.tasks.choice import Question, Scoring, take
-from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.choice import Question, Scoring, choose
+from sirchat.tasks.report import Estimate, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_of_draws
+from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
 
 _SOURCES = {
     "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, "dailydialog.jsonl"),
@@ -37,14 +37,14 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class MultipleChoice(Grid):
-    """The study; `limit` is conversations for each setting.
+    """The study; `limit` is the number of conversations for each setting.
 
     Attributes:
         task: `dailydialog` or `grocery`.
-        scoring: how an option is taken.
-        shots: few-shot rows beside the settings.
-        data: a folder with the released files; none for made conversations.
-        answered: read the right answers to questions that are not about what was told.
+        scoring: how an option is chosen.
+        shots: numbers of shots of the few-shot rows, which follow those of the settings.
+        data: a folder with the released files; None for generated conversations.
+        answered: give the right answers to the questions of general knowledge.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -62,32 +62,32 @@ class MultipleChoice(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return self.task
 
     @cached_property
     def conversations(self) -> list[list[Question]]:
         """The first `limit` conversations."""
-        make, load, file = _SOURCES[self.task]
+        generate, load, file = _SOURCES[self.task]
         if self.data is not None:
-            asked = load(Path(self.data) / file)[: self.limit]
+            found = load(Path(self.data) / file)[: self.limit]
         else:
-            asked = [make(self.seed, number) for number in range(self.limit)]
-        return [list(map(_answered, one)) for one in asked] if self.answered else asked
+            found = [generate(self.seed, number) for number in range(self.limit)]
+        return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
-        """The settings, then the few-shot rows, which forget nothing."""
-        alone = changed(self.settings[0], self.name, policy="full")
+        """The settings, then the few-shot rows, under `full`."""
+        full = changed(self.settings[0], self.name, policy="full")
         return super().cells() + [
-            Cell(f"{n}-shot", alone, (alone.seed,), shots=n) for n in self.shots
+            Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
         ]
 
     def units(self) -> list[str]:
-        """Conversations, by number."""
+        """One unit for each conversation: its number."""
         return [str(number) for number in range(len(self.conversations))]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Hold a conversation: by group, whether the option taken was the right one."""
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Run a conversation: by group, whether each chosen option was the right one."""
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
         for number, one in enumerate(questions):
@@ -97,45 +97,45 @@ class MultipleChoice(Grid):
                     read(session, shot.text, shot.answer)
             elif cell.shots:
                 continue
-            taken = take(session, one, self.scoring)
+            chosen = choose(session, one, self.scoring)
             if len(one.replies) > 1:
-                found.setdefault(one.group, []).append(taken == one.right)
+                found.setdefault(one.group, []).append(chosen == one.right)
         return {"right": found, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right options by setting, and how far it is from that of `sink`."""
-        held = self.held(found)
+        """The share of right options by setting, and its difference from that of `sink`."""
+        findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
-        stream = next((one for one in held if one.name.startswith("sink")), None)
+        sink = next((one for one in findings if one.name.startswith("sink")), None)
         columns = ["setting", *(_COLUMNS[group] for group in groups)]
-        columns += [f"{_COLUMNS[group]} - {stream.name}" for group in groups if stream]
+        columns += [f"{_COLUMNS[group]} - {sink.name}" for group in groups if sink]
         rows: list[tuple[Value, ...]] = []
-        for one in held:
+        for one in findings:
             shares: list[Value] = [_right(one, group) for group in groups]
-            gaps = [_right(one, g).value - _right(stream, g).value for g in groups if stream]
+            gaps = [_right(one, g).value - _right(sink, g).value for g in groups if sink]
             rows.append((one.name, *shares, *gaps))
-        whole = [one for cell, one in zip(self.cells(), held, strict=True) if not cell.shots]
-        tokens = [each["tokens"] for one in whole for each in one.all] or [0]
-        facts = (
+        whole = [one for cell, one in zip(self.cells(), findings, strict=True) if not cell.shots]
+        tokens = [each["tokens"] for one in whole for each in one.records] or [0]
+        header = (
             f"seed {self.seed}",
             f"{len(self.conversations)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"scoring {self.scoring}",
             f"data {self.data}" if self.data else "the project's own questions",
         )
         table = Table(self.name, tuple(columns), tuple(rows))
-        tables = (table, *self._published())
-        return Report(facts, tables, self._plots(held, groups), details=self.asked())
+        tables = (table, *self._paper_tables())
+        return Report(header, tables, self._plots(findings, groups), details=self.parameters())
 
-    def _published(self) -> tuple[Table, ...]:
-        """The paper's tables."""
+    def _paper_tables(self) -> tuple[Table, ...]:
+        """The results that the paper prints."""
         if self.task == "dailydialog":
             return (paper_tables.dailydialog(),)
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
-    def _plots(self, held: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """The shares by decay (the paper's Figure 6), where several decays are compared."""
+    def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
+        """The shares by decay (the paper's Figure 6), if several decays are compared."""
         lines: dict[str, list[tuple[float, float]]] = {}
-        for cell, one in zip(self.cells(), held, strict=True):
+        for cell, one in zip(self.cells(), findings, strict=True):
             setting = cell.setting
             if cell.shots or setting.policy == "full" or setting.decay == "auto":
                 continue
@@ -147,15 +147,16 @@ class MultipleChoice(Grid):
         return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
 
 
-def _answered(one: Question) -> Question:
-    """A question whose answer is known; as it is, where it asks for what was told."""
+def _with_answer(one: Question) -> Question:
+    """A question of general knowledge with its right reply alone; any other one unchanged."""
     if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)
 
 
-def _right(held: Findings, group: str) -> Measured:
-    draws = [
-        [right for one in draw for right in one["right"].get(group, [])] for draw in held.draws
+def _right(findings: Findings, group: str) -> Estimate:
+    answers = [
+        [right for one in records for right in one["right"].get(group, [])]
+        for records in findings.by_seed
     ]
-    return share_of_draws(draws)
+    return share_over_seeds(answers)

@@ -1,9 +1,9 @@
-"""Conversations in which something is told and, in the end, asked for.
+"""Needle tasks: conversations that state something (the needle) and ask for it at the end.
 
-The stories and lines are those of Retrieval-Augmented StreamingLLM (section 3), the facts those of
-the bundled model's world. With a file, each of its lines is a conversation: a JSON object whose
-`turns` are told one by one, but for the last, which asks; `reference` is the answer, or the turn is
-that tells of what the question names.
+The stories and lines follow Retrieval-Augmented StreamingLLM (section 3), the facts come from the
+generator of synthetic dialogue. In a file, each line is a conversation: a JSON object whose `turns`
+are user messages, the last of them the question. The answer is `reference` or, without one, the
+text of the newest turn that mentions what the question names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from sirchat.errors import SettingError
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Style, draw_fact
 from sirchat.world.facts import STORY
 
@@ -27,8 +27,8 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""So many stories, of which one is asked for; rounds of small talk after a fact; facts in a row;
-numbered lines, each with a number."""
+"""Number of stories, of which one is asked for (stories); of rounds of small talk after one fact
+(facts); of facts in a row (items); of numbered lines, each with a number to recall (lines)."""
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -39,31 +39,32 @@ class NeedleDialogue:
     """A conversation and its question.
 
     Attributes:
-        rounds: user and reply, in order.
-        question: what is asked in the end.
-        answer: what the reply must be, or must have in it where `within`.
+        rounds: user message and reply of each round, in order.
+        question: the last user message.
+        answer: the right reply.
+        substring: whether a reply is right as soon as it contains the answer.
     """
 
     rounds: tuple[tuple[str, str], ...]
     question: str
     answer: str
-    within: bool = False
+    substring: bool = False
 
-    def answers(self, said: str) -> bool:
+    def is_right(self, reply: str) -> bool:
         """Whether a reply is right."""
-        if self.within:
-            return _plain(self.answer) in _plain(said)
-        return counted(said) == counted(self.answer)
+        if self.substring:
+            return _normalised(self.answer) in _normalised(reply)
+        return scored_part(reply) == scored_part(self.answer)
 
-    def may_answer(self, begun: str) -> bool:
-        """Whether a reply that begins so may still be right."""
-        return self.within or counted(self.answer).startswith(counted(begun))
+    def may_become_right(self, prefix: str) -> bool:
+        """Whether a reply with this prefix can still be right."""
+        return self.substring or scored_part(self.answer).startswith(scored_part(prefix))
 
 
 def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
     """Conversation `number` of a task; the same seed gives the same one."""
     rng = Random(f"retrieval/{seed}/{task}/{number}")
-    talk, count = Dialogue(rng, QUIET), TASKS[task]
+    talk, count = Dialogue(rng, SMALL_TALK), TASKS[task]
     if task.startswith("stories"):
         return _stories(talk, count)
     if task.startswith("lines"):
@@ -77,30 +78,30 @@ def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
     return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
-def read_dialogues(path: Path) -> list[NeedleDialogue]:
-    """The conversations of a file; those that ask for what was not told are left out.
+def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
+    """The conversations of a file, without those whose answer no turn contains.
 
-    Raises SettingError when the file can't be read, or has none.
+    Raises SettingError when the file can't be read, or has no such conversation.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
-        made = [_released(row["turns"], row.get("reference")) for row in rows]
+        parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
             f"data {str(path)!r} can't be read: {error}", hint="one JSON object a line, with turns"
         ) from None
-    found = [one for one in made if one is not None]
+    found = [one for one in parsed if one is not None]
     if not found:
         raise SettingError(f"data {str(path)!r} has no conversation that asks for what was told")
     return found
 
 
-def counted(text: str) -> str:
-    """What must be right of an answer, as far as it was said: of a story, from its hero on.
+def scored_part(text: str) -> str:
+    """The part of a whole or partial answer that is compared: for a story, from its hero on.
 
-    Which number a story had is not counted: it stands before the hero, and the bundled model does
-    not find what stands before a word.
+    The number of a story is not scored: it precedes the hero, and the bundled model copies only
+    what follows a word.
     """
     text = text.strip()
     if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
@@ -110,51 +111,51 @@ def counted(text: str) -> str:
 
 
 def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Numbered stories, each with a hero; of three the second is asked for, as in the paper."""
+    """Numbered stories, each with a hero; the second of three is asked for, as in the paper."""
     stories: dict[str, tuple[str, str]] = {}
     while len(stories) < count:
         fact = draw_fact(talk.rng, STORY, Style())
         if fact.subject not in stories:
             user, reply = talk.tell_one(replace(fact, number=len(stories) + 1), Style())
             stories[fact.subject] = user.text, reply.text
-    asked = list(stories)[1 if count == 3 else talk.rng.randrange(count - 2)]
-    question, answer = talk.ask((STORY.key, asked))
+    target = list(stories)[1 if count == 3 else talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((STORY.key, target))
     return NeedleDialogue(tuple(stories.values()), question.text, answer.text)
 
 
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Facts of different kinds in a row; one of them, but the last two, is asked for."""
+    """Facts of different kinds in a row; one of them, except the last two, is asked for."""
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
-    asked = facts[talk.rng.randrange(count - 2)]
-    question, answer = talk.ask((asked.kind.key, asked.subject))
+    target = facts[talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((target.kind.key, target.subject))
     return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
 def _lines(rng: Random, count: int) -> NeedleDialogue:
-    """Lines such as `Line 3: 270328`; one of them, but the last two, is asked for."""
+    """Lines such as `Line 3: 270328`; one of them, except the last two, is asked for."""
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
-    asked = rng.randrange(count - 2)
+    target = rng.randrange(count - 2)
     return NeedleDialogue(
         tuple((f"Line {line}: {number}", "OK.") for line, number in enumerate(numbers)),
-        f"What is the number in Line {asked}?",
-        numbers[asked],
-        within=True,
+        f"What is the number in Line {target}?",
+        numbers[target],
+        substring=True,
     )
 
 
-def _released(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
-    """None where the question is not for one of the lines told before it."""
+def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
+    """The dialogue of a file's entry; None if no turn before the question has the answer."""
     *lines, question = turns
-    answer = str(reference[0]) if reference else _asked_for(question, lines)
+    answer = str(reference[0]) if reference else _answer(question, lines)
     if not answer or not any(answer in line for line in lines):
         return None
-    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, within=True)
+    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, substring=True)
 
 
-def _asked_for(question: str, lines: list[str]) -> str:
-    """The newest of several lines about whom, or which number, the first sentence asks."""
+def _answer(question: str, lines: list[str]) -> str:
+    """The text of the newest line that mentions the name or number that the question is about."""
     sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
     names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
     if not names or len(lines) < 2:
@@ -163,6 +164,6 @@ def _asked_for(question: str, lines: list[str]) -> str:
     return about[-1].rpartition(": ")[2] if about else ""
 
 
-def _plain(text: str) -> str:
-    """For comparing: small letters, single blanks, no full stop at the end."""
+def _normalised(text: str) -> str:
+    """In lower case, with single blanks and no full stop at the end, for comparison."""
     return " ".join(text.lower().split()).rstrip(".")

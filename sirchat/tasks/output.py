@@ -1,4 +1,4 @@
-"""Writes a report: to the terminal, as JSON, and as files in a folder."""
+"""Writes a report to the terminal, as JSON, or as files in a folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 
-from sirchat.tasks.report import Measured, Plot, Report, Table, Value
+from sirchat.tasks.report import Estimate, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 
 
 def record_of(report: Report, head: Record) -> Record:
-    """All of a report, to be written as JSON."""
+    """The report as one JSON object, after the entries of `head`."""
     tables = {table.name: _plain_table(table) for table in report.tables}
     return {**head, "tables": tables, **report.details}
 
@@ -30,14 +30,14 @@ def print_json(record: Record) -> None:
 
 
 def print_report(report: Report, head: Record) -> None:
-    """Print tables to stdout, under what they are of."""
+    """Print the tables to stdout, below a heading that says what was run."""
     console = Console(highlight=False)
     console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
     for table in report.tables:
         rows = [[_text(value, table.digits) for value in row] for row in table.rows]
         columns = [list(cells) for cells in zip(table.columns, *rows, strict=True)]
         widths = _widths(columns, console.width if console.is_terminal else None)
-        drawn = Drawn(title=table.name, title_justify="left", box=None)
+        drawn = RichTable(title=table.name, title_justify="left", box=None)
         for number, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
             drawn.add_column(column, justify="right" if number else "left", width=width)
         for row in rows:
@@ -48,9 +48,9 @@ def print_report(report: Report, head: Record) -> None:
 
 
 def _widths(columns: list[list[str]], room: int | None) -> list[int]:
-    """The width of each column: all of it where there is room, or no limit.
+    """The width of each column, such that all columns fit `room`, if they can; None for no limit.
 
-    No word or number is ever cut, and no row's name wrapped; the terminal then wraps the rows.
+    No word or number is cut, and no row's name wrapped, so the rows may still be wider than `room`.
     """
     most = [max(map(cell_len, cells)) for cells in columns]
     if room is None:
@@ -65,9 +65,9 @@ def _widths(columns: list[list[str]], room: int | None) -> list[int]:
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:
-    """Put JSON, Markdown, a CSV file for each table and a plot for each figure into a folder.
+    """Write JSON, Markdown, a CSV file for each table and an SVG file for each plot into a folder.
 
-    Gives what could not be written, and why.
+    Returns a message for each thing that could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = json.dumps(record_of(report, head), indent=2)
@@ -82,9 +82,9 @@ def write_report(report: Report, head: Record, folder: Path, name: str) -> list[
 
 
 def markdown(report: Report, head: Record) -> str:
-    """Tables as Markdown, under what they are of."""
-    facts, command = _heading(report, head)
-    parts = [f"{facts}\n\n`{command}`\n"]
+    """The tables as Markdown, below a heading that says what was run."""
+    title, command = _heading(report, head)
+    parts = [f"{title}\n\n`{command}`\n"]
     for table in report.tables:
         lines = [table.columns, ("---",) + ("---:",) * (len(table.columns) - 1)]
         lines += [tuple(_text(value, table.digits) for value in row) for row in table.rows]
@@ -94,13 +94,13 @@ def markdown(report: Report, head: Record) -> str:
 
 
 def draw(plot: Plot, path: Path) -> bool:
-    """A plot as SVG; False where matplotlib is not installed."""
+    """Write a plot as SVG; returns False if matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    with rc_context({"svg.hashsalt": plot.name}):  # the same figure gives the same file
+    with rc_context({"svg.hashsalt": plot.name}):  # makes the file reproducible
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for name, points in plot.lines.items():
@@ -120,12 +120,14 @@ def draw(plot: Plot, path: Path) -> bool:
 def _heading(report: Report, head: Record) -> tuple[str, str]:
     model = f"{head['task']}: {head['model']} ({head['revision'][:12]}) on {head['device']}"
     versions = f"sirchat {head['sirchat']}, torch {head['torch']}"
-    facts = ", ".join([model, head["dtype"], *report.facts])
-    return f"{facts}; {versions}, transformers {head['transformers']}", head["command"]
+    what = ", ".join([model, head["dtype"], *report.header])
+    return f"{what}; {versions}, transformers {head['transformers']}", head["command"]
 
 
 def _text(value: Value, digits: int) -> str:
-    if isinstance(value, Measured):
+    if _is_empty(value):
+        return "-"
+    if isinstance(value, Estimate):
         if math.isinf(value.low):
             return f"{value.value:.{digits}f}"
         return f"{value.value:.{digits}f} ({value.low:.2f} to {value.high:.2f})"
@@ -134,13 +136,21 @@ def _text(value: Value, digits: int) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
+def _is_empty(value: Value) -> bool:
+    """Whether this is NaN: a share or mean of no values."""
+    number = value.value if isinstance(value, Estimate) else value
+    return isinstance(number, float) and math.isnan(number)
+
+
 def _plain_table(table: Table) -> Record:
     rows = [[_plain(value) for value in row] for row in table.rows]
     return {"columns": list(table.columns), "rows": rows}
 
 
 def _plain(value: Value) -> object:
-    if not isinstance(value, Measured):
+    if _is_empty(value):
+        return None
+    if not isinstance(value, Estimate):
         return value
     return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
 
@@ -150,29 +160,32 @@ def _csv(table: Table) -> str:
     wide = {
         number
         for number in range(len(table.columns))
-        if any(isinstance(row[number], Measured) for row in table.rows)
+        if any(isinstance(row[number], Estimate) for row in table.rows)
     }
     file = io.StringIO()
     rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(_spread(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high")))
+    rows.writerow(
+        _with_bounds(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high"))
+    )
     for row in table.rows:
-        rows.writerow(_spread(row, wide, _bounds))
+        row = tuple(None if _is_empty(value) else value for value in row)
+        rows.writerow(_with_bounds(row, wide, _bounds))
     return file.getvalue()
 
 
-def _spread(
-    row: tuple[Value, ...], wide: set[int], three: Callable[[Value], tuple[Value, ...]]
+def _with_bounds(
+    row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """A row with three values for each of the wide columns."""
+    """A row in which `expand` gives three values for each of the wide columns."""
     return [
         one
         for number, value in enumerate(row)
-        for one in (three(value) if number in wide else (value,))
+        for one in (expand(value) if number in wide else (value,))
     ]
 
 
 def _bounds(value: Value) -> tuple[Value, ...]:
-    if isinstance(value, Measured):
+    if isinstance(value, Estimate):
         return value.value, value.low, value.high
     return value, None, None
 

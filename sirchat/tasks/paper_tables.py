@@ -1,7 +1,7 @@
-"""The figures that the papers print, as tables to stand beside our own.
+"""The results that the papers print, as tables to compare our own with.
 
 SirLLM's StreamLLM, RandomLLM and IntervalLLM are `sink`, `random` and `interval` here, and SirLLM
-is `entropy`; a budget is its sinks and the cache that it gives them.
+is `entropy`. A budget here is the paper's cache size, sinks included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sirchat.tasks.report import Table, Value
 _POLICIES = ("sink", "random", "interval", "entropy")
 _SHOTS = ("sink", "1-shot", "2-shot", "3-shot", "entropy")
 
-# By model: right, in per cent, of sink, random, interval and entropy; the decay of the last.
+# By model: per cent right under sink, random, interval and entropy; the decay of entropy.
 _DAILYDIALOG = {
     "Yi-6b": ((76.90, 71.10, 65.20, 83.85), 0.7),
     "Yi-34b": ((85.35, 82.17, 70.70, 90.35), 0.7),
@@ -19,7 +19,7 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# By model: ACCc and ACCg of the same; of two models the paper has but two rows.
+# By model: ACCc and ACCg under the same; the paper has only two rows for two of the models.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),
@@ -34,7 +34,8 @@ _FEW_SHOT = {
     "Vicuna-13b": ((60.10, 24.45), (55.34, 22.26), (58.94, 26.46), (60.44, 27.01), (60.23, 97.08)),
 }
 
-# By model: rounds won against those who prefer paper, rock, scissors, and against all.
+# By model and policy: per cent of rounds won against the players who prefer paper, rock and
+# scissors, and against all; the decay.
 _ROCK_PAPER_SCISSORS = {
     "Yi-6b": (
         ((31.10, 30.90, 46.45, 36.15), 1.0),
@@ -62,7 +63,7 @@ _ROCK_PAPER_SCISSORS = {
     ),
 }
 
-_RECALLED = (("cosine-pairwise", 0, 0, 0), ("cosine", 0, 0, 0), ("mips", 0, 0, 1))
+_RETRIEVAL = (("cosine-pairwise", 0, 0, 0), ("cosine", 0, 0, 0), ("mips", 0, 0, 1))
 
 
 def dailydialog() -> Table:
@@ -71,7 +72,7 @@ def dailydialog() -> Table:
     for model, (every, decay) in _DAILYDIALOG.items():
         for policy, right in zip(_POLICIES, every, strict=True):
             ours = decay if policy == "entropy" else 1.0
-            rows.append((_named(model, policy, 512, ours), _share(right)))
+            rows.append((_row_name(model, policy, 512, ours), _share(right)))
     return Table("Published: SirLLM, Table 1", ("setting", "right"), tuple(rows))
 
 
@@ -81,12 +82,12 @@ def grocery() -> Table:
     for model, every in _GROCERY.items():
         for policy, both in zip(_POLICIES, every, strict=True):
             if both is not None:
-                rows.append((_named(model, policy, 1024), *map(_share, both)))
+                rows.append((_row_name(model, policy, 1024), *map(_share, both)))
     return Table("Published: SirLLM, Table 2", ("setting", "ACCc", "ACCg"), tuple(rows))
 
 
 def few_shot() -> Table:
-    """SirLLM, Table 4: the same, and rows of few shots."""
+    """SirLLM, Table 4: the same under sink and entropy, and few-shot rows."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _FEW_SHOT.items():
         for name, both in zip(_SHOTS, every, strict=True):
@@ -100,7 +101,7 @@ def rock_paper_scissors() -> Table:
     for model, every in _ROCK_PAPER_SCISSORS.items():
         for policy, ((paper, rock, scissors, average), decay) in zip(_POLICIES, every, strict=True):
             won = map(_share, (rock, paper, scissors, average))
-            rows.append((_named(model, policy, 1024, decay), *won))
+            rows.append((_row_name(model, policy, 1024, decay), *won))
     columns = ("setting", "rock", "paper", "scissors", "all")
     return Table("Published: SirLLM, Table 3", columns, tuple(rows))
 
@@ -110,11 +111,11 @@ def retrieval() -> Table:
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens back", "20", "50", "200"),
-        _RECALLED,
+        _RETRIEVAL,
     )
 
 
-def _named(model: str, policy: str, budget: int, decay: float = 1.0) -> str:
+def _row_name(model: str, policy: str, budget: int, decay: float = 1.0) -> str:
     return f"{model} {policy} {budget}" + (f" decay {decay:g}" if decay != 1 else "")
 
 

@@ -1,11 +1,11 @@
 """Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
 
-The text is a file, read as it is in rounds of 64 tokens, or talk of the bundled model's world, read
-as a chat. What a token costs is its surprisal, given what was held when it came. `full` reads on
-beyond the length that the model was made for, as the paper's windows do.
+The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
+chat. The surprisal of a token is given the tokens held when it was read. `full` reads on beyond the
+context length of the model, as in the paper.
 
-Where text is harder at one place than at another, several readings even it out: each begins further
-into the same text and ends with what was left out, so that every part is read at every place.
+Some parts of a text are harder than others. Several readings even this out: each starts further
+into the same text and ends with the part before its start, so that parts take turns in each place.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from sirchat.text.template import Template
 from sirchat.world.dialogue import Dialogue, Mix
 
 _POINTS = 100
-_PIECE = 64
+_CHUNK = 64
 _TALK = Mix(tell=0.15, ask=0.12, repeat=0.02, quiz=0.15, untold=0.02)
 _ROUNDS = 40
 
 
 @dataclass(frozen=True)
 class Perplexity(Grid):
-    """The study; `limit` is tokens to read.
+    """The study; `limit` is the number of tokens to read.
 
     Attributes:
-        text: a UTF-8 file; None for made talk.
-        readings: how often the text is read, each time from further on.
+        text: a UTF-8 file; None for synthetic dialogue.
+        readings: number of readings, each with another start.
 
     Raises SettingError when the file can't be read.
     """
@@ -55,25 +55,25 @@ class Perplexity(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "perplexity"
 
     def units(self) -> list[str]:
-        """Readings, by number."""
+        """One unit for each reading: its number."""
         return [str(number) for number in range(self.readings)]
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
-        """The text's ids as one reading has them, round by round, `limit` in all or fewer."""
+        """The ids of one reading, round by round; `limit` ids in all, or fewer."""
         left = self.limit
         for ids in (
-            self._talk(model, reading) if self.text is None else self._pieces(model, reading)
+            self._talk(model, reading) if self.text is None else self._chunks(model, reading)
         ):
             yield ids[:left]
             left -= len(ids)
             if left <= 0:
                 return
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the text: the mean surprisal, in nats, of each hundredth of it."""
         model = session.model
         if cell.setting.policy == "full":
@@ -85,69 +85,70 @@ class Perplexity(Grid):
         return {"nats": nats, "tokens": len(found)}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The mean, how the end compares with the beginning, and the curve."""
-        held = self.held(found)
+        """Mean surprisal, the last tenth against the second one, and a plot over the text."""
+        findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
         size = max(1, self.limit // _POINTS)
         points = {
             one.name: tuple(
                 (float((at + 1) * size), float(np.mean(nats)))
-                for at, nats in enumerate(zip(*(each["nats"] for each in one.all), strict=True))
+                for at, nats in enumerate(zip(*(each["nats"] for each in one.records), strict=True))
             )
-            for one in held
+            for one in findings
         }
-        facts = (
+        header = (
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
             f"text {self.text}" if self.text else "talk of the bundled model's world",
             *([f"{self.readings} readings, each from further on"] if self.readings > 1 else []),
         )
-        table = Table("Perplexity", columns, tuple(_row(one) for one in held))
+        table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
         plot = Plot("perplexity", "tokens read", "nats a token", points)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(header, (table,), (plot,), self.parameters())
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
-        """Rounds of one conversation after another, as one chat."""
+        """The rounds of several conversations, as one chat."""
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
-        talks: list[list[tuple[str, str]]] = []
+        conversations: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
-            talks.append(talk(f"perplexity/{self.seed}/{len(talks)}", _ROUNDS))
-            tokens += sum(len(round_ids(template, *pair)) for pair in talks[-1])
-        for talk_rounds in _from(talks, reading, self.readings):
-            for user, reply in talk_rounds:
+            seed = f"perplexity/{self.seed}/{len(conversations)}"
+            conversations.append(conversation(seed, _ROUNDS))
+            tokens += sum(len(round_ids(template, *pair)) for pair in conversations[-1])
+        for rounds in _rotated(conversations, reading, self.readings):
+            for user, reply in rounds:
                 yield round_ids(template, user, reply, first=first)
                 first = False
 
-    def _pieces(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
+    def _chunks(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         ids: list[int] = model.tokenizer(_read(self.text or ""))["input_ids"]
-        starts = range(0, min(len(ids), self.limit), _PIECE)
-        for start in _from(starts, reading, self.readings):
-            yield ids[start : start + _PIECE]
+        starts = range(0, min(len(ids), self.limit), _CHUNK)
+        for start in _rotated(starts, reading, self.readings):
+            yield ids[start : start + _CHUNK]
 
 
 T = TypeVar("T")
 
 
-def _from(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """All parts, from where a reading begins; then those before."""
+def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
+    """The parts from the start of this reading on, then those before it."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
 
-def talk(seed: str, rounds: int) -> list[tuple[str, str]]:
-    """A conversation in the bundled model's world: what is said, and the replies."""
+def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
+    """A synthetic conversation: user message and reply of each round."""
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
-    said = [one.text for one in messages if one.role != "system"]
-    return list(zip(said[::2], said[1::2], strict=False))
+    texts = [one.text for one in messages if one.role != "system"]
+    return list(zip(texts[::2], texts[1::2], strict=False))
 
 
 def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
-    """A round of a chat, as it is read."""
+    """The ids of a round: user turn, reply and closing tokens."""
     return whole_round(template, user, reply, first=first).ids
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
-    """Surprisal, in nats, of each token [n] read under a setting; NaN of the very first."""
+    """The surprisal, in nats, of each token [n] read under a setting; NaN for the first one."""
     engine = open_engine(model, setting)
     for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)
@@ -156,13 +157,13 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
 
 
 def _row(one: Findings) -> tuple[Value, ...]:
-    """Over several readings and draws of the lots, means."""
-    draws = [each["nats"] for each in one.all]
-    tenth = max(1, len(draws[0]) // 10)
-    second = np.mean([nats[tenth : 2 * tenth] or nats for nats in draws])
-    last = np.mean([nats[-tenth:] for nats in draws])
-    whole = mean([float(np.mean(nats)) for nats in draws])
-    return one.name, whole, float(second), float(last), float(last / second)
+    """A row of the table: means over all readings and seeds."""
+    readings = [each["nats"] for each in one.records]
+    tenth = max(1, len(readings[0]) // 10)
+    second = np.mean([nats[tenth : 2 * tenth] or nats for nats in readings])
+    last = np.mean([nats[-tenth:] for nats in readings])
+    overall = mean([float(np.mean(nats)) for nats in readings])
+    return one.name, overall, float(second), float(last), float(last / second)
 
 
 def _read(path: str) -> str:

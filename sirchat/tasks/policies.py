@@ -1,7 +1,8 @@
-"""Policies side by side, in one study: facts, SirLLM's shopping lists and games, and what follows.
+"""Policies compared in one study: facts, SirLLM's shopping lists and games, and an ablation.
 
-Each part is a study of its own. Facts are told under every setting, and tell the perplexity of what
-follows, too; lists and games, and what a policy is without one of its switches, under one budget.
+Each part is a study of its own. `facts` runs under every setting, and also measures the perplexity
+of the text after the facts. Lists, games and the ablation (each policy with one of its switches
+turned off) run under one budget only.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.tasks.study import Grid, Work, fields_of, refuse_unknown
+from sirchat.tasks.study import Grid, RunUnit, fields_of, refuse_unknown
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
 
-_ROUNDS = 60  # of a game
+_ROUNDS = 60  # of each game
 
 
 @dataclass(frozen=True)
 class Policies:
-    """The study; `limit` is questions for each cell.
+    """The study.
 
     Attributes:
-        settings: profiles, one for each row.
-        limit: questions for each cell, or rounds of all games together.
-        seed, repeats: as in every grid.
-        parts: which of `PARTS`.
-        facts, between: as in `facts`.
-        at: budget of lists, games and ablation.
-        data: a folder with SirLLM's released files; none for made lists and drawn moves.
+        settings: profiles, one for each row of a table.
+        limit: number of questions for each cell of a table; of rounds, for all games together.
+        seed, repeats: as in `Grid`.
+        parts: which of `PARTS` to run.
+        facts, between: as in `Facts`.
+        at: budget of lists, games and ablation, in tokens.
+        data: a folder with SirLLM's released files; None for generated lists and random moves.
 
-    Raises SettingError for an unknown part, and as the parts do.
+    Raises SettingError for an unknown part, and whatever the parts raise.
     """
 
     settings: tuple[Profile, ...]
@@ -65,39 +66,41 @@ class Policies:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "policies"
 
     @cached_property
     def studies(self) -> dict[str, Grid]:
-        """The parts, by name."""
-        asked = (self.limit, self.seed, self.repeats)
-        one = tuple(setting for setting in self.settings if setting.budget == self.at)
-        lessened = tuple(less for setting in one for less in without_each(setting))
+        """The study of each part, by the part's name."""
+        common = (self.limit, self.seed, self.repeats)
+        at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
+        ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
         matches = -(-self.limit // (_ROUNDS * len(PLAYERS)))
-        made: dict[str, Grid] = {
-            "facts": Facts(self.settings, *asked, self.facts, self.between),
-            "ablation": Facts(lessened, *asked, (4,), self.between),
-            "grocery": MultipleChoice(one, *asked, "grocery", data=self.data, answered=True),
+        studies: dict[str, Grid] = {
+            "facts": Facts(self.settings, *common, self.facts, self.between),
+            "ablation": Facts(ablated, *common, (4,), self.between),
+            "grocery": MultipleChoice(
+                at_one_budget, *common, "grocery", data=self.data, answered=True
+            ),
             "rock-paper-scissors": RockPaperScissors(
-                one, matches, self.seed, self.repeats, _ROUNDS, data=self.data
+                at_one_budget, matches, self.seed, self.repeats, _ROUNDS, data=self.data
             ),
         }
-        return {part: made[part] for part in self.parts if made[part].settings}
+        return {part: studies[part] for part in self.parts if studies[part].settings}
 
-    def asked(self) -> Record:
-        """All that the findings depend on: every field."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
 
     def keys(self) -> list[str]:
         """The units of all parts."""
-        every = {part: study.keys() for part, study in self.studies.items()}
-        return [f"{part}: {key}" for part, keys in every.items() for key in keys]
+        keys_of = {part: study.keys() for part, study in self.studies.items()}
+        return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Does a unit of a part."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs one unit of one part."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -108,16 +111,16 @@ class Policies:
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The tables of all parts."""
-        tables, facts = [], [f"seed {self.seed}", f"{self.limit} questions a cell or more"]
+        tables, header = [], [f"seed {self.seed}", f"{self.limit} questions a cell or more"]
         for part, study in self.studies.items():
             keys = study.keys()
-            made = study.report({key: found[f"{part}: {key}"] for key in keys})
-            tables += [replace(table, name=f"{part}: {table.name}") for table in made.tables]
-        return Report(tuple(facts), tuple(tables), details=self.asked())
+            report = study.report({key: found[f"{part}: {key}"] for key in keys})
+            tables += [replace(table, name=f"{part}: {table.name}") for table in report.tables]
+        return Report(tuple(header), tuple(tables), details=self.parameters())
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """The setting without each of the switches that its policy has on; none if it has none."""
+    """The setting once for each switch that its policy has on, with that switch off."""
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

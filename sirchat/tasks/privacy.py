@@ -1,9 +1,9 @@
-"""Privacy against utility (Retrieval-Augmented StreamingLLM, section 1): what n lets out and in.
+"""Privacy against utility by the number n of recalled tokens (Retrieval-Augmented StreamingLLM, 1).
 
-Something private is told in an old turn and forgotten. The more tokens come back, the more of it
-can be got out of the model again: how likely the model finds the private answer when it is asked
-for, in nats a token, and how often it would say it word for word. Utility is how often it takes the
-right option of a question that needs no memory, at the same settings.
+An old turn states something private, which is then evicted. The more tokens are recalled, the more
+of it can be extracted from the model. Privacy is measured by the private answer, when it is asked
+for: its surprisal in nats per token, and how often the model generates it word for word. Utility is
+how often the model chooses the right option of a question that needs no memory, with the same n.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated
 from sirchat.tasks.asking import switch
-from sirchat.tasks.choice import take
+from sirchat.tasks.choice import choose
 from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.retrieval import hear
-from sirchat.tasks.study import Work, fields_of, mean, refuse_unknown, share
+from sirchat.tasks.retrieval import read_dialogue
+from sirchat.tasks.study import RunUnit, fields_of, mean, refuse_unknown, share
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Privacy:
     """The study.
 
     Attributes:
-        profile: its `recall`, `recall_weight` and `recall_span` say how tokens come back.
-        task: what is told, one of TASKS.
-        limit: conversations.
+        profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
+        task: the conversations, one of TASKS.
+        limit: number of conversations.
         base: budget of the base policy, in tokens.
-        counts: how many tokens come back; 0 for none.
+        counts: numbers of recalled tokens; 0 for no recall.
 
-    Raises SettingError for an unknown task, and where nothing is to be recalled.
+    Raises SettingError for an unknown task, and for a profile without recall.
     """
 
     profile: Profile
@@ -54,49 +54,49 @@ class Privacy:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "privacy"
 
-    def asked(self) -> Record:
-        """All that the findings depend on: every field."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
-        """Conversations, by number."""
+        """One unit for each conversation: its number."""
         return [str(number) for number in range(self.limit)]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Holds a conversation and asks at every n; what is asked is undone."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that reads a conversation, then asks for the answer at every n."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
             one = needle_dialogue(self.task, self.profile.seed, int(key))
             switch(session, budget=self.base, recall="off")
-            hear(session, one)
+            read_dialogue(session, one)
             return {str(n): self._ask(session, n, one, key) for n in self.counts}
 
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By n: nats a token of the private answer, how often it is said, how often quizzes are."""
+        """By n: surprisal of the private answer, how often it is generated, and the utility."""
         columns = ("tokens back", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
-        said, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
+        word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
         for n in self.counts:
             ones = [each[str(n)] for each in found.values()]
             shares = share(one["said"] for one in ones), share(one["quiz"] for one in ones)
             rows.append((str(n), mean([one["nats"] for one in ones]), *shares))
-            said.append((float(n), shares[0].value))
+            word_for_word.append((float(n), shares[0].value))
             quiz.append((float(n), shares[1].value))
-        way = f"{self.profile.recall} x {self.profile.recall_weight}"
-        facts = (
+        method = f"{self.profile.recall} x {self.profile.recall_weight}"
+        header = (
             f"seed {self.profile.seed}",
             f"{self.limit} conversations of {self.task}",
-            f"base budget {self.base}, recall {way}, span {self.profile.recall_span}",
+            f"base budget {self.base}, recall {method}, span {self.profile.recall_span}",
         )
-        lines = {columns[2]: tuple(said), columns[3]: tuple(quiz)}
+        lines = {columns[2]: tuple(word_for_word), columns[3]: tuple(quiz)}
         plot = Plot("privacy against utility", "tokens brought back", "share", lines)
-        return Report(facts, (Table("Privacy", columns, tuple(rows)),), (plot,), self.asked())
+        return Report(header, (Table("Privacy", columns, tuple(rows)),), (plot,), self.parameters())
 
     def _ask(self, session: Session, n: int, one: NeedleDialogue, key: str) -> Record:
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}
@@ -105,13 +105,13 @@ class Privacy:
         switch(session, **settings)
         for _ in session.read_user(one.question):
             pass
-        weighed = session.score_continuation(one.answer)
+        scored = session.score_continuation(one.answer)
         list(session.undo())
-        quiz = generated.bank(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
-        right = take(session, quiz, "paper") == quiz.right
+        quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
+        right = choose(session, quiz, "paper") == quiz.right
         list(session.undo())
         return {
-            "nats": -sum(weighed.log_probabilities) / len(weighed.log_probabilities),
-            "said": weighed.greedy,
+            "nats": -sum(scored.log_probabilities) / len(scored.log_probabilities),
+            "said": scored.greedy,
             "quiz": right,
         }

@@ -1,6 +1,6 @@
-"""Does the units of a study on a Ray cluster: several workers, each with a model of its own.
+"""Runs the units of a study on a Ray cluster: several workers, each with its own model.
 
-A worker that is lost is started anew, and what it was at is done again.
+A worker that dies is restarted, and its current unit is run again.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Study
 
 Load = Callable[[], LoadedModel]
+"""Loads the model, on a worker."""
 
 LOCAL = "local"
-"""The address of a cluster that is started here and ends with the study."""
+"""The address that starts a cluster on this machine, which ends with the study."""
 
 _ADDRESSES = f"{LOCAL} starts one here, auto finds one"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a study runs.
+    """The cluster that a study runs on.
 
     Attributes:
-        address: as Ray knows it, or LOCAL.
-        workers: how many, each on a CPU of its own.
-        gpus: for each worker; a part of one is allowed.
+        address: Ray's address of it, or LOCAL.
+        workers: number of workers, each with one CPU.
+        gpus: number of GPUs for each worker, which may be a fraction.
     """
 
     address: str
@@ -41,41 +42,41 @@ class Cluster:
     gpus: float = 0.0
 
 
-def spread(
+def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
-    """What units found, as they end; each worker calls `load` once.
+    """Run units; yields (key, record) as they finish. Each worker calls `load` once.
 
     Raises UsageError where Ray is not installed or the cluster can't be reached.
     """
     with _connected(cluster) as ray:
-        lasting = {"max_restarts": -1, "max_task_retries": -1}
-        worker = ray.remote(num_cpus=1, num_gpus=cluster.gpus, **lasting)(_Worker)
+        retries = {"max_restarts": -1, "max_task_retries": -1}
+        worker = ray.remote(num_cpus=1, num_gpus=cluster.gpus, **retries)(_Worker)
         idle = [worker.remote(study, load) for _ in range(min(cluster.workers, len(keys)))]
-        left, under_way = list(reversed(keys)), dict[Any, tuple[str, Any]]()
-        while left or under_way:
-            while left and idle:
-                key, one = left.pop(), idle.pop()
-                under_way[one.do.remote(key)] = key, one
-            ended = ray.wait(list(under_way))[0][0]
-            key, one = under_way.pop(ended)
+        waiting, running = list(reversed(keys)), dict[Any, tuple[str, Any]]()
+        while waiting or running:
+            while waiting and idle:
+                key, one = waiting.pop(), idle.pop()
+                running[one.run.remote(key)] = key, one
+            finished = ray.wait(list(running))[0][0]
+            key, one = running.pop(finished)
             idle.append(one)
-            yield key, _found(ray, ended)
+            yield key, _result(ray, finished)
 
 
 class _Worker:
-    """Lives on the cluster."""
+    """An actor on the cluster, with its own model."""
 
     def __init__(self, study: Study, load: Load) -> None:
-        self._work = study.worker(load())
+        self._run_unit = study.worker(load())
 
-    def do(self, key: str) -> Record:
-        return self._work(key)
+    def run(self, key: str) -> Record:
+        return self._run_unit(key)
 
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[Any]:
-    """Ray, connected to the cluster; one that is started here ends with this block."""
+    """Ray, connected to the cluster; a cluster that is started here ends with this block."""
     try:
         import ray
     except ImportError:
@@ -96,14 +97,14 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
             f"there is no Ray cluster at {cluster.address!r}: {error}", hint=_ADDRESSES
         ) from None
     try:
-        with redirect_stdout(sys.stderr):  # Ray tells of lost workers on stdout
+        with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout
             yield ray
     finally:
         ray.shutdown()
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Knock at `HOST:PORT` or `ray://HOST:PORT` first: Ray would try again for minutes."""
+    """Try to connect to `[ray://]HOST:PORT` first, since Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -115,14 +116,14 @@ def _refuse_unreachable(address: str) -> None:
         ) from None
 
 
-def _found(ray: Any, ended: Any) -> Record:
-    """A unit's result, or the error that it raised where it ran."""
+def _result(ray: Any, finished: Any) -> Record:
+    """The record of a finished unit; raises the error that it raised on its worker."""
     try:
-        found: Record = ray.get(ended)
+        found: Record = ray.get(finished)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SirchatError):
             raise error.cause from None
         raise
-    except ray.exceptions.RayActorError as error:  # it could not even start
+    except ray.exceptions.RayActorError as error:  # it failed while it loaded the model
         raise SirchatError(f"a worker can't start: {str(error).splitlines()[-1]}") from None
     return found

@@ -1,4 +1,4 @@
-"""Ids read round by round under one setting, in an engine of its own; nothing comes back there."""
+"""Reads ids round by round under one setting, in an engine without archive and recall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """An engine that has read nothing yet; what it forgets is not kept."""
+    """A new engine, which archives nothing."""
     return Engine(
         model,
         replace(build_cache_settings(setting), archive=0, folder=None),
@@ -32,29 +32,28 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, which stays open for `to_come` more.
+    """Read ids [n] as round `number`, which stays open, with room for `to_come` more.
 
-    Without `roles` [n] the user says all of it.
-
-    Raises ContextFullError when they do not fit and none may be forgotten.
+    `roles` [n] are those of the ids, by default all of them the user's. Raises ContextFullError
+    when they do not fit under a policy that evicts nothing.
     """
-    place = TurnRef(number, number)
-    for _ in engine.open_turn(len(ids), to_come, place):
+    turn = TurnRef(number, number)
+    for _ in engine.open_turn(len(ids), to_come, turn):
         pass
-    for _ in engine.feed(ids, roles or [Role.USER] * len(ids), place):
+    for _ in engine.feed(ids, roles or [Role.USER] * len(ids), turn):
         pass
 
 
 def read_round(engine: Engine, template: Template, user: str, reply: str, number: int) -> None:
-    """Read a round whole, user and reply, as round `number`, which begins the chat if it is 1."""
+    """Read a round, user and reply in one piece; round number 1 begins the chat."""
     whole = whole_round(template, user, reply, first=number == 1)
     read_ids(engine, whole.ids, number, roles=whole.roles)
     engine.close_round()
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
-    """A round of a chat, as it is read: what the user says, the reply, and what closes it."""
-    asked = template.opening(user)[1] if first else template.user(user)
-    said, closing = template.assistant(reply), template.closing
-    roles = [*asked.roles, *said.roles, *[Role.TEMPLATE] * len(closing)]
-    return TurnIds([*asked.ids, *said.ids, *closing], roles, asked.content)
+    """The ids of a round: user turn, reply and closing tokens; `first` begins the chat."""
+    user_turn = template.opening(user)[1] if first else template.user(user)
+    reply_turn, closing = template.assistant(reply), template.closing
+    roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
+    return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)

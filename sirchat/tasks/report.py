@@ -1,4 +1,4 @@
-"""What a study tells: tables and plots as plain data, under what is needed to repeat them."""
+"""The report of a study: tables and plots as plain data, with what is needed to repeat them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sirchat.tasks.results_log import Record
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A number, with its 95 % interval."""
+class Estimate:
+    """A number with its 95 % interval; NaN where there was nothing to count."""
 
     value: float
     low: float
     high: float
 
 
-Value = Measured | float | int | str | None
-"""What stands in a table; None where there is nothing to tell."""
+Value = Estimate | float | int | str | None
+"""What a cell of a table holds; None for an empty cell, NaN for one without any data."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns; the first column names the row."""
+    """Rows under columns; the first column names the row. `digits` follow the decimal point."""
 
     name: str
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over x; `dashed` ones, and x on a logarithmic scale, where asked for."""
+    """Named lines of (x, y) points, some `dashed`; `log_x` makes the x axis logarithmic."""
 
     name: str
     x: str
@@ -55,22 +55,22 @@ class Plot:
 
 @dataclass(frozen=True)
 class Report:
-    """What a study found.
+    """The results of a study.
 
     Attributes:
-        facts: what was asked, in a few words each, for the head of the report.
-        tables, plots: what was found.
-        details: whatever else the JSON record should have.
+        header: what was run, in a few words each, for the first line of the report.
+        tables, plots: the results.
+        details: further entries of the JSON record.
     """
 
-    facts: tuple[str, ...]
+    header: tuple[str, ...]
     tables: tuple[Table, ...]
     plots: tuple[Plot, ...] = ()
     details: Record = field(default_factory=dict)
 
 
-def about(model: LoadedModel, task: str, command: str) -> Record:
-    """What is needed to repeat an evaluation, for the top of its record."""
+def provenance(model: LoadedModel, task: str, command: str) -> Record:
+    """What is needed to repeat an evaluation: command, model and versions, for its JSON record."""
     return {
         "task": task,
         "command": command,
@@ -85,12 +85,12 @@ def about(model: LoadedModel, task: str, command: str) -> Record:
 
 
 def revision(model: LoadedModel) -> str:
-    """The hub's commit of a model, or a fingerprint of one from elsewhere."""
+    """The hub's commit of a model, or a fingerprint of a model that is not from the hub."""
     return getattr(model.module.config, "_commit_hash", None) or fingerprint(model)
 
 
 def setting_names(settings: Sequence[Profile]) -> list[str]:
-    """Each setting in a few words, `entropy 256 decay 0.8`; what they differ in is among them."""
+    """Each setting in a few words, such as `entropy 256 decay 0.8`, with all that differs."""
     differ = [
         key
         for key in Profile.model_fields
@@ -110,7 +110,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
     if setting.decay != 1:
         parts.append(f"decay {short(setting.decay)}")
     if policy.bounded:
-        told = [key for key in differ if has_effect(setting, key)]
-        parts += [f"{key} {as_typed(getattr(setting, key))}" for key in told]
+        named = [key for key in differ if has_effect(setting, key)]
+        parts += [f"{key} {as_typed(getattr(setting, key))}" for key in named]
     parts += [f"{key} {as_typed(value)}" for key, value in setting.policy_options.items()]
     return " ".join(parts)

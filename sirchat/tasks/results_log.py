@@ -1,6 +1,6 @@
-"""What an evaluation has found so far, on disk: one JSON line for each finished unit of work.
+"""The results of an evaluation so far, on disk: one JSON line for each finished unit.
 
-A run that was interrupted goes on where it stopped, and ends as if it had never stopped.
+An interrupted run resumes from this file, and its results equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 from sirchat.errors import SettingError
 
 Record = dict[str, Any]
+"""The result of one unit, or any other JSON object."""
 
 
 class ResultsLog:
-    """Finished units by key, in memory and, with a `path`, in a file.
+    """The records of finished units by key, in memory and, with a `path`, in a file.
 
-    `about` says what was asked; a file that answers something else is refused with SettingError.
+    `about` describes the run and is the file's first line. Raises SettingError for a file whose
+    first line is another one: it belongs to another run.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -37,14 +39,14 @@ class ResultsLog:
         self._done = {line["key"]: line["found"] for line in lines[1:]}
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Which of these are not known yet."""
+        """Which of these units are not finished yet."""
         return [key for key in keys if key not in self._done]
 
     def __getitem__(self, key: str) -> Record:
         return self._done[key]
 
-    def note(self, key: str, found: Record) -> None:
-        """What a unit found, in whatever order units end."""
+    def add(self, key: str, found: Record) -> None:
+        """Add the record of a finished unit; units may finish in any order."""
         self._done[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -52,7 +54,7 @@ class ResultsLog:
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """The lines of a file; a last one that was cut off does not count."""
+    """The lines of a file, without a last line that was cut off by an interruption."""
     if not path.exists():
         return []
     text = path.read_text("utf-8")

@@ -1,9 +1,8 @@
-"""Retrieval: something is told, forgotten by a small base budget, and asked for.
+"""Retrieval: recall brings back what a small base budget has evicted.
 
-The conversation is read once under `sink` with the base budget; then the question is asked, and
-undone, under every cell: with n tokens brought back by a measure, with the base budget alone, with
-n more recent tokens instead, with everything brought back. `full` reads the same conversation anew
-and forgets nothing.
+A conversation is read once under `sink` with the base budget. Then its question is asked and undone
+in every cell: with n tokens recalled by a measure, with the base budget alone, with n more recent
+tokens instead, and with all tokens restored. `full` reads the same conversation separately.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import read, switch
-from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue, read_dialogues
-from sirchat.tasks.report import Measured, Plot, Report, Table
+from sirchat.tasks.needle import TASKS, NeedleDialogue, dialogues_of_file, needle_dialogue
+from sirchat.tasks.report import Estimate, Plot, Report, Table
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work, fields_of, refuse_unknown, share
+from sirchat.tasks.study import RunUnit, fields_of, refuse_unknown, share
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to bring tokens back, as the settings `recall_*` have it."""
+class RecallVariant:
+    """One combination of the settings `recall_*`."""
 
     measure: str
     weight: str = "none"
@@ -38,13 +37,13 @@ class Way:
 
     @property
     def makes_sense(self) -> bool:
-        """Whether its weight and softness change anything."""
-        weighs = self.weight == "none" or self.measure != "random"
-        return weighs and (not self.soft or self.measure == "attention")
+        """Whether its weight and softness have any effect."""
+        weight_matters = self.weight == "none" or self.measure != "random"
+        return weight_matters and (not self.soft or self.measure == "attention")
 
     @property
     def name(self) -> str:
-        """`attention x surprisal, soft, span 2`."""
+        """The row's name, such as `attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
         soft = ", soft" if self.soft else ""
         return self.measure + weighted + soft + (f", span {self.span}" if self.span else "")
@@ -55,16 +54,16 @@ class Retrieval:
     """The study.
 
     Attributes:
-        profile: whatever the cells have in common.
-        task: one of TASKS.
-        limit: conversations; every cell is asked the same ones.
+        profile: the settings that all cells share.
+        task: the conversations, one of TASKS.
+        limit: number of conversations; every cell gets the same ones.
         bases: budgets of the base policy, in tokens.
-        counts: how many tokens come back.
-        measures, weights, spans, soft: what is combined; a choice by lot has no weight, and only
-            attention is softened.
-        data: a file with conversations, instead of the task's; see `told`.
+        counts: numbers of recalled tokens.
+        measures, weights, spans, soft: the settings to combine; `random` takes no weight, and only
+            `attention` can be soft.
+        data: a file with conversations, used instead of the task's; see `needle`.
 
-    Raises SettingError for an unknown task, measure or weight, and a file that can't be read.
+    Raises SettingError for an unknown task, measure or weight, and for a file that can't be read.
     """
 
     profile: Profile
@@ -79,7 +78,7 @@ class Retrieval:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.read_dialogues
+        _ = self.file_dialogues
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for measure, weight in product(self.measures, self.weights):
             changed(self.profile, "eval", recall=measure, recall_weight=weight)
@@ -88,61 +87,66 @@ class Retrieval:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return self.task if self.data is None else Path(self.data).stem
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """Every way to bring tokens back."""
-        made = (Way(*one) for one in product(self.measures, self.weights, self.spans, self.soft))
-        return tuple(one for one in made if one.makes_sense)
+    def variants(self) -> tuple[RecallVariant, ...]:
+        """Every combination of the settings that makes sense."""
+        combinations = (
+            RecallVariant(*one)
+            for one in product(self.measures, self.weights, self.spans, self.soft)
+        )
+        return tuple(one for one in combinations if one.makes_sense)
 
-    def asked(self) -> Record:
-        """All that the findings depend on: every field."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
-    def read_dialogues(self) -> list[NeedleDialogue]:
-        """The conversations of the file, if there is one."""
-        return [] if self.data is None else read_dialogues(Path(self.data))[: self.limit]
+    def file_dialogues(self) -> list[NeedleDialogue]:
+        """The conversations of the file; empty without one."""
+        return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
         """Conversation `number`; the same seed gives the same one."""
         if self.data is not None:
-            return self.read_dialogues[number]
+            return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
-        """Conversations, by number."""
-        count = self.limit if self.data is None else len(self.read_dialogues)
+        """One unit for each conversation: its number."""
+        count = self.limit if self.data is None else len(self.file_dialogues)
         return [str(number) for number in range(count)]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Holds a conversation under every cell: by cell, whether the answer was right.
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a conversation: for each cell, whether the answer was right.
 
-        And the `tokens` of the conversation.
+        The record also has the number of `tokens` of the conversation.
         """
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
-        return lambda key: _hold(session, self.conversation(int(key)), self, every)
+        return lambda key: _run(session, self.conversation(int(key)), self, every)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Shares right, by row and number of tokens that came back."""
+        """The share of right answers by row and number of recalled tokens."""
         records = list(found.values())
-        rows: dict[str, dict[int, Measured]] = {}
+        rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
             rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
-        alone = {name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]}
+        base_only = {
+            name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]
+        }
         tokens = [one["tokens"] for one in records] or [0]
-        facts = (
+        header = (
             f"seed {self.profile.seed}",
             f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"base budget {', '.join(map(str, self.bases))}",
         )
-        ends = {name: _right(records, name) for name in (FULL, EVERYTHING)} | alone
+        without_recall = {name: _right(records, name) for name in (FULL, EVERYTHING)} | base_only
         columns = ("tokens back", *map(str, self.counts))
         tables = (
-            Table("Without any choice", ("", "right"), tuple(ends.items())),
+            Table("Without any choice", ("", "right"), tuple(without_recall.items())),
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
             *([paper_tables.retrieval()] if self.task == "stories-3" or self.data else []),
         )
@@ -150,7 +154,7 @@ class Retrieval:
             name: tuple((float(n), one.value) for n, one in row.items())
             for name, row in rows.items()
         }
-        lines[FULL] = tuple((float(n), ends[FULL].value) for n in self.counts)
+        lines[FULL] = tuple((float(n), without_recall[FULL].value) for n in self.counts)
         plot = Plot(
             self.name,
             "tokens brought back",
@@ -159,12 +163,12 @@ class Retrieval:
             dashed=tuple(name for name in lines if "span" in name),
             log_x=True,
         )
-        return Report(facts, tables, (plot,), self.asked())
+        return Report(header, tables, (plot,), self.parameters())
 
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """One setting: the row of the table it belongs to, base budget, tokens beside it, settings."""
+    """One setting: its row in the table, base budget, number of extra tokens, and changes."""
 
     row: str
     base: int
@@ -173,7 +177,7 @@ class RetrievalCell:
 
     @property
     def key(self) -> str:
-        """Its name in a record."""
+        """The cell's key in a record."""
         return f"{self.row}/{self.count}"
 
 
@@ -181,68 +185,68 @@ FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "
 
 
 def cells(options: Retrieval) -> list[RetrievalCell]:
-    """All settings but `full`, in the order of the table."""
+    """All cells except `full`, in the order of the table."""
     return [cell for base in options.bases for cell in _cells(options, base)]
 
 
 def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
     off: dict[str, object] = {"recall": "off"}
-    which = f", base {base}" if len(options.bases) > 1 else ""
-    made = [RetrievalCell(BASE + which, base, 0, {"budget": base, **off})]
-    made += [
-        RetrievalCell(MORE + which, base, n, {"budget": base + n, **off}) for n in options.counts
+    suffix = f", base {base}" if len(options.bases) > 1 else ""
+    cells = [RetrievalCell(BASE + suffix, base, 0, {"budget": base, **off})]
+    cells += [
+        RetrievalCell(MORE + suffix, base, n, {"budget": base + n, **off}) for n in options.counts
     ]
-    for way, n in product(options.ways, options.counts):
+    for variant, n in product(options.variants, options.counts):
         settings: dict[str, object] = {
             "budget": base + n,
-            "recall": way.measure,
-            "recall_weight": way.weight,
-            "recall_span": way.span,
-            "recall_soft": way.soft,
+            "recall": variant.measure,
+            "recall_weight": variant.weight,
+            "recall_span": variant.span,
+            "recall_soft": variant.soft,
             "recall_n": n,
         }
-        made.append(RetrievalCell(way.name + which, base, n, settings))
-    return made
+        cells.append(RetrievalCell(variant.name + suffix, base, n, settings))
+    return cells
 
 
-def _hold(
+def _run(
     session: Session, one: NeedleDialogue, options: Retrieval, every: Sequence[RetrievalCell]
 ) -> Record:
     found: Record = {}
     switch(session, policy="full", recall="off")
-    hear(session, one)
-    found[FULL] = answers(session, one)
+    read_dialogue(session, one)
+    found[FULL] = is_answered(session, one)
     for base in options.bases:
         switch(session, policy="sink", budget=base, recall="off")
-        hear(session, one)
+        read_dialogue(session, one)
         found["tokens"] = session.seen
         for cell in every:
             if cell.base == base:
                 switch(session, **cell.settings)
-                found[cell.key] = answers(session, one)
+                found[cell.key] = is_answered(session, one)
                 list(session.undo())
     switch(session, policy="full", recall="off")
-    found[EVERYTHING] = answers(session, one)
+    found[EVERYTHING] = is_answered(session, one)
     return found
 
 
-def _right(found: Sequence[Record], key: str) -> Measured:
+def _right(found: Sequence[Record], key: str) -> Estimate:
     return share(one[key] for one in found)
 
 
-def hear(session: Session, one: NeedleDialogue) -> None:
-    """Read a conversation from its beginning."""
+def read_dialogue(session: Session, one: NeedleDialogue) -> None:
+    """Read the rounds of a conversation in a session that is reset first."""
     session.reset()
     for user, reply in one.rounds:
         read(session, user, reply)
 
 
-def answers(session: Session, one: NeedleDialogue) -> bool:
-    """Whether the reply is the right one; a wrong one is cut short."""
-    said: list[str] = []
-    for event in session.ask(one.question, lambda: not one.may_answer("".join(said))):
+def is_answered(session: Session, one: NeedleDialogue) -> bool:
+    """Whether the model's reply to the question is right; generation stops once it can't be."""
+    parts: list[str] = []
+    for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
         if isinstance(event, Delta):
-            said.append(event.text)
+            parts.append(event.text)
         elif isinstance(event, TurnDone) and event.role == "assistant":
-            return one.answers(event.text)
+            return one.is_right(event.text)
     return False

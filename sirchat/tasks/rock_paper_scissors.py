@@ -1,9 +1,10 @@
 """Rock-paper-scissors without end (SirLLM, section 4.2.3): does the model learn a player's habits?
 
-Three players prefer one move each, with the shares of the paper's Table 7. Round after round the
-model is told the player's last move and the outcome, and chooses; nothing is reset. The wording is
-that of the bundled model's world; the move is the likeliest of the three, as in the paper, or what
-a generated reply names. With `data` the players' moves are those of the released files.
+Three players prefer one move each, with the probabilities of the paper's Table 7. In every round
+the user states the player's last move and the outcome, and the model chooses a move; the cache is
+never reset. The wording is one that the bundled model knows. The model's move is the most likely of
+the three replies, as in the paper, or the one that a generated reply names. With `data` the
+players' moves come from SirLLM's released files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import ask
-from sirchat.tasks.choice import Question, Scoring, take
+from sirchat.tasks.choice import Question, Scoring, choose
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.sirllm_files import moves
@@ -28,7 +29,7 @@ from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.world.dialogue import BEATS, game_opening, game_round, outcome
 
 MOVES = tuple(BEATS)
-PLAYERS: dict[str, tuple[float, float, float]] = {  # chances of MOVES
+PLAYERS: dict[str, tuple[float, float, float]] = {  # probabilities of MOVES
     "rock": (0.5, 0.3, 0.2),
     "paper": (0.2, 0.5, 0.3),
     "scissors": (0.3, 0.2, 0.5),
@@ -39,13 +40,13 @@ REPLIES = tuple(f"I choose {move}." for move in MOVES)
 
 @dataclass(frozen=True)
 class RockPaperScissors(Grid):
-    """The study; `limit` is matches against each player.
+    """The study; `limit` is the number of matches against each player.
 
     Attributes:
-        rounds: of each match.
-        scoring: how a move is taken.
-        data: a folder with the released files, of which every match is a part; players without a
-            file sit out. None for players who draw their moves.
+        rounds: number of rounds of each match.
+        scoring: how a move is chosen.
+        data: a folder with the released files, each match a part of one; players without a file are
+            left out. None for moves drawn at random.
 
     Raises SettingError for an unknown scoring, and when no file can be read.
     """
@@ -66,7 +67,7 @@ class RockPaperScissors(Grid):
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
-        """Who plays, with the moves of a released file, if they are not drawn."""
+        """The players, with their moves from the released files; with none if they are drawn."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
         files = {
@@ -76,25 +77,25 @@ class RockPaperScissors(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "rock-paper-scissors"
 
     def units(self) -> list[str]:
-        """Matches: player and number."""
+        """One unit for each match: the player and a number."""
         return [f"{player} {number}" for number in range(self.limit) for player in self.players]
 
     def moves(self, unit: str) -> Sequence[str]:
-        """The player's moves in one match, which do not depend on what the model plays."""
+        """The player's moves in one match, which do not depend on the model's."""
         player, _, number = unit.partition(" ")
-        written = self.players[player]
-        if written:
-            start = int(number) * self.rounds % len(written)
-            return [*written[start:], *written[:start]][: self.rounds]
+        released = self.players[player]
+        if released:
+            start = int(number) * self.rounds % len(released)
+            return [*released[start:], *released[:start]][: self.rounds]
         rng = Random(f"held out/{self.seed}/{player}/{number}")
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Play a match: shares won, tied and lost, and rounds without a move (lost, too)."""
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Play a match: shares of rounds won, tied and lost, and rounds without a move (lost)."""
         won = tied = silent = 0
         moves, user = self.moves(unit), game_opening()
         for theirs in moves:
@@ -102,8 +103,8 @@ class RockPaperScissors(Grid):
             silent += ours is None
             tied += ours == theirs
             won += ours is not None and BEATS[theirs] == ours
-            told = outcome(ours, theirs) if ours else "You lose."
-            user = game_round(theirs, told)
+            result = outcome(ours, theirs) if ours else "You lose."
+            user = game_round(theirs, result)
         return {
             "player": unit.partition(" ")[0],
             "won": won / len(moves),
@@ -116,15 +117,15 @@ class RockPaperScissors(Grid):
     def _play(self, session: Session, user: str) -> str | None:
         if self.scoring == "reply":
             return chosen_move(ask(session, user))
-        taken = take(session, Question(user, REPLIES, 0, "move"), self.scoring)
-        return None if taken is None else MOVES[taken]
+        chosen = choose(session, Question(user, REPLIES, 0, "move"), self.scoring)
+        return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Rounds won over matches, by player, and paired with those under the last setting.
+        """The share of rounds won by player, and its difference from the last setting.
 
-        Pairs are matches against the same moves.
+        The difference is over pairs of matches against the same moves.
         """
-        held = self.held(found)
+        findings = self.findings(found)
         columns = (
             "setting",
             *self.players,
@@ -132,10 +133,10 @@ class RockPaperScissors(Grid):
             "tied",
             "lost",
             "silent",
-            f"all - {held[-1].name}",
+            f"all - {findings[-1].name}",
         )
-        rows = tuple(self._row(one, held[-1]) for one in held)
-        facts = (
+        rows = tuple(self._row(one, findings[-1]) for one in findings)
+        header = (
             f"seed {self.seed}",
             f"{self.limit} matches of {self.rounds} rounds against each player",
             f"scoring {self.scoring}",
@@ -143,21 +144,21 @@ class RockPaperScissors(Grid):
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
         tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())
-        return Report(facts, tables, details=self.asked())
+        return Report(header, tables, details=self.parameters())
 
     def _row(self, one: Findings, last: Findings) -> tuple[Value, ...]:
         each_player = (
-            mean([each["won"] for each in one.all if each["player"] == player])
+            mean([each["won"] for each in one.records if each["player"] == player])
             for player in self.players
         )
-        pairs = zip(one.draws[0], last.draws[0], strict=True)
+        pairs = zip(one.by_seed[0], last.by_seed[0], strict=True)
         return (
             one.name,
             *each_player,
-            mean([each["won"] for each in one.all]),
-            mean([each["tied"] for each in one.all]).value,
-            mean([each["lost"] for each in one.all]).value,
-            sum(each["silent"] for each in one.all),
+            mean([each["won"] for each in one.records]),
+            mean([each["tied"] for each in one.records]).value,
+            mean([each["lost"] for each in one.records]).value,
+            sum(each["silent"] for each in one.records),
             mean([each["won"] - other["won"] for each, other in pairs]),
         )
 

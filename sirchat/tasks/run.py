@@ -1,4 +1,4 @@
-"""Runs a study: unit by unit, noting each as it ends, and reports it."""
+"""Runs a study unit by unit, logs the result of each, and prints the report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.output import print_json, print_report, record_of, write_report
-from sirchat.tasks.report import about, revision
+from sirchat.tasks.report import provenance, revision
 from sirchat.tasks.results_log import Record, ResultsLog
 from sirchat.tasks.study import Study
 
-Elsewhere = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""Does units of a study somewhere else, and gives what they found as they end."""
+RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
+"""Runs units of a study on other machines; yields (key, record) as they finish."""
 
 
 def run(
@@ -25,16 +25,16 @@ def run(
     command: str,
     out: Path | None,
     as_json: bool,
-    elsewhere: Elsewhere | None = None,
+    remote: RemoteRunner | None = None,
 ) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
-    With `out`, a folder, an interrupted run goes on where it stopped, and the report is written
-    there, too. With `elsewhere` it runs on a cluster. Raises SettingError when the folder holds
-    the results of another run.
+    With `out`, a folder, an interrupted run resumes where it stopped, and the report is also
+    written there. With `remote` the units run on a cluster. Raises SettingError when the folder
+    holds the results of another run.
     """
-    found = findings(study, model, out, elsewhere)
-    report, head = study.report(found), about(model, study.name, command)
+    found = run_units(study, model, out, remote)
+    report, head = study.report(found), provenance(model, study.name, command)
     notes = write_report(report, head, out, study.name) if out is not None else []
     if as_json:
         print_json(record_of(report, head))
@@ -44,36 +44,36 @@ def run(
         Console(stderr=True).print(note, markup=False)
 
 
-def findings(
+def run_units(
     study: Study,
     model: LoadedModel,
     out: Path | None = None,
-    elsewhere: Elsewhere | None = None,
+    remote: RemoteRunner | None = None,
 ) -> dict[str, Record]:
-    """What every unit found, by its key; what a journal in `out` knows is not done again."""
-    asked = {"task": study.name, "model": model.name, "revision": revision(model)}
+    """The record of every unit, by key; units in the results log in `out` are not run again."""
+    about = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
-    journal = ResultsLog(path, asked | study.asked())
+    log = ResultsLog(path, about | study.parameters())
     keys = study.keys()
-    missing = journal.missing(keys)
-    for key, one in _watched(_done(study, model, missing, elsewhere), keys, missing, study.name):
-        journal.note(key, one)
-    return {key: journal[key] for key in keys}
+    missing = log.missing(keys)
+    for key, one in _with_progress(_run(study, model, missing, remote), keys, missing, study.name):
+        log.add(key, one)
+    return {key: log[key] for key in keys}
 
 
-def _done(
-    study: Study, model: LoadedModel, keys: list[str], elsewhere: Elsewhere | None
+def _run(
+    study: Study, model: LoadedModel, keys: list[str], remote: RemoteRunner | None
 ) -> Iterator[tuple[str, Record]]:
-    if elsewhere is not None and keys:
-        return elsewhere(study, keys)
-    work = study.worker(model)
-    return ((key, work(key)) for key in keys)
+    if remote is not None and keys:
+        return remote(study, keys)
+    run_unit = study.worker(model)
+    return ((key, run_unit(key)) for key in keys)
 
 
-def _watched(
+def _with_progress(
     done: Iterator[tuple[str, Record]], keys: list[str], missing: list[str], name: str
 ) -> Iterator[tuple[str, Record]]:
-    """Pass units on as they end, with a progress bar on stderr."""
+    """Pass records on as units finish, with a progress bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True, highlight=False)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:

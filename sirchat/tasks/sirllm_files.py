@@ -1,9 +1,9 @@
-"""Reads the files that SirLLM released: multiple-choice questions, in conversations.
+"""Reads SirLLM's released files: conversations of multiple-choice questions.
 
 One JSON object a line, `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
-Of DailyDialog the id is `CONVERSATION_TURN`; of Grocery Shopping `key_N` tells what to buy, then
-come questions `N`, then `answer_N` asks for it. Of rock-paper-scissors the player's move is
-`user_choice`.
+In DailyDialog the id is `CONVERSATION_TURN`. In Grocery Shopping `key_N` says what to buy,
+questions `N` follow, and `answer_N` asks what it was. In rock-paper-scissors `user_choice` is the
+player's move.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GROUPS = {"key": "told", "answer": GROCERY}
 
 
 def dailydialog(path: Path) -> list[list[Question]]:
-    """Conversations of questions."""
+    """The conversations of DailyDialog."""
     return _conversations(path, lambda name: name.partition("_")[0], lambda name: DIALOGUE)
 
 
 def grocery(path: Path) -> list[list[Question]]:
-    """Conversations: what to buy, questions, which it was."""
+    """The conversations of Grocery Shopping: what to buy, questions, what it was."""
     return _conversations(
         path,
         lambda name: name.rpartition("_")[2],
@@ -38,11 +38,11 @@ def grocery(path: Path) -> list[list[Question]]:
 
 def moves(path: Path) -> list[str]:
     """A player's moves, in order."""
-    made = []
+    found = []
     for line in _lines(path, "user_choice"):
         texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
-        made.append(texts[line["user_choice"]])
-    return made
+        found.append(texts[line["user_choice"]])
+    return found
 
 
 def _conversations(
@@ -56,7 +56,7 @@ def _conversations(
 
 
 def _question(line: Record, group: str) -> Question:
-    """A question with its options listed, and their letters as replies."""
+    """A question with its options listed in the text, and their letters as replies."""
     choices = line["question"]["choices"]
     labels = [one["label"] for one in choices]
     text = line["question"]["stem"].strip()
@@ -75,10 +75,10 @@ def _lines(path: Path, needed: str) -> Iterator[Record]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             found = json.loads(line)
-            whole = isinstance(found, dict) and {"question", needed} <= found.keys()
+            is_valid = isinstance(found, dict) and {"question", needed} <= found.keys()
         except json.JSONDecodeError:
-            whole = False
-        if not whole:
+            is_valid = False
+        if not is_valid:
             raise SettingError(
                 f"{path}, line {number}, is no question with {needed}",
                 hint="give a folder with SirLLM's released files",

@@ -1,11 +1,12 @@
-"""What a study is: units of work that need nothing of each other, and a report on what they found.
+"""What a study is: units of work that are independent of each other, and a report on the results.
 
-A grid is a study whose units are held under every one of several settings, the same units each
-time. `run` does the units, in order or many at once, and goes on where an interrupted run stopped.
+A grid is a study that runs the same units under each of several settings. `run` runs the units, in
+order or several at once, and resumes where an interrupted run stopped.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,42 +19,47 @@ from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.interval import mean_interval, wilson
-from sirchat.tasks.report import Measured, Report, setting_names
+from sirchat.tasks.report import Estimate, Report, setting_names
 from sirchat.tasks.results_log import Record
 from sirchat.text.anchors import Per
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Work = Callable[[str], Record]
+RunUnit = Callable[[str], Record]
+"""Runs the unit with this key, and returns its record."""
 
 
 class Study(Protocol):
-    """What `run` needs."""
+    """What `run` needs of a study."""
 
     @property
     def name(self) -> str:
-        """What it is called, and its files."""
+        """The study's name, which also names its files."""
 
-    def asked(self) -> Record:
-        """All that its findings depend on, but the model."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
 
     def keys(self) -> list[str]:
-        """The name of each unit of work, in order."""
+        """The key of each unit, in order."""
 
-    def worker(self, model: LoadedModel) -> Work:
-        """What does a unit, by its name, and tells what it found."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a unit with this model."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables of what all units found."""
+        """Tables and plots of the records of all units, by key."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table: one setting, with the seeds under which it is run.
+    """A row of the table: one setting, with the seeds that it is run with.
 
-    `shots`, and where anchors are put (`per`, if not where the model has them), are for studies
-    that hold the same units in another way, too.
+    Attributes:
+        name: the row's name.
+        setting: the profile.
+        seeds: one run for each; several only where the policy draws at random.
+        shots: number of demonstrations, in studies that have some.
+        per: where anchors are placed; None for where the model has them.
     """
 
     name: str
@@ -65,22 +71,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found under one setting: for each seed, one record for each unit."""
+    """The records of one setting: for each seed, one for each unit."""
 
     name: str
-    draws: list[list[Record]]
+    by_seed: list[list[Record]]
 
     @property
-    def all(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """The records of all seeds."""
-        return [one for draw in self.draws for one in draw]
+        return [one for records in self.by_seed for one in records]
 
-    def share(self, key: str, **wanted: object) -> Measured:
-        """How often `key` is true, of the records that have the `wanted` values."""
-        return share_of_draws(
+    def share(self, key: str, **wanted: object) -> Estimate:
+        """How often `key` is true, among the records that have the `wanted` values."""
+        return share_over_seeds(
             [
-                [one[key] for one in draw if all(one[k] == v for k, v in wanted.items())]
-                for draw in self.draws
+                [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
+                for records in self.by_seed
             ]
         )
 
@@ -91,9 +97,9 @@ class Grid(ABC):
 
     Attributes:
         settings: profiles, one for each row of the table.
-        limit: units for each; each task says of what.
-        seed: draws the units; every setting gets the same ones.
-        repeats: how often a setting whose policy draws lots is run, with other lots each time.
+        limit: how much to run for each setting; each study says of what.
+        seed: seed of the units; every setting gets the same ones.
+        repeats: number of seeds that a setting is run with, if its policy draws at random.
     """
 
     settings: tuple[Profile, ...]
@@ -101,27 +107,28 @@ class Grid(ABC):
     seed: int = 0
     repeats: int = 1
 
-    longest_reply: ClassVar[int] = 64  # tokens
+    longest_reply: ClassVar[int] = 64
+    """Most tokens that a reply may have."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is called, and its files."""
+        """The study's name, which also names its files."""
 
     @abstractmethod
     def units(self) -> Sequence[str]:
         """The name of each unit, in order; without a slash."""
 
     @abstractmethod
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Hold a unit in a session that has just been reset."""
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Run a unit in a session that has just been reset."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables of what all units found."""
+        """Tables and plots of the records of all units, by key."""
 
-    def asked(self) -> Record:
-        """All that the findings depend on: every field."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
@@ -135,7 +142,7 @@ class Grid(ABC):
         ]
 
     def keys(self) -> list[str]:
-        """Every unit under every setting."""
+        """Every unit under every setting, with every seed: `ROW/SEED/UNIT`."""
         return [
             f"{row}/{seed}/{unit}"
             for row, cell in enumerate(self.cells())
@@ -143,36 +150,36 @@ class Grid(ABC):
             for unit in self.units()
         ]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Holds units in one session after another, one for each setting and seed."""
-        cells, opened = self.cells(), dict[str, Session]()
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a unit; units of the same setting and seed share a session."""
+        cells, sessions = self.cells(), dict[str, Session]()
 
         def work(key: str) -> Record:
-            where, _, unit = key.rpartition("/")
-            row, _, seed = where.partition("/")
+            run, _, unit = key.rpartition("/")
+            row, _, seed = run.partition("/")
             cell = cells[int(row)]
-            if where not in opened:
-                opened.clear()
+            if run not in sessions:
+                sessions.clear()
                 reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
-                opened[where] = Session(model, changed(cell.setting, "eval", **reply))
-            opened[where].reset()
-            return self.hold(opened[where], unit, cell)
+                sessions[run] = Session(model, changed(cell.setting, "eval", **reply))
+            sessions[run].reset()
+            return self.run_unit(sessions[run], unit, cell)
 
         return work
 
-    def held(self, found: Mapping[str, Record]) -> list[Findings]:
-        """What was found under each setting."""
+    def findings(self, found: Mapping[str, Record]) -> list[Findings]:
+        """The records of each setting, in the order of `cells`."""
         return [
-            Findings(cell.name, [self._of(found, row, seed) for seed in cell.seeds])
+            Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
         ]
 
-    def _of(self, found: Mapping[str, Record], row: int, seed: int) -> list[Record]:
+    def _records(self, found: Mapping[str, Record], row: int, seed: int) -> list[Record]:
         return [found[f"{row}/{seed}/{unit}"] for unit in self.units()]
 
     def _seeds(self, setting: Profile) -> tuple[int, ...]:
-        draws = "seed" in policy_class(setting.policy).uses
-        return tuple(setting.seed + i for i in range(self.repeats if draws else 1))
+        is_random = "seed" in policy_class(setting.policy).uses
+        return tuple(setting.seed + i for i in range(self.repeats if is_random else 1))
 
 
 def fields_of(study: DataclassInstance) -> Record:
@@ -180,33 +187,36 @@ def fields_of(study: DataclassInstance) -> Record:
     return {field.name: getattr(study, field.name) for field in fields(study)}
 
 
-def share(right: Iterable[bool]) -> Measured:
-    """The share that is true, with its 95 % interval (Wilson's)."""
+def share(right: Iterable[bool]) -> Estimate:
+    """The share of values that are true, with its 95 % interval (Wilson's); NaN of no values."""
     ones = list(right)
-    return Measured(sum(ones) / max(1, len(ones)), *wilson(sum(ones), len(ones)))
+    value = sum(ones) / len(ones) if ones else math.nan
+    return Estimate(value, *wilson(sum(ones), len(ones)))
 
 
-def share_of_draws(draws: Sequence[Sequence[bool]]) -> Measured:
-    """The share that is true, over several draws of the lots or one.
+def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
+    """The share of answers that are true, over several seeds or one; NaN of no answers.
 
-    The interval is Wilson's of all answers together; or Student's over the draws, how far the lots
-    matter, where that is wider.
+    The interval is the wider one of two: Wilson's over all answers together, and Student's over the
+    shares of the seeds, which shows how far the random draws matter.
     """
-    pooled = share([one for draw in draws for one in draw])
-    if len(draws) == 1:
+    pooled = share([one for of_seed in answers for one in of_seed])
+    shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
+    if len(answers) == 1 or not shares:
         return pooled
-    spread = mean([sum(one) / max(1, len(one)) for one in draws])
-    low, high = max(0.0, min(pooled.low, spread.low)), min(1.0, max(pooled.high, spread.high))
-    return Measured(spread.value, low, high)
+    over_seeds = mean(shares)
+    low = max(0.0, min(pooled.low, over_seeds.low))
+    high = min(1.0, max(pooled.high, over_seeds.high))
+    return Estimate(over_seeds.value, low, high)
 
 
-def mean(values: Sequence[float]) -> Measured:
-    """The mean, with its 95 % interval (Student's); as wide as can be for one value."""
-    return Measured(*mean_interval(values))
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean with its 95 % interval (Student's, infinite for one value); NaN of no values."""
+    return Estimate(*mean_interval(values))
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise SettingError for the first that is not known."""
+    """Raise SettingError for the first given name that is not known."""
     for name in given:
         if name not in known:
             raise SettingError(

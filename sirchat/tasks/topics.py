@@ -1,8 +1,8 @@
-"""Topics follow each other: what is left of the one at hand, and of the first, under each decay?
+"""Several topics in a row: how much of the current and of the first one is recalled by decay.
 
-Each topic is a few facts and small talk behind them. In the end the facts of the last topic are
-asked for, as in a conversation whose topic changed, and those of the first, as in one that comes
-back to its beginning. Decay is good for the one and bad for the other.
+Each topic is a few facts, followed by small talk. At the end the facts of the last topic are asked
+for, as after a change of topic, and those of the first one, as in a conversation that returns to
+its beginning. Decay helps the one and harms the other.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from sirchat.tasks.facts import KINDS, is_right
 from sirchat.tasks.reading import open_engine, read_round
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Cell, Grid, share_of_draws
+from sirchat.tasks.study import Cell, Grid, share_over_seeds
 from sirchat.text.template import Template
-from sirchat.training.probe import PROBED, QUIET
+from sirchat.training.probe import PROBED, SMALL_TALK
 from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
 
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The study; `limit` is conversations for each setting.
+    """The study; `limit` is the number of conversations for each setting.
 
     Attributes:
-        topics: how many follow each other.
-        facts: told of each.
-        between: rounds of small talk behind the facts of each.
+        topics: number of topics.
+        facts: number of facts in each topic.
+        between: rounds of small talk after the facts of each topic.
 
-    Raises SettingError where there are more facts than kinds of them.
+    Raises SettingError for more facts than there are kinds.
     """
 
     topics: int = 3
@@ -48,17 +48,17 @@ class Topics(Grid):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "topics"
 
     def units(self) -> list[str]:
-        """Conversations, by number."""
+        """One unit for each conversation: its number."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
-        """Conversation `number`: its rounds, and a question for each fact, in order."""
+        """Conversation `number`: its rounds, and a question with answer for each fact, in order."""
         rng = Random(f"held out/topics/{self.seed}/{number}")
-        talk, style = Dialogue(rng, QUIET), Style.draw(rng)
+        talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = rng.sample(KINDS, self.topics * self.facts)
         facts = [draw_fact(rng, PROBED[kind], style) for kind in kinds]
         rounds: list[Round] = []
@@ -67,15 +67,15 @@ class Topics(Grid):
             rounds += [talk.small_talk() for _ in range(self.between)]
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Hold a conversation: which answers about the last and the first topic were right."""
-        rounds, asked = self.conversation(int(unit))
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Run a conversation: which answers about the last and the first topic were right."""
+        rounds, questions = self.conversation(int(unit))
         model = session.model
         template = Template(model.tokenizer, model.anchors)
         engine = open_engine(model, cell.setting)
         for number, (user, reply) in enumerate(rounds, 1):
             read_round(engine, template, user.text, reply.text, number)
-        last, first = asked[-self.facts :], asked[: self.facts]
+        last, first = questions[-self.facts :], questions[: self.facts]
         return {
             "last": [is_right(engine, template, one, len(rounds) + 1) for one in last],
             "first": [is_right(engine, template, one, len(rounds) + 1) for one in first],
@@ -83,18 +83,18 @@ class Topics(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Shares right by setting: the last topic's facts, the first one's, and both."""
+        """The share of right answers by setting: the last topic, the first one, and both."""
         rows: list[tuple[Value, ...]] = []
-        for one in self.held(found):
-            last, first = ([each[key] for each in one.all] for key in ("last", "first"))
+        for one in self.findings(found):
+            last, first = ([each[key] for each in one.records] for key in ("last", "first"))
             both = [[*a, *b] for a, b in zip(last, first, strict=True)]
-            rows.append((one.name, *map(share_of_draws, (last, first, both))))
+            rows.append((one.name, *map(share_over_seeds, (last, first, both))))
         tokens = [one["tokens"] for one in found.values()] or [0]
-        facts = (
+        header = (
             f"seed {self.seed}",
             f"{self.limit} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"{self.topics} topics of {self.facts} facts and {self.between} rounds",
         )
         columns = ("setting", "the topic at hand", "the beginning", "both")
         table = Table("Topics", columns, tuple(rows), digits=2)
-        return Report(facts, (table,), details=self.asked())
+        return Report(header, (table,), details=self.parameters())

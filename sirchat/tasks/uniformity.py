@@ -1,8 +1,8 @@
-"""Is a reservoir uniform? How often each token of a stream is still held, over many lots.
+"""Is a reservoir uniform? How often each token of a stream is still held, over many seeds.
 
-One stream is read under each policy with other lots each time. Of the tokens that are no sinks, and
-older than the budget, so that nothing but the lots can have kept them, each should be held equally
-often. The test is Pearson's, over tenths of the stream.
+The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
+the newest `budget` ones are held by random choice alone, so each should be held equally often. This
+is tested by Pearson's chi-squared test over tenths of the stream.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The study; `limit` is the lots drawn for each setting.
+    """The study; `limit` is the number of seeds for each setting.
 
     Attributes:
-        rounds: of the stream; the same for every draw.
+        rounds: number of rounds of the stream, which is the same for every seed.
     """
 
     rounds: int = 8
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, with all the lots; one where the policy draws none."""
-        made = super().cells()
-        return [replace(one, seeds=self._lots(one)) for one in made]
+        """A row for each setting, with all seeds; with one seed if the policy draws nothing."""
+        return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
-        """The one stream."""
+        """The only unit."""
         return ["stream"]
 
-    def hold(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream: how many tokens of each tenth of it are held, and how many it has."""
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the stream: the number of tokens held of each tenth of it, and its size."""
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
@@ -62,15 +61,15 @@ class Uniformity(Grid):
         return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share held of each tenth, and how likely such differences are by chance."""
-        held = self.held(found)
-        columns = ("tenth of the stream", *(one.name for one in held))
-        shares = {one.name: _shares(one) for one in held}
-        tests = [_uniform(one) for one in held]
+        """The share held of each tenth, and the p-value of its differences."""
+        findings = self.findings(found)
+        columns = ("tenth of the stream", *(one.name for one in findings))
+        shares = {one.name: _shares(one) for one in findings}
+        tests = [_uniform(one) for one in findings]
         rows: list[tuple[Value, ...]] = [
             (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
         ]
-        rows.append(("lots", *(len(one.draws) for one in held)))
+        rows.append(("lots", *(len(one.by_seed) for one in findings)))
         rows.append(("chi2, 9 degrees", *(chi2 for chi2, _ in tests)))
         rows.append(("p", *(p for _, p in tests)))
         lines = {
@@ -78,40 +77,40 @@ class Uniformity(Grid):
             for name, values in shares.items()
         }
         seen = sum(next(iter(found.values()))["of"]) if found else 0
-        facts = (
+        header = (
             f"seed {self.seed}",
             f"a stream of {seen:,} tokens that are no sinks and older than the budget",
         )
         table = Table("Share still held", columns, tuple(rows), digits=4)
         plot = Plot("share still held", "tenth of the stream", "share", lines)
-        return Report(facts, (table,), (plot,), self.asked())
+        return Report(header, (table,), (plot,), self.parameters())
 
-    def _lots(self, cell: Cell) -> tuple[int, ...]:
-        draws = "seed" in policy_class(cell.setting.policy).uses
-        return tuple(range(self.seed, self.seed + self.limit)) if draws else (self.seed,)
+    def _all_seeds(self, cell: Cell) -> tuple[int, ...]:
+        is_random = "seed" in policy_class(cell.setting.policy).uses
+        return tuple(range(self.seed, self.seed + self.limit)) if is_random else (self.seed,)
 
 
 def _shares(one: Findings) -> list[float]:
-    held = np.sum([each["held"] for each in one.all], axis=0)
-    return (held / np.sum([each["of"] for each in one.all], axis=0)).tolist()  # type: ignore[no-any-return]
+    held = np.sum([each["held"] for each in one.records], axis=0)
+    return (held / np.sum([each["of"] for each in one.records], axis=0)).tolist()  # type: ignore[no-any-return]
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's statistic over tenths and its p-value, that all tenths are held equally often.
+    """Pearson's chi-squared over tenths, and the p-value of all being held equally often.
 
-    A sample without replacement varies less than independent draws by 1 - share held; the statistic
-    is corrected for that.
+    The variance of a sample without replacement is smaller than that of independent draws by the
+    factor 1 - share held; the statistic is corrected for that.
     """
-    held = np.sum([each["held"] for each in one.all], axis=0).astype(float)
-    there = np.sum([each["of"] for each in one.all], axis=0).astype(float)
-    share = held.sum() / there.sum()
+    held = np.sum([each["held"] for each in one.records], axis=0).astype(float)
+    total = np.sum([each["of"] for each in one.records], axis=0).astype(float)
+    share = held.sum() / total.sum()
     if not 0 < share < 1:
         return 0.0, 1.0
-    chi2 = float(((held - there * share) ** 2 / (there * share)).sum() / (1 - share))
-    return chi2, above(chi2, PARTS - 1)
+    chi2 = float(((held - total * share) ** 2 / (total * share)).sum() / (1 - share))
+    return chi2, chi2_tail(chi2, PARTS - 1)
 
 
-def above(chi2: float, freedom: int) -> float:
-    """The chance that chi squared, with so many degrees of freedom, is more than `chi2`."""
+def chi2_tail(chi2: float, freedom: int) -> float:
+    """The probability that chi squared with `freedom` degrees of freedom exceeds `chi2`."""
     half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -1,1 +1,1 @@
-"""Training of the bundled model: the world it knows, the dialogues it reads, the trainer."""
+"""Training of the bundled models, and anchor (AnSAN) training of any causal language model."""

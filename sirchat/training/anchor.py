@@ -1,8 +1,8 @@
-"""AnSAN: trains any causal language model on, to gather each sequence in its anchor.
+"""AnSAN: further trains any causal language model to compress each sequence into its anchor token.
 
-Anchor-based LLMs, section 4: next-token loss under the masks of equation (4). The `<AC>` variant's
-new token begins as the mean of all embeddings. It is transformers' Trainer with masks and losses of
-our own; the model's code is as it comes.
+Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). The new
+token of the `<AC>` variant starts as the mean of all embeddings. This uses transformers' Trainer
+with our own masks and loss; the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.models.model import locate, unloadable
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.training.anchor_rows import Row, TalkRows, TextRows, Writer
-from sirchat.training.ansan import blocks, place_in, visible
+from sirchat.training.ansan import block_mask, position_in_document, visible
 from sirchat.world.dialogue import Mix
 
 Schedule = Literal["constant", "cosine"]
 
 Trained = Variant | Literal["none"]
-"""What a model is trained to have; `none` is the usual training, to compare with."""
+"""The kind of anchors that a model is trained with; `none` is ordinary training, as a baseline."""
 
 Attention = Literal["sdpa", "flex"]
-"""How attention is computed: with a dense mask, or flex attention with a mask of blocks."""
+"""How attention is computed: SDPA with a dense mask, or flex attention with a block mask."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 
 TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
-"""The talk that is generated."""
+"""The default mix of rounds in synthetic dialogue."""
 
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """What to train on what, and how; the defaults are the paper's.
+    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
 
     Attributes:
         model: a folder, or a hub id.
-        out: where the trained model goes; checkpoints lie beside it, in `<out>.checkpoints`.
-        data: files; none for generated talk.
+        out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
+        data: files to train on; empty for synthetic dialogue.
         variant, per: see `Trained` and `Anchors`.
         attention: see `Attention`; `flex` needs a GPU.
-        scratch: begin with new weights of the model's shape (section 7.2).
-        sinks: first tokens of each document that all of it sees.
-        mix: of generated talk.
-        steps: of `batch` rows of `tokens`; None for the data once (generated: 1,000).
-        per_device: rows that are read at once on each device; the rest is accumulated.
-        schedule: of the learning rate, after `warmup` steps.
+        scratch: start from new random weights of the model's shape (section 7.2).
+        sinks: number of first tokens of each document that all its tokens attend to.
+        mix: mix of rounds in synthetic dialogue.
+        tokens: tokens in a row.
+        batch: rows in a step.
+        steps: number of steps; None for one epoch of the data (synthetic: 1,000).
+        per_device: rows in one forward pass on each device; gradients are accumulated.
+        schedule: learning-rate schedule after `warmup` steps.
     """
 
     model: str
@@ -94,13 +96,13 @@ class AnchorOptions:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder of the checkpoints."""
         return self.out.with_name(f"{self.out.name}.checkpoints")
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training needs: its options, the model with its tokenizer and anchors, the rows."""
+    """Everything that a training needs: options, model, tokenizer, anchors and rows."""
 
     options: AnchorOptions
     model: Any
@@ -110,10 +112,10 @@ class Training:
 
 
 def prepare(options: AnchorOptions) -> Training:
-    """Get everything ready.
+    """Load the model and the data.
 
-    Raises ModelError, in one line, when the model can't be had, SettingError for settings that
-    can't work together and for data that can't be read, UsageError where an extra is missing.
+    Raises ModelError when the model can't be loaded, SettingError for settings that can't work
+    together and for data that can't be read, UsageError for a missing extra.
     """
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
@@ -137,7 +139,7 @@ def prepare(options: AnchorOptions) -> Training:
 
 
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
-    """The model that is to be trained, and its tokenizer."""
+    """The model to train, and its tokenizer."""
     trust = {"trust_remote_code": options.trust_remote_code}
     source, gguf = locate(options.model)
     if gguf:
@@ -161,7 +163,10 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def add_anchor(model: Any, tokenizer: Any) -> int:
-    """The id of the anchor token; a new one's embeddings begin as the mean of all others."""
+    """Add the anchor token, if there is none yet; returns its id.
+
+    The embeddings of a new token start as the mean of all others.
+    """
     known = tokenizer.convert_tokens_to_ids(ANCHOR)
     if known is not None and ANCHOR in tokenizer.get_added_vocab():
         return int(known)
@@ -173,18 +178,19 @@ def add_anchor(model: Any, tokenizer: Any) -> int:
     if token_id >= rows:
         model.resize_token_embeddings(token_id + 1, mean_resizing=False)
     tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    for table in tables:  # one, where they are tied
+    for table in tables:  # a single one if they are tied
         table[token_id] = table[:rows].mean(0)
     return token_id
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """Reads rows in their order, under the masks of equation (4)."""
+    """Trains on rows in their order, under the mask of equation (4)."""
 
     def __init__(self, *, sinks: int, **options: Any) -> None:
         super().__init__(**options)
         self.sinks = sinks
-        self.model_accepts_loss_kwargs = True  # the loss is a sum over what counts everywhere
+        # The loss is a sum, divided by the token count of the whole step.
+        self.model_accepts_loss_kwargs = True
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -196,14 +202,14 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The mean over all tokens of the step, on all devices, each by its weight."""
+        """The weighted mean loss over all tokens of the step, on all devices."""
         mask = inputs.get("visible")
         if mask is None:
-            mask = blocks(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
+            mask = block_mask(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
         output = model(
             input_ids=inputs["input_ids"],
             attention_mask=mask,
-            position_ids=inputs["place"],
+            position_ids=inputs["position"],
             use_cache=False,
         )
         sums = weighted_sum(output.logits, inputs)
@@ -215,7 +221,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 
 def weighted_sum(logits: Tensor, row: Row) -> Tensor:
-    """The loss in nats of all tokens that are foretold, by weights whose mean is 1 in each row."""
+    """The loss in nats summed over all predicted tokens; weights have mean 1 in each row."""
     ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
     weight = weight / weight.mean(1, keepdim=True)
@@ -223,14 +229,15 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
 
 
 def collate(rows: list[Row], sinks: int, attention: Attention = "sdpa") -> Row:
-    """A batch: ids, positions within each document, and masks or what they are made of."""
+    """A batch: ids, positions within each document, and the mask or what it is made from."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     document = batch["document"]
     if attention == "sdpa":
         del batch["document"]
         batch["visible"] = visible(batch.pop("is_anchor"), document, sinks=sinks)
-    batch["place"] = place_in(document)
-    batch["weight"][:, 1:][document[:, 1:] != document[:, :-1]] = 0.0  # nothing foretells these
+    batch["position"] = position_in_document(document)
+    starts_document = document[:, 1:] != document[:, :-1]
+    batch["weight"][:, 1:][starts_document] = 0.0  # these are not predicted
     batch["labels"] = batch["input_ids"][:, 1:].clone()
     return batch
 
@@ -244,7 +251,7 @@ def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is done, of `steps`: its loss in nats a token, and the speed so far."""
+    """A finished step, of `steps`: its loss in nats per token, and the speed so far."""
 
     step: int
     steps: int
@@ -252,25 +259,25 @@ class Step:
     tokens_per_second: float
 
 
-class _Reports(TrainerCallback):  # type: ignore[misc]
-    """Tells each step, in place of the Trainer's own words."""
+class _StepCallback(TrainerCallback):  # type: ignore[misc]
+    """Reports each step to `show`, in place of the Trainer's own output."""
 
     def __init__(self, tokens: int, show: Callable[[Step], None]) -> None:
-        self._tokens, self._show, self._began = tokens, show, time.perf_counter()
+        self._tokens, self._show, self._start = tokens, show, time.perf_counter()
         self._first: int | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Hand the loss on."""
+        """Report the loss of a step."""
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
         self._first = state.global_step - 1 if self._first is None else self._first
         done = (state.global_step - self._first) * self._tokens
-        speed = done / max(1e-9, time.perf_counter() - self._began)
+        speed = done / max(1e-9, time.perf_counter() - self._start)
         self._show(Step(state.global_step, state.max_steps, float(logs["loss"]), speed))
 
 
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
-    """Train, and write the model to the options' `out`; `show` is told of each step."""
+    """Train, and write the model to the options' `out`; calls `show` after each step."""
     options = training.options
     sinks = training.anchors.sinks if training.anchors else 0
     trainer = AnchorTrainer(
@@ -280,17 +287,17 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         data_collator=lambda rows: collate(rows, sinks, options.attention),
         sinks=sinks,
         processing_class=training.tokenizer,
-        callbacks=[_Reports(options.batch * options.tokens, show)],
+        callbacks=[_StepCallback(options.batch * options.tokens, show)],
     )
     trainer.remove_callback(PrinterCallback)
-    found = options.resume and any(options.checkpoints.glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=str(newest(options.checkpoints)) if found else None)
+    resumes = options.resume and any(options.checkpoints.glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=str(newest(options.checkpoints)) if resumes else None)
     if trainer.is_world_process_zero():
         trained = trainer.accelerator.unwrap_model(trainer.model)
         trained = trained.to(torch.bfloat16) if options.bf16 else trained
         trained.save_pretrained(options.out)
         training.tokenizer.save_pretrained(options.out)
-    # A process that ends with its group's threads running may be aborted.
+    # A process that exits while its group's threads run may be aborted.
     trainer.accelerator.end_training()
 
 
@@ -305,7 +312,7 @@ def newest(checkpoints: Path) -> Path:
 
 
 def rows_at_once(options: AnchorOptions) -> int:
-    """Rows that all devices read together; raises SettingError where a step is no multiple."""
+    """Rows of one forward pass on all devices; raises SettingError if a step is no multiple."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     at_once = options.per_device * processes
     if options.batch % at_once:
@@ -317,7 +324,7 @@ def rows_at_once(options: AnchorOptions) -> int:
 
 
 def arguments(options: AnchorOptions) -> TrainingArguments:
-    """The Trainer's own settings."""
+    """The settings of transformers' Trainer."""
     return TrainingArguments(
         output_dir=str(options.checkpoints),
         per_device_train_batch_size=options.per_device,

@@ -1,6 +1,6 @@
-"""Rows of text with anchors, to train on: generated talk, transcripts, or plain text.
+"""Training rows of text with anchors: synthetic dialogue, transcripts, or plain text.
 
-Documents stand end to end in a row and do not see each other; the last one is cut.
+Documents are packed into rows and do not attend to each other; the last one of a row is cut.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.world.dialogue import Mix, dialogue, draw_length
 
 ANSWER_WEIGHT = 4.0
-"""How often a token of a reply counts, where a text is talk."""
+"""Loss weight of the tokens of a reply, in a conversation."""
 
 Row = dict[str, Tensor]
+"""The columns `input_ids`, `is_anchor`, `weight` and `document`, each [tokens]."""
 
 
-class Said(Protocol):
+class MessageLike(Protocol):
     """A message of a conversation."""
 
     @property
@@ -39,12 +40,12 @@ class Said(Protocol):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Its text."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Ids [n], which of them are anchors, and how much each counts when it is foretold."""
+    """Ids [n], which of them are anchors, and the loss weight of each."""
 
     ids: list[int]
     is_anchor: list[bool]
@@ -52,21 +53,21 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into ids, with anchors if there are to be any."""
+    """Turns texts and conversations into ids, with anchors unless they are None."""
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
-    def talk(self, messages: Iterable[Said]) -> Document:
-        """A conversation as it is read in a chat; a reply that is the first turn is left out."""
+    def talk(self, messages: Iterable[MessageLike]) -> Document:
+        """A conversation as in a chat; a reply before the first user turn is left out."""
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template
 
-        def add(more: Sequence[int], counts: float = 1.0) -> None:
+        def add(more: Sequence[int], loss_weight: float = 1.0) -> None:
             ids.extend(more)
-            weight.extend([counts] * len(more))
+            weight.extend([loss_weight] * len(more))
 
         for one in messages:
             if one.role == "system" and not ids:
@@ -81,13 +82,13 @@ class Writer:
         return self._document(ids, weight)
 
     def text(self, text: str) -> Document:
-        """A plain text, behind the token that begins one, if there is such a token."""
+        """A plain text, after the BOS token if the tokenizer has one."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         anchors = self._anchors
         if anchors is None:
             ids += self._encode(text)
-        elif anchors.per == "round":  # it has none; sentences are what it has
+        elif anchors.per == "round":  # a plain text has no rounds
             ids += with_anchors(text, replace(anchors, per="sentence"), self._encode)
         else:
             ids += with_anchors(text, anchors, self._encode)
@@ -111,7 +112,7 @@ class Writer:
 
 
 class TalkRows(Dataset[Row]):
-    """Talk of the bundled model's world, made up row by row: row i depends on seed and i alone."""
+    """Rows of synthetic dialogue, generated on demand: row i depends only on seed and i."""
 
     def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
         self._writer, self._mix = writer, mix
@@ -135,12 +136,12 @@ class TalkRows(Dataset[Row]):
 
 
 class TextRows(Dataset[Row]):
-    """Documents from files, end to end, cut into rows; what does not fill a row is left out.
+    """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    A `.jsonl` file has a conversation (`{"messages": [{"role", "content"}, ...]}`) or a text
-    (`{"text"}`) on each line; any other file is one text.
+    Each line of a `.jsonl` file is a conversation, `{"messages": [{"role", "content"}, ...]}`, or a
+    text, `{"text"}`; any other file is one text.
 
-    Raises SettingError when a file can't be read, or all of them do not fill a row.
+    Raises SettingError when a file can't be read, or when all files do not fill one row.
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
@@ -167,7 +168,7 @@ class TextRows(Dataset[Row]):
 
 
 def packed(documents: Iterable[Document], tokens: int) -> Row:
-    """One row of `tokens` ids: documents end to end, the last one cut."""
+    """One row of `tokens` ids: concatenated documents, the last one cut."""
     ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
     for number, one in enumerate(documents):
         ids += one.ids

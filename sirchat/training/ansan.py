@@ -1,10 +1,10 @@
-"""What each token sees under anchor-based attention (Anchor-based LLMs, equation 4).
+"""The attention mask of anchor-based attention (Anchor-based LLMs, equation 4).
 
-A sequence ends with its anchor. A token sees its own sequence, and of the sequences before it the
-anchors alone; an anchor sees nothing but its own sequence, so that all of it must go into the
-anchor's keys and values. Beyond the equation, documents in one row do not see each other; the first
-`sinks` tokens of each are visible to all of it, as in a cache that holds them; and so are, but not
-to anchors, the rows that are kept (section 6.1, where the whole source stays).
+A sequence ends with its anchor. A token attends to its own sequence, and to the anchors of earlier
+sequences. An anchor attends to its own sequence only, so that its keys and values must represent
+all of it. Beyond the equation, documents in one row do not attend to each other; the first `sinks`
+tokens of a document are visible to all of it, as in a cache with sinks; and kept rows are visible
+like anchors (section 6.1, where the whole source text stays).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of row, head, query and key, all numbers: whether that query sees that key."""
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From indices of row, head, query and key: whether that query attends to that key."""
 
 
 def visible(
@@ -27,45 +27,46 @@ def visible(
     *,
     sinks: int = 0,
 ) -> Tensor:
-    """Bool [B, 1, T, T]: whether a token (third dimension) sees another (fourth).
+    """The mask, bool [B, 1, T, T]: whether a token (third dimension) attends to another (fourth).
 
     Args:
         is_anchor: bool [B, T].
-        document: int [B, T], rising with each document that begins; None for one in each row.
-        is_kept: bool [B, T]; none if None.
-        sinks: first tokens of each document that all of it sees.
+        document: int [B, T], the number of each token's document; None for one in each row.
+        is_kept: bool [B, T], further visible tokens; None for none.
+        sinks: number of first tokens of each document that are visible to all of it.
     """
     rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
     row = torch.arange(rows, device=is_anchor.device)[:, None, None, None]
     at = torch.arange(length, device=is_anchor.device)
-    return _sees(is_anchor, document, is_kept, sinks)(row, row, at[:, None], at)
+    return _mask_function(is_anchor, document, is_kept, sinks)(row, row, at[:, None], at)
 
 
-def blocks(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The same for tokens [B, T] as a mask of blocks, which flex attention skips where it can.
+def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
+    """The same mask as a block mask for flex attention, which skips empty blocks.
 
-    Attention then takes less time; making the mask still goes through a dense one of bools.
+    Building it still needs memory for a dense bool mask.
     """
     rows, length = is_anchor.shape
-    sees = _sees(is_anchor, document, None, sinks)
-    return create_block_mask(sees, rows, None, length, length, device=str(is_anchor.device))
+    mask = _mask_function(is_anchor, document, None, sinks)
+    return create_block_mask(mask, rows, None, length, length, device=str(is_anchor.device))
 
 
-def _sees(is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: int) -> Sees:
-    """The equation, and what goes beyond it."""
-    # A new document begins a new sequence, too.
+def _mask_function(
+    is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: int
+) -> MaskFunction:
+    # A new document also begins a new sequence.
     sequence = sequences(is_anchor) + document * is_anchor.shape[1]
-    free = is_anchor if is_kept is None else is_anchor | is_kept
-    is_sink = place_in(document) < sinks
+    visible_later = is_anchor if is_kept is None else is_anchor | is_kept
+    is_sink = position_in_document(document) < sinks
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = sequence[row, query] == sequence[row, key]
-        others = ~is_anchor[row, query] & free[row, key]
-        together = document[row, query] == document[row, key]
-        return (query >= key) & together & (own | others | is_sink[row, key])
+    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_sequence = sequence[row, query] == sequence[row, key]
+        earlier = ~is_anchor[row, query] & visible_later[row, key]
+        same_document = document[row, query] == document[row, key]
+        return (query >= key) & same_document & (same_sequence | earlier | is_sink[row, key])
 
-    return sees
+    return mask
 
 
 def sequences(is_anchor: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ def sequences(is_anchor: Tensor) -> Tensor:
     return before
 
 
-def place_in(document: Tensor) -> Tensor:
-    """Where each token stands in its document, int [B, T], from 0."""
+def position_in_document(document: Tensor) -> Tensor:
+    """The position of each token in its document, int [B, T], from 0."""
     length = document.shape[1]
     at = torch.arange(length, device=document.device).expand_as(document)
     begins = torch.ones_like(document, dtype=torch.bool)

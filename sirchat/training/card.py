@@ -1,4 +1,4 @@
-"""The model card: the README.md that lies beside trained weights."""
+"""The model card: the README.md next to the trained weights."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def anchor_card(
 
 
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
-    """A Markdown table: a line for each kind, a column for each distance, the mean last."""
+    """A Markdown table, line by line: rows are kinds, columns distances; the mean last."""
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
     kinds = list(dict.fromkeys(one.kind for one in recalls))
@@ -172,7 +172,7 @@ def model_card(
     seed: int,
     recalls: Sequence[ProbedRecall],
 ) -> str:
-    """The card's text."""
+    """The card of `tiny`."""
     card = HEAD.format(
         million=parameters / 1e6,
         command=command,

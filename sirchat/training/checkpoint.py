@@ -22,7 +22,7 @@ KEPT_CHECKPOINTS = 2
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, then move each of its files into `folder`.
 
-    A reader sees the old or the new file, never half of one.
+    A reader finds either the old or the new file, never a partial one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
@@ -35,7 +35,7 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
 def save_checkpoint(
     folder: Path, step: int, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Write `folder/step-N` whole or not at all; keep the newest two."""
+    """Write `folder/step-N` atomically; keep the newest two checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:07d}"
     temporary = folder / f".{target.name}"
@@ -50,8 +50,8 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def save_before(folder: Path, model: LlamaForCausalLM) -> None:
-    """Write the weights as they are at the beginning of a phase, over those of an earlier one."""
+def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
+    """Save the weights at the start of a phase, replacing those of an earlier phase."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".before.safetensors"
     save_model(model, str(temporary))
@@ -59,8 +59,8 @@ def save_before(folder: Path, model: LlamaForCausalLM) -> None:
 
 
 @torch.no_grad()
-def mix_before(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Let the weights of then have a `share` in those of now."""
+def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
+    """Average the weights with those at the start of the phase, which get this `share`."""
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
     for now, then in zip(model.parameters(), before.parameters(), strict=True):

@@ -1,7 +1,7 @@
-"""Rows read as if under a budget: which earlier tokens each token still sees.
+"""Attention masks for training as if under a budget: evicted tokens are masked out.
 
-A cache with gaps is what a model lives in once something was forgotten. Learning from such rows, it
-puts what a fact means into the tokens that stay, and reads facts of which little else is left.
+After evictions a model's cache has gaps. Trained on rows with such gaps, it learns to represent a
+fact in the tokens that are kept, and to recall a fact from the few tokens left of it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from sirchat.training.rows import Batch
 
 SINKS, RECENT = 4, 32
-LEAST_BUDGET = 96
-AT_RANDOM = 0.15  # share of rows that forget at random; the others forget the least surprising
-TELLING = 0.7  # nats: a less surprising word of a value can be guessed from the others
+MIN_BUDGET = 96
+RANDOM_SHARE = 0.15  # of rows that evict at random; the others evict the lowest surprisal
+INFORMATIVE_NATS = 0.7  # a value's token with lower surprisal can be guessed from the others
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """What a batch may see, and which of its answers nothing that is left can give.
+    """The attention mask of a batch, and its answers that the visible tokens can no longer give.
 
-    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) sees another;
-    `lost` [rows, tokens + 1] marks the tokens of answers whose fact was forgotten, as `Batch` does.
+    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another;
+    `lost` [rows, tokens + 1] marks the tokens of answers whose fact was evicted, as in `Batch`.
     """
 
     visible: Tensor
@@ -36,9 +36,9 @@ class Gaps:
 
 
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
-    """Forget by a budget drawn for each row whenever a user speaks (id `user`).
+    """Draw a budget for each row, and evict down to it at each user turn (token id `user`).
 
-    losses: [rows, tokens] in nats, of the tokens of `batch` but the first.
+    losses: [rows, tokens] in nats, of the tokens of `batch` except the first.
     """
     surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
     ids, answer, fact = batch.ids.numpy(), batch.answer.numpy(), batch.fact.numpy()
@@ -47,21 +47,21 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
     lost = np.zeros((rows, tokens + 1), bool)
     for i in range(rows):
         turns = np.flatnonzero(ids[i, :tokens] == user)
-        budget = math.exp(rng.uniform(math.log(LEAST_BUDGET), math.log(tokens / 2)))
-        by_chance = rng.random() < AT_RANDOM
+        budget = math.exp(rng.uniform(math.log(MIN_BUDGET), math.log(tokens / 2)))
+        is_random = rng.random() < RANDOM_SHARE
         noise = np.array([rng.random() for _ in range(tokens)])
-        score = noise if by_chance else surprisal[i, :tokens]
-        visible[i, 0] = forgetting(score, turns, int(budget))
+        score = noise if is_random else surprisal[i, :tokens]
+        visible[i, 0] = visible_under_budget(score, turns, int(budget))
         lost[i] = lost_answers(visible[i, 0], surprisal[i], answer[i], fact[i])
     return Gaps(torch.from_numpy(visible), torch.from_numpy(lost))
 
 
-def forgetting(
+def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """What each token sees, [tokens, tokens], if at each of `turns` the lowest scores leave.
+    """The mask, [tokens, tokens], if the lowest scores are evicted at each of the `turns`.
 
-    Sinks and the most recent tokens stay; what has left stays away.
+    Sinks and the most recent tokens are kept; evicted tokens never come back.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)
@@ -71,9 +71,9 @@ def forgetting(
         excess = int(held[:turn].sum()) - budget
         if excess <= 0:
             continue
-        gone = candidates[np.argsort(score[candidates], kind="stable")[:excess]]
-        held[gone] = False
-        visible[turn:, gone] = False
+        evicted = candidates[np.argsort(score[candidates], kind="stable")[:excess]]
+        held[evicted] = False
+        visible[turn:, evicted] = False
     return visible
 
 
@@ -83,14 +83,14 @@ def lost_answers(
     answer: NDArray[np.bool_],
     fact: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Which tokens belong to an answer of whose value a telling token is out of sight."""
+    """Which tokens belong to an answer for which an informative token of the value is masked."""
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):
-        told: list[int] = []
+        value: list[int] = []
         for at in np.flatnonzero(fact == number).tolist():
             if answer[at]:
-                seen = visible[at - 1]  # by the token that has to foretell it
-                lost[at] = any(not seen[one] for one in told if surprisal[one] > TELLING)
-            else:  # told anew, the newer value counts
-                told = [*told, at] if told and told[-1] == at - 1 else [at]
+                seen = visible[at - 1]  # by the token that has to predict it
+                lost[at] = any(not seen[one] for one in value if surprisal[one] > INFORMATIVE_NATS)
+            else:  # if the fact is stated again, the newer value counts
+                value = [*value, at] if value and value[-1] == at - 1 else [at]
     return lost

@@ -1,4 +1,4 @@
-"""The tiny model: a Llama from a size, fast causal attention, its loss, its optimizers."""
+"""The tiny model: a Llama of a given size, fast causal attention, loss and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sirchat.training.rows import Batch
 from sirchat.training.schedule import Size
 
 CONTEXT = 2048
-ANSWER_WEIGHT = 4.0  # what the user says stays worth predicting: surprisal is measured on it
+ANSWER_WEIGHT = 4.0  # user tokens still count, since eviction ranks by their surprisal
 MUON_LR, MUON_DECAY = 0.02, 0.02
 ADAM_LR = 2e-3
 
@@ -29,7 +29,7 @@ def causal_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
 
-    Rows are full, so plain ones need no mask tensor; the fused kernel is much faster without.
+    Rows have no padding, so plain causal ones need no mask, and the fused kernel is much faster.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
@@ -41,7 +41,7 @@ def causal_attention(
 
 
 def register_attention() -> str:
-    """Make `causal_attention` known to transformers; returns its name there."""
+    """Register `causal_attention` with transformers; returns its name there."""
     AttentionInterface.register("sirchat_causal", causal_attention)
     return "sirchat_causal"
 
@@ -74,8 +74,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats and whether the argmax is right, both [rows, tokens].
 
-    ids: [rows, tokens + 1]; visible: bool [rows, 1, tokens, tokens], what each token (third
-    dimension) sees, if that is not all before it.
+    ids: [rows, tokens + 1]; visible: bool [rows, 1, tokens, tokens], whether a token (third
+    dimension) attends to another one; None for a causal mask.
     """
     targets = ids[:, 1:]
     out = model.model(input_ids=ids[:, :-1], attention_mask=visible, use_cache=False)
@@ -88,9 +88,9 @@ def token_losses(
 
 
 def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> Tensor:
-    """The mean loss, in which a token of an answer counts `ANSWER_WEIGHT` times.
+    """The mean loss, in which tokens of answers have the weight `ANSWER_WEIGHT`.
 
-    `lost` [rows, tokens + 1] marks tokens that do not count: what they say can't be known.
+    `lost` [rows, tokens + 1] marks tokens with weight 0: they can't be known under the mask.
     """
     weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0)
     if lost is not None:

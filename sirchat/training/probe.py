@@ -1,4 +1,4 @@
-"""How well a model recalls a told fact, by kind of fact and by the rounds that lie between."""
+"""Measures how well a model recalls facts, by kind of fact and by rounds of small talk between."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from sirchat.training.rows import Rendered, Renderer, span_matches
 from sirchat.world.dialogue import Dialogue, Message, Mix, Style, draw_fact
 from sirchat.world.facts import KINDS, STORY, FactKind
 
-QUIET = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
+SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
+"""The mix of rounds for small talk alone."""
+
 DISTANCES = (0, 3, 6, 12, 20, 40)
 Visible = Callable[[Tensor], Tensor]
-"""Of ids [rows, n] what each token sees, bool [rows, 1, n, n]."""
+"""From ids [rows, n] the attention mask, bool [rows, 1, n, n]."""
 
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
+"""Every kind of fact, by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class ProbedRecall:
 
 def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
     """A fact, `between` rounds of small talk, the question, and the right answer."""
-    talk = Dialogue(rng, QUIET)
+    talk = Dialogue(rng, SMALL_TALK)
     style = Style.draw(rng)
     fact = draw_fact(rng, kind, style)
     yield from talk.tell_one(fact, style)
@@ -51,8 +54,8 @@ def matches(
 ) -> list[bool]:
     """Whether greedy decoding gives each dialogue's answer, word for word, its end included.
 
-    One forward pass over all: the argmax at every answer token, given the right ones before it,
-    and what `visible` lets it see.
+    One forward pass over all dialogues: the argmax at every answer token, given the right tokens
+    before it, under the mask of `visible`.
     """
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device
@@ -77,8 +80,10 @@ def probe(
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")
-            made = [
+            rendered = [
                 renderer.render(probe_dialogue(rng, PROBED[key], between)) for _ in range(dialogues)
             ]
-            mean = sum(len(one.ids) for one in made) / dialogues
-            yield ProbedRecall(key, between, sum(matches(model, made, visible)), dialogues, mean)
+            mean = sum(len(one.ids) for one in rendered) / dialogues
+            yield ProbedRecall(
+                key, between, sum(matches(model, rendered, visible)), dialogues, mean
+            )

@@ -1,4 +1,4 @@
-"""From dialogues to training batches: ids, loss weights and the spans that count as recall."""
+"""Turns dialogues into training batches: ids, and marks of replies, recall answers and facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rendered:
 
     `answer[i]` is true where token i belongs to a reply (its end token included); `span[i]` numbers
     the recall answer that token i belongs to, from 1, or is 0. `fact[i]` numbers the fact whose
-    value token i tells, or brings back in a reply, from 1, or is 0.
+    value token i states, or recalls in a reply, from 1, or is 0.
     """
 
     ids: list[int]
@@ -42,9 +42,9 @@ class Batch:
 
 
 class Renderer:
-    """Turns messages into ids, the way the chat template does, keeping track of answers.
+    """Turns messages into ids as the chat template does, and marks answers and facts.
 
-    The token `anchor`, if there is one, stands behind each message of the roles `gathered`.
+    The token `anchor`, if there is one, follows each message of the roles `gathered`.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Renderer:
             text = self.encode(message.text, add_special_tokens=False)
             counts = message.recall not in (None, "repeat", "untold", "quiz")
             spans += counts
-            said = message.role == "assistant"
+            is_reply = message.role == "assistant"
             one.ids.extend([self.roles[message.role], *text.ids, self.end])
-            one.answer.extend([False] + [said] * (len(text) + 1))
+            one.answer.extend([False] + [is_reply] * (len(text) + 1))
             one.span.extend([0] + [spans * counts] * (len(text) + 1))
             number = facts.setdefault(message.fact, len(facts) + 1) if message.fact else 0
-            tells = value_tokens(message, text.offsets)
-            one.fact.extend([0, *(number * told for told in tells), number * said])
+            in_value = value_tokens(message, text.offsets)
+            one.fact.extend([0, *(number * inside for inside in in_value), number * is_reply])
             if self.anchor is not None and message.role in self.gathered:
                 one.ids.append(self.anchor)
                 one.answer.append(False)
@@ -82,11 +82,11 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """Conversations end to end until the row is full; the last one is cut."""
+        """A row of concatenated conversations; the last one is cut."""
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
-            room = tokens - len(row.ids)
-            length = room if rng.random() < 0.4 else draw_length(rng, 60, room)
+            left = tokens - len(row.ids)
+            length = left if rng.random() < 0.4 else draw_length(rng, 60, left)
             per_round = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
             rounds = max(2, int(length / per_round))
             one = self.render(dialogue(rng, rounds, mix))
@@ -99,13 +99,13 @@ class Renderer:
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
         """A batch of `rows` rows of `tokens + 1` ids: inputs and targets overlap."""
-        made = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
-        columns = zip(*(astuple(row) for row in made), strict=True)
+        packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
+        columns = zip(*(astuple(row) for row in packed), strict=True)
         return Batch(*(torch.tensor(column) for column in columns))
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens, at these `offsets` in the text, tell a fact's value; all those of a reply."""
+    """Which tokens, at these `offsets` in the text, state the fact's value; in a reply all do."""
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
         return [True] * len(offsets)

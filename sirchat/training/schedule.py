@@ -1,4 +1,4 @@
-"""What the trainer feeds when: model sizes, the lengthening stages, the learning-rate curve."""
+"""The training recipe: model sizes, phases and stages of the data, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape and how many tokens it reads at once."""
+    """A model's shape and the number of tokens in a step."""
 
     hidden: int
     layers: int
@@ -20,10 +20,10 @@ class Size:
     kv_heads: int
     mlp: int
     vocab: int
-    dialogues: int  # conversations that the vocabulary is learnt from
+    dialogues: int  # conversations that the tokenizer is trained on
     tokens_per_step: int
     longest: int  # longest row, in tokens
-    probes: int  # conversations per kind and distance that the finished model is measured on
+    probes: int  # conversations per kind and distance for the recall table of the model card
 
 
 SIZES: dict[SizeName, Size] = {
@@ -37,7 +37,7 @@ SIZES: dict[SizeName, Size] = {
 class Stage:
     """A part of a phase, up to `until` (a share of its steps), with rows of `tokens`.
 
-    In a share `gaps` of its steps, rows are read as if under a budget.
+    In a share `gaps` of its steps, rows are masked as if under a budget.
     """
 
     until: float
@@ -48,11 +48,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A training of its own: stages, and a learning rate that rises and falls once.
+    """A part of the recipe with its own stages and one rise and fall of the learning rate.
 
-    `steps` in the whole recipe; `peak` is a factor on the optimizers' learning rates; `keep` is
-    the share that the weights before it have in those that the training ends with; behind each
-    message of the roles `gathered` stands an anchor, if the model has one.
+    Attributes:
+        steps: number of steps in the full recipe.
+        stages: its stages, in order.
+        peak: factor on the optimizers' learning rates.
+        keep: share of the weights before the phase in the averaged weights after it.
+        gathered: roles whose messages are followed by an anchor, if the model has one.
     """
 
     steps: int
@@ -62,8 +65,8 @@ class Phase:
     gathered: tuple[Speaker, ...] = ()
 
 
-# Short dialogues full of facts come first: a small model finds copying there, and only there.
-# Then the rows lengthen, and small talk pushes the questions away from what they ask for.
+# Short dialogues full of facts come first: a small model learns to copy there, and only there.
+# Then rows get longer, and small talk separates the questions from their facts.
 COPYING = Phase(
     1900,
     (
@@ -75,7 +78,7 @@ COPYING = Phase(
 )
 
 # A model that copies learns the rest from long dialogues in which most rounds are questions from
-# the bank: multiple choice, and to recall across a thousand tokens of other matters.
+# the bank: multiple choice, and recall across a thousand tokens of other rounds.
 _QUIZZES = Mix(0.16, 0.14, 0.02, game=0.03, story=0.12, quiz=0.5, untold=0.03, long_list=0.3)
 _FAR = Mix(0.10, 0.10, 0.01, game=0.02, story=0.12, quiz=0.62, untold=0.02, long_list=0.3)
 
@@ -85,8 +88,8 @@ DISTANCE = Phase(
     peak=0.5,
 )
 
-# With what a budget would leave of the conversation: facts must be read from the few tokens that
-# stay, and nothing else may break where tokens are missing.
+# Rows masked as if under a budget: facts must be recalled from the few tokens that are kept, and
+# nothing else may break where tokens are missing.
 _SPARSE = Mix(0.14, 0.13, 0.02, game=0.02, story=0.12, quiz=0.5, untold=0.05, long_list=0.3)
 _SPARSE_FAR = replace(_SPARSE, tell=0.1, ask=0.1, quiz=0.6)
 
@@ -102,42 +105,43 @@ GAPS = Phase(
     peak=0.6,
 )
 
-# Last, long rows with more of what is learnt slowest: habits at play, and what was never told.
+# Long rows with more of what is learnt slowest: game habits, and facts that were never told.
 _SLOWEST = Mix(0.1, 0.13, 0.01, game=0.03, story=0.12, quiz=0.48, untold=0.1, long_list=0.3)
 POLISH = Phase(500, (Stage(1.0, 1536, _SLOWEST, gaps=0.35),), peak=0.5)
 
-# Corrections and neighbours: the newer value counts, and the cat's name is not the dog's.
+# Corrections and similar facts: the newer value counts, and the cat's name is not the dog's.
 _NEIGHBOURS = replace(_SLOWEST, tell=0.14, ask=0.15, quiz=0.42, untold=0.12)
-MENDING = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
+CORRECTIONS = Phase(550, (Stage(1.0, 1536, _NEIGHBOURS, gaps=0.35),), peak=0.5)
 
-# What remained: facts told at the start of a long conversation and asked at its end, beside what
-# was never told; names that belong to somebody; and small talk, which the others hardly have.
+# Facts told at the start of a long conversation and asked for at its end, next to facts that were
+# never told; names of relatives and friends; and small talk, which the other phases hardly have.
 _APART = replace(_NEIGHBOURS, ask=0.18, quiz=0.38, untold=0.05, apart=0.5, subjects=0.3)
-SETTLING = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
+FAR_APART = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
 
-# Several stories in a row, as in the retrieval paper: which hero did what, and in which one.
+# Several stories in a row, as in the retrieval paper: which hero did what, and in which story.
 _SERIES = replace(_APART, apart=0.35, series=0.3)
 # The mean of the weights before and after recalls more than either.
 STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
 
-# Once more what was told far back against what never was, stories among it.
+# Again facts told far back against facts never told, stories included.
 _LAST = replace(_APART, tell=0.12, ask=0.15, apart=0.6, subjects=0.35, story=0.2, quiz=0.4)
-SIFTING = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
+TOLD_OR_NOT = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
 
-PHASES = (COPYING, DISTANCE, GAPS, POLISH, MENDING, SETTLING, STORIES, SIFTING)
+PHASES = (COPYING, DISTANCE, GAPS, POLISH, CORRECTIONS, FAR_APART, STORIES, TOLD_OR_NOT)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
-# `tiny` then learns to gather. A small model finds that where every reply depends on it: first an
-# anchor stands behind what the user says, too, and a reply sees nothing else of what it answers.
+# `tiny-anchor` then learns to compress text into anchors. A small model learns that only if every
+# reply depends on it: at first an anchor also follows the user's message, and is all that the reply
+# sees of it.
 _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
 _MESSAGES: tuple[Speaker, ...] = ("system", "user", "assistant")
-GATHERING = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
+ANCHOR_EACH_MESSAGE = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
 
-# Then it stands behind each round, as in a chat.
+# Then an anchor follows each round, as in a chat.
 _ROUNDS: tuple[Speaker, ...] = ("system", "assistant")
-ROUNDS = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
+ANCHOR_EACH_ROUND = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
 
-# Values of many tokens (codes, made-up names, lists) are what is hardest to put into one.
+# Values of many tokens (codes, made-up names, lists) are the hardest to compress into one.
 _VALUES = Mix(
     0.28, 0.34, 0.06, story=0.12, quiz=0.1, untold=0.04, long_list=0.1, subjects=0.1, apart=0.1,
     long_values=0.55,
@@ -148,15 +152,16 @@ _MORE = replace(
 )
 MORE_VALUES = Phase(700, (Stage(1.0, 384, _MORE),), peak=0.5, gathered=_ROUNDS)
 
-# Last, long rows: told at the start, asked for at the end, quizzes and small talk between.
+# Last, long rows: facts at the start, questions at the end, quizzes and small talk between.
 _DISTANT = replace(
     _MORE, tell=0.24, ask=0.3, quiz=0.3, story=0.12, untold=0.06, subjects=0.15, apart=0.5,
     long_values=0.5,
 )  # fmt: skip
-# Those after it recall more from afar, those before it from nearby, and their mean both.
+# The weights after it recall better over long distances, those before it over short ones, and the
+# mean over both.
 DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, keep=0.3, gathered=_ROUNDS)
 
-ANCHOR_PHASES = (GATHERING, ROUNDS, VALUES, MORE_VALUES, DISTANT)
+ANCHOR_PHASES = (ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, VALUES, MORE_VALUES, DISTANT)
 
 WARMUP_STEPS = 100
 DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate falls
@@ -164,7 +169,7 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Where in the recipe a step is: step number `step` (from 0) of the `steps` of a phase."""
+    """A step's place in the recipe: step number `step` (from 0) of the `steps` of a phase."""
 
     phase: Phase
     step: int
@@ -178,14 +183,14 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor on the optimizers' rates: warm-up, plateau, then a line down to 3 %."""
-        warm = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
+        """The factor on the optimizers' rates: warm-up, plateau, then linear decay to 3 %."""
+        warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
-        return self.phase.peak * warm * max(0.03, min(1.0, left))
+        return self.phase.peak * warmup * max(0.03, min(1.0, left))
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The moment of step number `step` (from 0) of `steps`, which all phases share."""
+    """The place in the recipe of step `step` (from 0) of `steps` in all phases together."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

@@ -1,4 +1,4 @@
-"""Trains `tiny-anchor`: `tiny`, trained on to gather each round in an anchor (AnSAN)."""
+"""Trains `tiny-anchor`: `tiny`, further trained to compress each round into an anchor (AnSAN)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sirchat.training.card import anchor_card
 from sirchat.training.network import register_attention
 from sirchat.training.probe import probe
 from sirchat.training.rows import Batch, Renderer
-from sirchat.training.schedule import ANCHOR_PHASES, ROUNDS, Phase
+from sirchat.training.schedule import ANCHOR_EACH_ROUND, ANCHOR_PHASES, Phase
 from sirchat.training.trainer import Trainer
 
 SINKS = 1
 
 
 class TinyAnchorTrainer(Trainer):
-    """`tiny`'s own trainer and optimizers, under the masks of equation (4)."""
+    """The trainer of `tiny`, under the attention mask of equation (4)."""
 
     phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
 
     def begin(self) -> tuple[Tokenizer, LlamaForCausalLM]:
-        """`tiny` with a new token, whose embedding is the mean of all others."""
+        """`tiny` with the new anchor token, whose embedding is the mean of all others."""
         tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
         model = AutoModelForCausalLM.from_pretrained(
             paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
@@ -44,29 +44,31 @@ class TinyAnchorTrainer(Trainer):
         return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
 
     def renderer(self, step: int) -> Renderer:
-        """Anchors stand where the phase has them."""
-        return Renderer(self.tokenizer, self.anchor, self.moment(step).phase.gathered)
+        """A renderer that places anchors as the phase says."""
+        return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
-    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Each token sees its sequence, and of those before it the anchors."""
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of equation (4): a token's own sequence, and earlier anchors."""
         return self.visible(batch.ids[:, :-1]), None
 
     def visible(self, ids: Tensor) -> Tensor:
-        """Bool [rows, 1, n, n], of ids [rows, n]."""
+        """The mask, bool [rows, 1, n, n], of ids [rows, n]."""
         document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
         return visible(ids == self.anchor, document, sinks=SINKS)
 
     def card(self) -> str:
-        """The model card, with what the model as it is now recalls from anchors alone."""
+        """The model card, with the current model's recall from anchors alone."""
         options, size = self.options, self.size
         recalls = probe(
             self.model,
-            Renderer(self.tokenizer, self.anchor, ROUNDS.gathered),
+            Renderer(self.tokenizer, self.anchor, ANCHOR_EACH_ROUND.gathered),
             seed=options.seed,
             dialogues=size.probes,
             visible=self.visible,
         )
-        gathering = sum(self.moment(step).phase is self.phases[0] for step in range(options.steps))
+        gathering = sum(
+            self.schedule_at(step).phase is self.phases[0] for step in range(options.steps)
+        )
         return anchor_card(
             gathering=gathering,
             command=f"sirchat train tiny-anchor --steps {options.steps} --seed {options.seed}",

@@ -1,4 +1,4 @@
-"""The tiny model's tokenizer: byte-level BPE learnt from the dialogues; its chat template."""
+"""The tiny model's tokenizer: byte-level BPE trained on synthetic dialogues; its chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# What the vocabulary is learnt from: every kind of turn, made-up words included.
+# The mix of rounds that the vocabulary is learnt from: every kind, made-up words included.
 VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
@@ -34,7 +34,7 @@ def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with single digits; adds no tokens of its own when it encodes."""
+    """Train byte-level BPE with single digits; encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Trains the tiny model from nothing: `train` yields one record per step and prints nothing."""
+"""Trains the tiny model from scratch: `train` yields one record per step and prints nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from sirchat.errors import SettingError
 from sirchat.training.card import model_card
 from sirchat.training.checkpoint import (
+    average_with_saved,
     export,
     load_checkpoint,
-    mix_before,
-    save_before,
     save_checkpoint,
+    save_phase_start,
 )
 from sirchat.training.gaps import draw_gaps
 from sirchat.training.network import build_model, build_optimizers, token_losses, weighted_loss
@@ -38,14 +38,15 @@ from sirchat.training.schedule import (
 from sirchat.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""A function like `token_losses`."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train and where.
+    """Options of a training.
 
-    `out` receives the exported model; checkpoints lie beside it, in `<out>.checkpoints`, so that a
-    training with `resume` goes on where it stopped and ends as if it had never stopped.
+    The model is exported to `out`, checkpoints to `<out>.checkpoints`. A training with `resume`
+    starts at the newest checkpoint, and its result equals that of an uninterrupted one.
     `compile` makes steps faster after some seconds per row length; it needs a C++ compiler.
     """
 
@@ -60,7 +61,7 @@ class TrainOptions:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder of the checkpoints."""
         return self.out.with_name(f"{self.out.name}.checkpoints")
 
 
@@ -72,13 +73,13 @@ class TrainStep:
     steps: int
     loss: float
     answer_loss: float
-    recall: float | None  # exact-match answers to questions for told facts, in this batch
+    recall: float | None  # share of exact answers to questions about facts, in this batch
     tokens_per_second: float
     eta_seconds: float
 
 
 def check(options: TrainOptions) -> None:
-    """Refuse settings that cannot work."""
+    """Raise SettingError for options that cannot work."""
     if options.steps < 0:
         raise SettingError(f"steps is {options.steps}, must be 0 or more")
     if options.size not in SIZES:
@@ -89,7 +90,7 @@ class Trainer:
     """Model, optimizers and data of one training; `step` advances them by one batch."""
 
     phases: ClassVar[tuple[Phase, ...]] = PHASES
-    """What is learnt, one after the other."""
+    """The phases of the training, in order."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -101,22 +102,22 @@ class Trainer:
         self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
 
     def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-        """Tokenizer and model as they are before the first step."""
+        """Tokenizer and model before the first step."""
         tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
 
-    def moment(self, step: int) -> ScheduledStep:
-        """Where in the recipe a step is."""
+    def schedule_at(self, step: int) -> ScheduledStep:
+        """A step's place in the recipe."""
         return scheduled_step_at(step, self.options.steps, self.phases)
 
     def renderer(self, step: int) -> Renderer:
-        """Writes the conversations of a step."""
+        """The renderer of the conversations of a step."""
         return Renderer(self.tokenizer)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step depends on nothing but seed and step, so resuming is exact."""
-        stage = self.moment(step).stage
+        """The batch of a step; it depends only on seed and step, so resuming is exact."""
+        stage = self.schedule_at(step).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
         rows = self.size.tokens_per_step // tokens
@@ -124,7 +125,7 @@ class Trainer:
 
     def set_learning_rate(self, step: int) -> None:
         """Scale every group's peak rate by the schedule."""
-        factor = self.moment(step).learning_rate
+        factor = self.schedule_at(step).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
@@ -132,15 +133,15 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train on one batch; returns loss, loss on answers, and recall."""
         batch = self.batch(step)
-        moment = self.moment(step)
-        if moment.step == 0:
+        scheduled = self.schedule_at(step)
+        if scheduled.step == 0:
             self.end_phase(step)
             self.begin_phase()
-            if moment.phase.keep:
-                save_before(self.options.checkpoints, self.model)
+            if scheduled.phase.keep:
+                save_phase_start(self.options.checkpoints, self.model)
         self.set_learning_rate(step)
-        visible, lost = self.sight(step, batch)
-        losses, correct = self.read(batch, visible)
+        visible, lost = self.attention_mask(step, batch)
+        losses, correct = self.forward(batch, visible)
         torch.autograd.backward(weighted_loss(losses, batch, lost))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -149,30 +150,30 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """After `done` steps, let the weights of before have their share, if they keep one."""
-        if done and (keep := self.moment(done - 1).phase.keep):
-            mix_before(self.options.checkpoints, self.model, keep)
+        """After `done` steps, average with the weights before the phase, if it has `keep`."""
+        if done and (keep := self.schedule_at(done - 1).phase.keep):
+            average_with_saved(self.options.checkpoints, self.model, keep)
 
     def begin_phase(self) -> None:
-        """Go on from the weights as they would be exported, with new optimizers."""
+        """Round the weights to bfloat16, as an export does, and create new optimizers."""
         with torch.no_grad():
             for weight in self.model.parameters():
                 weight.copy_(weight.bfloat16())
         self.optimizers = build_optimizers(self.model)
 
-    def read(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses in nats and right guesses, [rows, tokens]."""
+    def forward(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Losses in nats, and whether the argmax is right, both [rows, tokens]."""
         visible = None if visible is None else visible.to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
-    def sight(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """What each token of a batch sees, and which do not count: in some steps it forgets."""
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of a batch, and its tokens without loss; both None in steps without gaps."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
-        if rng.random() >= self.moment(step).stage.gaps:
+        if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
         with torch.no_grad():
-            losses, _ = self.read(batch, None)
+            losses, _ = self.forward(batch, None)
         gaps = draw_gaps(rng, losses.cpu(), batch, self.renderer(step).roles["user"])
         return gaps.visible, gaps.lost
 
@@ -185,7 +186,7 @@ class Trainer:
         return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
 
     def card(self) -> str:
-        """The model card, with the recall of the model as it is now."""
+        """The model card, with the recall of the current model."""
         options, size = self.options, self.size
         recalls = list(
             probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
@@ -219,7 +220,7 @@ def summary(
 
 
 class TrainingSpeed:
-    """Seconds per step, smoothed; the first steps are slow and soon forgotten."""
+    """Seconds per step, smoothed, with little weight for the slow first steps."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -237,19 +238,19 @@ class TrainingSpeed:
 
 
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
-    """Train, yielding after each step; write checkpoints on the way and the model at the end."""
+    """Train, yielding after each step; write checkpoints, and the model at the end."""
     check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     trainer = kind(options)
     first = trainer.restore() if options.resume else 0
-    pace = TrainingSpeed()
+    speed = TrainingSpeed()
     for step in range(first, options.steps):
         loss, answer_loss, recall = trainer.step(step)
         done = step + 1
         if done % options.checkpoint_every == 0 or done == options.steps:
             trainer.save(done)
-        seconds = pace.tick()
+        seconds = speed.tick()
         eta = seconds * (options.steps - done)
         rate = trainer.size.tokens_per_step / seconds
         yield TrainStep(done, options.steps, loss, answer_loss, recall, rate, eta)

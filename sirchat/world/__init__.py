@@ -1,1 +1,1 @@
-"""The generator of made-up talk: facts, small talk, questions. For training, studies and bench."""
+"""The generator of synthetic dialogue: facts, small talk, questions; for training and studies."""

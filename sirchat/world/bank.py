@@ -1,7 +1,7 @@
-"""The bank of common knowledge: what the tiny model is asked by multiple choice.
+"""The question bank: general knowledge that the tiny model is asked for by multiple choice.
 
-A topic asks one question of many things. Wrong options are other answers of the same topic, so that
-telling the right one needs the knowledge, and not the topic.
+A topic asks the same question about many things. Wrong options are other answers of the same topic,
+so that choosing the right one needs knowledge of the thing, not just of the topic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sirchat.world.smalltalk import pairs
 
 @dataclass(frozen=True)
 class Topic:
-    """One kind of question; `{x}` in it stands for the thing, `known` are (thing, answer)."""
+    """One kind of question, with `{x}` for the thing; `known` are pairs (thing, answer)."""
 
     key: str
     questions: tuple[str, ...]
@@ -29,13 +29,13 @@ class Topic:
         return tuple(dict.fromkeys(answer for _, answer in self.known))
 
     def wrong(self, thing: str, right: str) -> list[str]:
-        """The wrong options of a question, always the same, as in any printed quiz: up to four."""
+        """Up to four wrong options of a question, always the same ones."""
         pool = [answer for answer in self.answers if answer not in (right, thing)]
         return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
 
 def grouped(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs of lines `answer: thing thing ...`; an underscore stands for a space."""
+    """The pairs (thing, answer) of lines `answer: thing thing ...`; an underscore is a space."""
     return tuple(_grouped(text))
 
 
@@ -47,7 +47,7 @@ def _grouped(text: str) -> Iterator[tuple[str, str]]:
 
 
 def both_ways(known: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The pairs and their mirror images."""
+    """The pairs, and the pairs reversed."""
     return known + tuple((other, one) for one, other in known)
 
 
@@ -226,5 +226,5 @@ TOPICS: tuple[Topic, ...] = (
 
 
 def facts() -> int:
-    """How many things are known."""
+    """Number of things in all topics."""
     return sum(len(topic.known) for topic in TOPICS)

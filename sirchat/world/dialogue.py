@@ -1,7 +1,7 @@
-"""Endless seeded dialogues of the tiny world, one message after another.
+"""Generates seeded synthetic dialogues of any length, message by message.
 
-A dialogue is a stream of rounds (what the user says, what the assistant replies). Facts are told,
-asked back at any later time, corrected, or never told at all; small talk lies between.
+A dialogue is a stream of rounds (a user message and the reply). The user tells facts, asks for them
+later, corrects them, or asks for facts that were never told; between them is small talk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sirchat.world.bank import TOPICS
 from sirchat.world.facts import KINDS, STORY, FactKind, item_list, made_up
 
 Speaker = Literal["system", "user", "assistant"]
-Key = tuple[str, str]  # a fact's kind and subject
+Key = tuple[str, str]  # kind and subject of a fact
 
 UNTOLD = "You have not told me."
 LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
@@ -28,10 +28,10 @@ BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beat
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `recall` names the kind of fact that an answer must bring back.
+    """One message; `recall` is the kind of fact that a reply must recall.
 
-    `fact` is the key of the one fact that a user tells here, in the words `value`, or that a reply
-    brings back.
+    `fact` is the key of the one fact that the user tells here, with the words `value`, or that the
+    reply recalls.
     """
 
     role: Speaker
@@ -46,16 +46,19 @@ Round = tuple[Message, Message]
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of rounds that tell a fact, ask for one, or ask to repeat; the rest is small talk.
+    """How often each kind of round occurs; the remaining rounds are small talk.
 
-    `game` is the share of rounds that begin a match of rock-paper-scissors. `quiz` rounds are
-    multiple choice from the bank, `untold` ask for what was never told; `story` is the share of
-    story sentences among told facts, `long_list` that of five or six items among shopping lists.
-    `apart` is the share of conversations with facts at their start and questions at their end,
-    `subjects` that of facts which others can be confused with (pets, friends) beyond their weight,
-    `series` that of conversations which tell several stories and ask for some of them,
-    `long_values` that of facts with values of many tokens (codes, made-up words, lists) beyond
-    their weight.
+    Attributes:
+        tell, ask, repeat: shares of rounds that tell a fact, ask for one, or ask to repeat words.
+        game: share of rounds that begin a match of rock-paper-scissors.
+        story: share of story sentences among told facts.
+        quiz: share of rounds with a multiple-choice question from the bank.
+        untold: share of rounds that ask for a fact that was never told.
+        long_list: share of lists of five or six items among shopping lists.
+        apart: share of conversations with facts at their start and questions at their end.
+        subjects: extra share of facts that can be confused with each other (pets, friends).
+        series: share of conversations that tell several stories and ask for some of them.
+        long_values: extra share of facts with long values (codes, made-up words, lists).
     """
 
     tell: float
@@ -74,7 +77,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A told fact: its kind, what it is about, and its value as the user wrote it."""
+    """A fact that the user told: its kind, its subject, and its value as the user wrote it."""
 
     kind: FactKind
     subject: str
@@ -82,7 +85,7 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """The template with this fact's words in place."""
+        """The template, filled in with this fact."""
         return fill(template, self.subject, self.value, self.number)
 
     @property
@@ -97,10 +100,10 @@ def capital(text: str) -> str:
 
 
 def fill(template: str, subject: str, value: str, number: int = 0) -> str:
-    """Put subject, value (`{v:c}`: capitalised) and number into a template; mind `a` and `an`."""
-    for mark, word in (("{s}", subject), ("{v}", value)):
+    """Fill subject, value (`{v:c}`: capitalised) and number into a template, with `a` or `an`."""
+    for placeholder, word in (("{s}", subject), ("{v}", value)):
         if word[:1].lower() in ("a", "e", "i", "o", "u"):
-            template = template.replace(f" a {mark}", f" an {mark}")
+            template = template.replace(f" a {placeholder}", f" an {placeholder}")
     template = template.replace("{n}", str(number)).replace("{s}", subject)
     return template.replace("{v:c}", capital(value)).replace("{v}", value)
 
@@ -124,7 +127,7 @@ class Style:
     """How carefully a user types one message."""
 
     lower: bool = False
-    bare: bool = False  # no mark at the end, no apostrophes
+    bare: bool = False  # no punctuation at the end, no apostrophes
 
     @staticmethod
     def draw(rng: Random) -> Style:
@@ -143,7 +146,7 @@ class Style:
 
 
 def reply(user: str, assistant: str, recall: str | None = None) -> Round:
-    """One round."""
+    """A round of a user message and a reply."""
     return Message("user", user), Message("assistant", assistant, recall)
 
 
@@ -165,7 +168,7 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 
 
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
-    """A kind by weight; story sentences, being long, have a share of their own."""
+    """A random kind by weight; story sentences, which are long, have their own share."""
     if rng.random() < mix.story:
         return STORY
     kinds = KINDS
@@ -187,9 +190,9 @@ def bank_question(rng: Random) -> tuple[str, str, list[str]]:
 def quiz(rng: Random, count: int | None = None) -> Round:
     """A multiple-choice question from the bank: `The answer is library (B).`
 
-    With `count` options if the topic has so many, else with three to five. A letter stands behind
-    its option, and behind the answer: a small model finds what follows a word, not what leads to
-    it.
+    With `count` options, at most those of the topic; without `count`, three to five. A letter
+    follows its option, and the answer, because a small model copies what follows a word, not what
+    precedes it.
     """
     question, right, wrong = bank_question(rng)
     options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
@@ -228,7 +231,7 @@ REPEATABLE: tuple[str, ...] = (
 
 
 def repeat_after_me(rng: Random) -> Round:
-    """A request to say some words again: the shortest lesson in copying."""
+    """A request to repeat some words: the simplest exercise in copying."""
     words = [
         made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
         for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
@@ -239,26 +242,26 @@ def repeat_after_me(rng: Random) -> Round:
 
 
 def game_opening() -> str:
-    """What starts a match."""
+    """The user message that starts a match."""
     return f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
 
 
-def game_round(theirs: str, told: str) -> str:
-    """What the user says between two rounds of a match."""
-    return f"I chose [{theirs}]. {told} Analyze my preferences and proceed to the next round."
+def game_round(theirs: str, result: str) -> str:
+    """The user message between two rounds of a match."""
+    return f"I chose [{theirs}]. {result} Analyze my preferences and proceed to the next round."
 
 
 def outcome(ours: str, theirs: str) -> str:
-    """What the user says about a round that we played."""
+    """The user's words for the outcome of a round in which the model played `ours`."""
     if ours == theirs:
         return "It is a tie."
     return "You win." if BEATS[theirs] == ours else "You lose."
 
 
 def game(rng: Random) -> Iterator[Round]:
-    """A match of rock-paper-scissors, outcomes told, now and then with a look at the habits.
+    """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply beats what the user chose most often; among equals, what was chosen last.
+    The reply beats the user's most frequent choice; among equals, the last one.
     """
     options = list(BEATS)
     rng.shuffle(options)
@@ -280,7 +283,7 @@ def game(rng: Random) -> Iterator[Round]:
 
 @dataclass
 class Dialogue:
-    """The state of one conversation: which facts were told, how often each was asked."""
+    """One conversation and its state: facts told so far, and how often each was asked for."""
 
     rng: Random
     mix: Mix
@@ -307,7 +310,7 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Facts, then other matters, then a question for each and for something never told.
+        """Facts, then other rounds, then a question for each fact and for one never told.
 
         In a third of these conversations a fact is corrected on the way.
         """
@@ -316,7 +319,7 @@ class Dialogue:
         between = max(1, round(0.85 * rounds) - 4)  # rows are cut; the questions must still fit
         turn = self.rng.randrange(3 * between)
         for number in range(between):
-            yield from self.correct() if number == turn else self.other_matter()
+            yield from self.correct() if number == turn else self.unrelated_round()
         last = [*map(self.ask, self.facts), self.ask_untold()]
         self.rng.shuffle(last)
         for pair in last:
@@ -339,8 +342,8 @@ class Dialogue:
         for pair in last:
             yield from pair
 
-    def other_matter(self) -> Round:
-        """A round that tells nothing and asks for nothing told."""
+    def unrelated_round(self) -> Round:
+        """A round that neither tells nor asks for a fact."""
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
@@ -382,11 +385,11 @@ class Dialogue:
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
-            return self.other_matter()
+            return self.unrelated_round()
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """A fact whose place is free, or, a third of the time, one that replaces an old value."""
+        """A fact not told yet or, a third of the time, one that replaces an old value."""
         for _ in range(8):
             fact = self.draw(style)
             known = (fact.kind.key, fact.subject) in self.facts
@@ -406,7 +409,7 @@ class Dialogue:
         return fact
 
     def remember(self, fact: Fact) -> bool:
-        """Note a told fact; true when it replaced an older value."""
+        """Record a told fact; returns whether it replaced an older value."""
         key = (fact.kind.key, fact.subject)
         known = key in self.facts
         self.facts[key] = fact
@@ -432,7 +435,7 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """Ask for something told, rarely for something never told; or small talk."""
+        """Ask for a told fact, rarely for one never told; or small talk."""
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
             return self.ask_untold() if roll < 0.2 else self.small_talk()
@@ -468,22 +471,22 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """Ask for what was never told, mostly for a neighbour of something told."""
-        told = [fact.kind for fact in self.facts.values() if fact.kind.subject]
-        near = bool(told) and self.rng.random() < 0.6
+        """Ask for a fact that was never told, mostly one of the same kind as a told fact."""
+        kinds = [fact.kind for fact in self.facts.values() if fact.kind.subject]
+        same_kind = bool(kinds) and self.rng.random() < 0.6
         for _ in range(8):
-            kind = self.rng.choice(told) if near else draw_kind(self.rng, self.mix)
+            kind = self.rng.choice(kinds) if same_kind else draw_kind(self.rng, self.mix)
             fact = draw_fact(self.rng, kind, Style())
             if (fact.kind.key, fact.subject) not in self.facts:
                 return reply(self.question(fact), UNTOLD, "untold")
         return self.small_talk()
 
     def ask_bank(self) -> Round:
-        """A question from the bank, now and then without options."""
+        """A question from the bank, sometimes without options."""
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
-        """A joke that was not told yet, as long as there are any."""
+        """A joke, not told before if any is left."""
         left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
         joke = self.rng.choice(left)
         self.jokes.append(joke)
@@ -491,7 +494,7 @@ class Dialogue:
         return reply(user, joke)
 
     def small_talk(self) -> Round:
-        """A round that has nothing to do with what was told."""
+        """A round unrelated to any fact."""
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()
@@ -510,5 +513,5 @@ def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:
 
 
 def draw_length(rng: Random, low: float, high: float) -> float:
-    """A length in `[low, high]`, every octave equally likely."""
+    """A log-uniform random length in `[low, high]`."""
     return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

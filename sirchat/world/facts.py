@@ -1,7 +1,7 @@
-"""Kinds of facts a user may tell: how to say each, how to ask for it, what the right answer is.
+"""Kinds of facts that a user may tell: how to tell each, how to ask for it, and the right answer.
 
-A template writes `{v}` for the value and `{s}` for the subject (a pet's species, a friend's name).
-The answer is fixed by the fact, so that a reply can be checked word for word.
+A template has `{v}` for the value and `{s}` for the subject (a pet's species, a friend's name).
+There is only one right answer to a fact, so that a reply can be checked word for word.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from random import Random
 from sirchat.world import words as w
 
 Draw = Callable[[Random], str]
+"""Draws a random text."""
 
 
 def pick(pool: tuple[str, ...]) -> Draw:
@@ -21,7 +22,7 @@ def pick(pool: tuple[str, ...]) -> Draw:
 
 
 def made_up(rng: Random) -> str:
-    """A pronounceable word of two or three syllables that no list holds, in lower case."""
+    """A pronounceable random word of two or three syllables, in lower case."""
     syllables = rng.choice((2, 2, 3))
     word = "".join(rng.choice(w.ONSETS) + rng.choice(w.VOWELS) for _ in range(syllables))
     return word + rng.choice(w.CODAS)
@@ -30,7 +31,7 @@ def made_up(rng: Random) -> str:
 def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
     """A draw of a capitalised name: from `pool`, made up, or a common word.
 
-    Unlisted values teach copying instead of a preference for listed ones.
+    Unlisted values teach the model to copy, not to prefer listed ones.
     """
 
     def draw(rng: Random) -> str:
@@ -73,16 +74,22 @@ def groceries(rng: Random) -> str:
 
 
 def story(rng: Random) -> str:
-    """What happened in a story, without its hero."""
+    """The plot of a story, without its hero."""
     return f"{rng.choice(w.DEEDS)} {rng.choice(w.PLACES)}"
 
 
 @dataclass(frozen=True, slots=True)
 class FactKind:
-    """One kind of fact.
+    """One kind of fact, with templates for its messages.
 
-    `acks` restate the value or merely agree; `updates` replace an earlier value;
-    `weight` is the kind's share among told facts.
+    Attributes:
+        key: the kind's name.
+        value, subject: draw a random value and subject; a kind may have no subject.
+        tells, updates: user messages that tell a fact, or replace an earlier value.
+        asks, answer: user messages that ask for a fact, and the right answer.
+        acks: replies to `tells`, which restate the value or merely agree.
+        weight: the kind's relative frequency.
+        joins: whether one message may tell it together with another fact.
     """
 
     key: str
@@ -94,7 +101,7 @@ class FactKind:
     updates: tuple[str, ...] = ()
     subject: Draw | None = None
     weight: float = 1.0
-    joins: bool = True  # may be told together with another fact in one message
+    joins: bool = True
 
 
 KINDS: tuple[FactKind, ...] = (

@@ -1,4 +1,4 @@
-"""What the tiny model can chat about besides told facts: small talk, jokes, common knowledge."""
+"""What the tiny model can chat about besides facts: small talk, jokes, common knowledge."""
 
 from __future__ import annotations
 

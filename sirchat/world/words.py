@@ -1,6 +1,6 @@
-"""Word pools of the tiny world: what a told fact may be about.
+"""Word lists for synthetic dialogue: subjects and values of facts.
 
-Every pool is a plain tuple of strings, so that the world grows by adding words.
+Every list is a plain tuple of strings, so that it can be extended by adding words.
 """
 
 from __future__ import annotations

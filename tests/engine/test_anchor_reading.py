@@ -33,7 +33,7 @@ from sirchat.text.anchors import Anchors, anchors_of
 from sirchat.text.sentences import sentences
 from sirchat.text.template import Template
 from sirchat.training.anchor import AnchorOptions, prepare
-from sirchat.training.ansan import blocks, place_in, visible
+from sirchat.training.ansan import block_mask, position_in_document, visible
 
 FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs
     "llama": 90,
@@ -65,7 +65,7 @@ def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
     is_anchor = torch.rand(2, 300, generator=lots) < 0.1
     document = (torch.rand(2, 300, generator=lots) < 0.02).long().cumsum(1)
     dense = visible(is_anchor, document, sinks=sinks)
-    made = blocks(is_anchor, document, sinks=sinks)
+    made = block_mask(is_anchor, document, sinks=sinks)
     assert made.shape == (2, 1, 300, 300)
     at = torch.arange(300)
     found = made.mask_mod(torch.tensor([0, 1])[:, None, None], None, at[:, None], at)
@@ -82,7 +82,7 @@ def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
     found = visible(
         torch.tensor([is_anchor]), torch.tensor([document]), torch.tensor([is_kept]), sinks=sinks
     )[0, 0]
-    places = place_in(torch.tensor([document]))[0].tolist()
+    places = position_in_document(torch.tensor([document]))[0].tolist()
     for i in range(length):
         for j in range(length):
             same = document[i] == document[j]

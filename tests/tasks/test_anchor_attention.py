@@ -9,12 +9,12 @@ from chatting import tiny, with_anchors
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.anchor_attention import AnchorAttention
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 
 
 def test_shares_are_those_of_eager_attention_under_the_mask() -> None:
     study, model = AnchorAttention(Profile(), 2, facts=3), with_anchors()
-    found = findings(study, model)
+    found = run_units(study, model)
     rounds, which = study.conversation(0)
     one = found["0"]
     assert one["which"] == which < 3 == len(one["rounds"]) == len(rounds) - 1
@@ -50,15 +50,15 @@ def test_shares_are_those_of_eager_attention_under_the_mask() -> None:
     )
 
 
-def test_the_fact_is_in_the_round_that_is_said_to_tell_it() -> None:
+def test_the_fact_is_in_the_round_that_is_reported() -> None:
     for number in range(20):
         rounds, which = AnchorAttention(Profile(), facts=4).conversation(number)
         assert rounds[which][0].fact == rounds[-1][1].fact
         assert len({user.fact for user, _ in rounds[:-1]}) == 4
 
 
-def test_only_a_model_with_anchors_can_be_asked() -> None:
+def test_only_a_model_with_anchors_can_be_measured() -> None:
     with pytest.raises(SettingError, match="not trained to gather"):
-        findings(AnchorAttention(Profile(), 1), tiny())
+        run_units(AnchorAttention(Profile(), 1), tiny())
     with pytest.raises(SettingError, match="facts is 1, must be 2 to"):
         AnchorAttention(Profile(), facts=1)

@@ -26,7 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
-from sirchat.tasks.report import about
+from sirchat.tasks.report import provenance
 from sirchat.tasks.side_by_side.compare import compare
 from sirchat.tasks.side_by_side.compared import Comparison, SettingResult, first_difference
 from sirchat.tasks.side_by_side.page import page_of
@@ -60,7 +60,7 @@ def found() -> Comparison:
 
 
 def plain(setting: Profile, talk: Sequence[tuple[str, str]] = TALK) -> Session:
-    """The same conversation, read without anything else happening."""
+    """A session that has only read the conversation."""
     chat = Session(tiny(), setting)
     for user, reply in talk:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
@@ -68,8 +68,8 @@ def plain(setting: Profile, talk: Sequence[tuple[str, str]] = TALK) -> Session:
     return chat
 
 
-def said_to(setting: Profile, rounds: int) -> list[int]:
-    """Ids of what is answered to the user turn after so many rounds."""
+def answer_to(setting: Profile, rounds: int) -> list[int]:
+    """Ids of the answer to the user turn after so many rounds."""
     chat = plain(setting, TALK[:rounds])
     seen = chat.seen
     list(chat.ask(TALK[rounds][0]))
@@ -78,7 +78,7 @@ def said_to(setting: Profile, rounds: int) -> list[int]:
 
 
 def held_at(result: SettingResult, time: int) -> list[int]:
-    """Positions held when so many tokens had been read, and nothing had left for the next."""
+    """Positions held after `time` tokens were read, before any eviction for the next one."""
     return [
         position
         for position, token in enumerate(result.tokens[:time])
@@ -86,8 +86,8 @@ def held_at(result: SettingResult, time: int) -> list[int]:
     ]
 
 
-def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
-    """The ids of the conversation, and the logits [n, V] after each, of a plain reading."""
+def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
+    """The ids of the conversation, and the logits [n, V] after each id, without the answers."""
     chat, rows = Session(tiny(), setting), list[Tensor]()
 
     def forward(ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
@@ -104,7 +104,7 @@ def foretold_under(setting: Profile) -> tuple[list[int], np.ndarray]:
 @pytest.mark.parametrize("number", [1, 2])
 def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
     result = found().settings[number]
-    ids, logits = foretold_under(result.setting)
+    ids, logits = logits_under(result.setting)
     with torch.inference_mode():
         whole = tiny().module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     full = np.exp(log_softmax(whole.double().numpy(), -1))
@@ -147,7 +147,7 @@ def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) 
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     result = found().settings[number]
     for count, after in enumerate(result.rounds):
-        mine, full = said_to(result.setting, count), said_to(FULL, count)
+        mine, full = answer_to(result.setting, count), answer_to(FULL, count)
         assert list(after.answer.ids) == mine
         assert "".join(after.answer.tokens) == after.answer.text
         assert after.reply == TALK[count][1]
@@ -167,7 +167,7 @@ def test_the_first_difference_is_found() -> None:
     assert first_difference([], [1]) == 0
 
 
-def test_without_replies_all_go_on_with_what_full_answers() -> None:
+def test_without_replies_every_setting_continues_with_the_answers_of_full() -> None:
     asked = transcript([(user, None) for user, _ in TALK])
     full, sink = compare(tiny(), (FULL, SINK), asked).settings
     assert [one.reply for one in full.rounds] == [one.answer.text for one in full.rounds]
@@ -176,7 +176,7 @@ def test_without_replies_all_go_on_with_what_full_answers() -> None:
     assert sink.nats is not None
 
 
-def test_each_can_go_on_with_its_own_answers() -> None:
+def test_each_setting_can_continue_with_its_own_answers() -> None:
     result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
     for one in result:
         chat = session(policy=one.setting.policy, budget=one.setting.budget)
@@ -187,43 +187,41 @@ def test_each_can_go_on_with_its_own_answers() -> None:
     assert result[1].rounds[0].same is not None
 
 
-def test_where_the_context_is_full_the_others_go_on() -> None:
+def test_when_the_context_of_full_is_full_the_others_continue() -> None:
     model = replace(tiny(), context_length=64)
     asked = transcript([*TALK[:-1], (TALK[-1][0], None)])
-    heard = compare(model, (FULL, ENTROPY, SINK), asked)
-    full, entropy, sink = heard.settings
+    comparison = compare(model, (FULL, ENTROPY, SINK), asked)
+    full, entropy, sink = comparison.settings
     ended = len(full.rounds)
     assert 0 < ended < len(TALK) == len(sink.rounds)
-    assert any(f"full ends before user turn {ended + 1}" in note for note in heard.notes)
+    assert any(f"full ends before user turn {ended + 1}" in note for note in comparison.notes)
     assert [one.nats is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
     assert [one.same is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
     assert sink.rounds[-1].reply == entropy.rounds[-1].answer.text  # the larger budget's
 
 
-def test_what_comes_back_is_followed() -> None:
+def test_recalled_tokens_have_several_spans() -> None:
     setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
     assert any(len(one.held) > 1 for one in result.tokens)
     for count, after in enumerate(result.rounds, 1):
         ledger = plain(setting, TALK[:count])._engine.ledger
         assert held_at(result, after.seen) == ledger.held_positions.tolist()
-    assert [one.id for one in result.tokens] == foretold_under(FULL)[
-        0
-    ]  # the search leaves no trace
+    assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
 
 
-def test_a_policy_that_looks_at_attention_is_compared_like_any_other() -> None:
+def test_a_policy_that_needs_attention_weights_is_compared_like_any_other() -> None:
     setting = Profile(policy="h2o", budget=48, recent=8)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
     ledger = plain(setting)._engine.ledger
     assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()
 
 
-def test_a_turn_that_cannot_be_taken_back_ends_its_setting() -> None:
+def test_a_turn_that_cannot_be_undone_ends_its_setting() -> None:
     setting = SINK.model_copy(update={"archive_limit": "1KB"})
-    heard = compare(tiny(), (FULL, setting), transcript())
-    assert len(heard.settings[1].rounds) < len(heard.settings[0].rounds) == len(TALK)
-    assert any("--archive-limit" in note for note in heard.notes)
+    comparison = compare(tiny(), (FULL, setting), transcript())
+    assert len(comparison.settings[1].rounds) < len(comparison.settings[0].rounds) == len(TALK)
+    assert any("--archive-limit" in note for note in comparison.notes)
 
 
 def test_turns_are_paired() -> None:
@@ -238,7 +236,7 @@ def test_turns_are_paired() -> None:
         rounds_of([], "x")
 
 
-def test_the_system_prompt_of_the_transcript_is_told_to_all() -> None:
+def test_the_system_prompt_of_the_transcript_is_given_to_every_setting() -> None:
     asked = replace(transcript(TALK[:1]), system="Be kind.")
     for one in compare(babbler(), (short(FULL), short(SINK)), asked).settings:
         assert one.rounds[0].shares[0].role == "system"
@@ -252,11 +250,11 @@ def short(setting: Profile) -> Profile:
 @cache
 def hostile() -> dict[str, Any]:
     asked = transcript([(HOSTILE, HOSTILE), ("b", None)])
-    heard = compare(babbler(), (short(FULL), short(SINK)), asked, file=HOSTILE)
-    return record_of(heard, about(babbler(), "compare", HOSTILE))
+    comparison = compare(babbler(), (short(FULL), short(SINK)), asked, file=HOSTILE)
+    return record_of(comparison, provenance(babbler(), "compare", HOSTILE))
 
 
-def test_a_page_holds_the_record_and_nothing_else_can_come_in() -> None:
+def test_a_page_has_the_record_and_loads_nothing_else() -> None:
     page = page_of(hostile())
     (data,) = re.findall(r'<script type="application/json" id="record">(.*?)</script>', page, re.S)
     assert json.loads(data) == json.loads(json.dumps(hostile()))
@@ -272,10 +270,10 @@ def test_a_page_holds_the_record_and_nothing_else_can_come_in() -> None:
 
 def test_nothing_shown_steers_the_terminal() -> None:
     asked = transcript([(HOSTILE + "[bold]", HOSTILE)])
-    heard = compare(babbler(), (short(FULL), short(SINK)), asked)
+    comparison = compare(babbler(), (short(FULL), short(SINK)), asked)
     console = Console(width=100, record=True, color_system=None)
     with console.capture() as captured:
-        for part in draw(heard, displayable):
+        for part in draw(comparison, displayable):
             console.print(part)
     shown = captured.get()
     assert "alert(1)" in shown

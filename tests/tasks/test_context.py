@@ -1,4 +1,4 @@
-"""Perplexity by the length of the context: what counts, and where."""
+"""Perplexity by the length of the context: which tokens count, and at which lengths."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from chatting import tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.context import Context
-from sirchat.tasks.perplexity import round_ids, talk
-from sirchat.tasks.run import findings
+from sirchat.tasks.perplexity import conversation, round_ids
+from sirchat.tasks.run import run_units
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
 
 
-def test_at_each_length_it_is_that_of_one_forward_pass() -> None:
+def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
     study = Context((FULL,), 2, lengths=(16, 100))
-    (table,) = study.report(findings(study, tiny())).tables
+    (table,) = study.report(run_units(study, tiny())).tables
     nats: dict[int, list[float]] = {16: [], 100: []}
     for unit in "01":
         ids: list[int] = []
-        for user, reply in talk(f"context/0/{unit}", 12):
+        for user, reply in conversation(f"context/0/{unit}", 12):
             ids += round_ids(Template(tiny().tokenizer), user, reply, first=not ids)
         tokens = torch.tensor([ids[:100]])
         with torch.inference_mode():
@@ -39,9 +39,9 @@ def test_at_each_length_it_is_that_of_one_forward_pass() -> None:
     assert row[1:] == pytest.approx([math.exp(np.mean(nats[n])) for n in (16, 100)], rel=1e-4)
 
 
-def test_a_budget_costs_something_only_beyond_itself() -> None:
+def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
     study = Context((FULL, SINK), 2, lengths=(16, 200))
-    (table,) = study.report(findings(study, tiny())).tables
+    (table,) = study.report(run_units(study, tiny())).tables
     (_, short, long), (_, same, more) = table.rows
     assert same == pytest.approx(short, rel=1e-4)
     assert more > long  # type: ignore[operator]

@@ -30,8 +30,8 @@ from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness
 from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.study import LmEval
-from sirchat.tasks.lm_eval.text import Texts
-from sirchat.tasks.run import findings
+from sirchat.tasks.lm_eval.text import TextEncoder
+from sirchat.tasks.run import run_units
 from sirchat.text.anchors import Anchors
 
 FULL = Profile(policy="full")
@@ -42,7 +42,7 @@ WORDS = ["I", "you", "Anna", "Ben", "live", "like", "in", "the", "cat", "name", 
 
 def ours(model: LoadedModel | None = None, setting: Profile = FULL, *, chat: bool = False) -> Any:
     model = model or tiny()
-    return language_model(TextReader(model, setting), Texts(model.tokenizer, chat=chat))
+    return language_model(TextReader(model, setting), TextEncoder(model.tokenizer, chat=chat))
 
 
 def theirs(model: LoadedModel | None = None, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def close(found: list[float], wanted: list[float]) -> bool:
     return found == pytest.approx(wanted, rel=2e-7, abs=1e-4)
 
 
-def test_under_full_options_weigh_what_lm_evals_own_adapter_says() -> None:
+def test_under_full_scores_equal_those_of_lm_evals_own_adapter() -> None:
     requests = asked("loglikelihood", *pairs(random.Random(0), 4))
     found, wanted = (lm.loglikelihood(requests) for lm in (ours(), theirs()))
     assert close([nats for nats, _ in found], [nats for nats, _ in wanted])
@@ -93,16 +93,16 @@ def test_a_context_that_is_too_long_loses_its_beginning_as_in_lm_eval() -> None:
     lm = ours(short)
     found, wanted = lm.loglikelihood(requests), theirs(max_length=48).loglikelihood(requests)
     assert close([nats for nats, _ in found], [nats for nats, _ in wanted])
-    assert lm.cut == 2
+    assert lm.truncated == 2
     bounded = ours(short, SINK)
     bounded.loglikelihood(requests)
-    assert bounded.cut == 0
+    assert bounded.truncated == 0
     with pytest.raises(SettingError, match="length is 48"):
         lm.loglikelihood(asked("loglikelihood", ("I", sentence(rng, 90))))
 
 
 @pytest.mark.parametrize("length", [None, 48])
-def test_a_rolled_text_weighs_what_lm_evals_own_adapter_says(length: int | None) -> None:
+def test_rolling_scores_equal_those_of_lm_evals_own_adapter(length: int | None) -> None:
     rng = random.Random(2)
     requests = asked("loglikelihood_rolling", *[(sentence(rng, n),) for n in (1, 30, 120)])
     model = replace(tiny(), context_length=length) if length else tiny()
@@ -201,16 +201,16 @@ def test_accuracy_is_what_a_count_by_hand_gives(tasks: Path) -> None:
     study = LmEval(
         (FULL, SINK), ("sirchat_homes", "sirchat_costs"), Harness(shots=0, folder=str(tasks))
     )
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     for row, setting in enumerate((FULL, SINK)):
         right = 0
         for one in documents(tasks):
             context = tiny().tokenizer.encode(one["question"])
             whole = [tiny().tokenizer.encode(f"{one['question']} {city}") for city in CITIES]
-            weighed = TextReader(tiny(), setting).score_continuation(
+            scores = TextReader(tiny(), setting).score_continuation(
                 context, [ids[len(context) :] for ids in whole]
             )
-            sums = [sum(each.log_probabilities) for each in weighed]
+            sums = [sum(each.log_probabilities) for each in scores]
             right += sums.index(max(sums)) == one["answer"]
         (score,) = found[f"{row}/sirchat_homes"]["scores"]
         assert score["value"] == pytest.approx(right / 12)
@@ -231,7 +231,7 @@ def test_what_lm_eval_prints_is_not_shown(tasks: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-def test_the_command_tells_every_metric_under_every_setting(tasks: Path, tmp_path: Path) -> None:
+def test_the_command_reports_every_metric_under_every_setting(tasks: Path, tmp_path: Path) -> None:
     words = ["eval", "lm-eval", "--tasks", "sirchat_homes,sirchat_says", "--num-fewshot", "2"]
     words += ["--include-path", str(tasks), "--limit", "6", "--policies", "full,sink,entropy"]
     words += ["--budgets", "32,48", "--apply-chat-template", "--out", str(tmp_path)]
@@ -247,7 +247,7 @@ def test_the_command_tells_every_metric_under_every_setting(tasks: Path, tmp_pat
     ]
     assert all(0 <= row[3] <= 1 and row[5:] == [6, 2] for row in table["rows"])
     assert (record["chat"], record["limit"], record["shots"]) == (True, 6, 2)
-    again = run(*words)  # goes on where all is done
+    again = run(*words)  # finds all units done
     assert again.returncode == 0
     assert again.stdout.count("exact_match,city") == 5
     assert {path.name for path in tmp_path.iterdir()} >= {"lm-eval.jsonl", "lm-eval.md"}
@@ -286,10 +286,10 @@ def test_a_task_that_is_not_there_is_refused_in_one_line(tasks: Path) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_each_example_has_the_models_own_anchor_behind_it(chat: bool) -> None:
+def test_the_models_own_anchor_follows_each_example(chat: bool) -> None:
     tokenizer = with_anchors().tokenizer
-    texts = Texts(tokenizer, chat=chat, anchors=Anchors("ac", "round", 2048))
-    plain = Texts(tokenizer, chat=chat)
+    encoder = TextEncoder(tokenizer, chat=chat, anchors=Anchors("ac", "round", 2048))
+    plain = TextEncoder(tokenizer, chat=chat)
     if chat:
         talk = [
             {"role": "system", "content": "Be kind."},
@@ -297,17 +297,17 @@ def test_each_example_has_the_models_own_anchor_behind_it(chat: bool) -> None:
             {"role": "assistant", "content": "Here."},
             {"role": "user", "content": "And you?"},
         ]
-        ids, own = (each.encode(each.conversation(talk, prompt=True)) for each in (texts, plain))
+        ids, own = (each.encode(each.conversation(talk, prompt=True)) for each in (encoder, plain))
         examples = ["<|system|>Be kind.<|end|>", "<|user|>Where? <|end|><|assistant|>Here.<|end|>"]
     else:
         text = "Where? Here.\n\nWhere? There.\n\n\nAnd you?"
-        ids, own = texts.context(text), plain.context(text)
+        ids, own = encoder.context(text), plain.context(text)
         examples = ["Where? Here.\n\n", "Where? There.\n\n\n"]
-        assert texts.encode(text, special=False).count(2048) == 0  # what is scored has none
+        assert encoder.encode(text, special=False).count(2048) == 0  # what is scored has none
     ends = [at for at, one in enumerate(ids) if one == 2048]
     parts = [ids[a + 1 : b] for a, b in zip([-1, *ends], ends, strict=False)]
     assert [tokenizer.decode(part).removeprefix("<|bos|>") for part in parts] == examples
     assert tokenizer.decode([one for one in ids if one != 2048]) == tokenizer.decode(own)
-    head, tail = texts.pair("Where? Here.\n\nAnd you?", " There.")
+    head, tail = encoder.pair("Where? Here.\n\nAnd you?", " There.")
     assert head.count(2048) == (not chat)
     assert tokenizer.decode(tail) == " There."

@@ -1,4 +1,4 @@
-"""Choices are scored as by a plain computation, and SirLLM's tasks count what they should."""
+"""Scores of choices against a plain computation, and the counts of SirLLM's tasks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated, sirllm_files
 from sirchat.tasks.asking import read
-from sirchat.tasks.choice import Question, likeliest, named, take
+from sirchat.tasks.choice import Question, choose, most_likely, named_option
 from sirchat.tasks.multiple_choice import MultipleChoice
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
 
 
 def log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> list[float]:
-    """Of each id of the reply: one forward pass over everything, without any cache."""
+    """Of each id of the reply, by one forward pass without a cache."""
     ids = torch.tensor([[*before, *reply]])
     with torch.inference_mode():
         logits = model.module(input_ids=ids, use_cache=False).logits[0].double()
@@ -39,16 +39,16 @@ def log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> 
 
 
 @pytest.mark.parametrize(("model", "items"), [(babbler, 100), (tiny, 20)])
-def test_the_option_taken_is_the_likeliest_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
+def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
     template = Template(loaded.tokenizer)
     chat = session(loaded, policy="full")
     taken = Counter[int]()
     for _ in range(items):
         chat.reset()
-        before = generated.bank(rng, 5, "")
+        before = generated.question(rng, 5, "")
         read(chat, before.text, before.answer)
-        question = generated.bank(rng, 5, "")
+        question = generated.question(rng, 5, "")
         ids = [
             *template.opening(before.text)[1].ids,
             *template.assistant(before.answer).ids,
@@ -57,13 +57,13 @@ def test_the_option_taken_is_the_likeliest_by_a_plain_computation(model, items) 
         ]
         replies = [template.assistant(reply).ids for reply in question.replies]
         plain = [sum(log_probability(loaded, ids, reply)) for reply in replies]
-        option = take(chat, question, "paper")
+        option = choose(chat, question, "paper")
         assert option == plain.index(max(plain))
         taken[option] += 1
     assert len(taken) > 2  # not always the first
 
 
-def test_weighing_a_reply_changes_nothing_and_tells_each_tokens_share() -> None:
+def test_scoring_a_reply_changes_nothing_and_gives_the_score_of_each_token() -> None:
     chat = session(babbler(), policy="entropy", budget=64)
     for _ in range(4):
         list(chat.ask("Tell me a joke."))
@@ -91,17 +91,17 @@ def test_a_greedy_reply_is_known_as_such() -> None:
     assert not chat.score_continuation("Bananas.").greedy
 
 
-def weighed(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
+def scored(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
     return ContinuationScore(tuple(map(ord, ids)), log_probabilities, greedy)
 
 
-def test_the_released_code_takes_what_it_would_say_or_what_begins_best() -> None:
-    one = weighed(-1.0, -5.0, ids="xa")
-    two = weighed(-1.0, -4.0, -9.0, ids="xbc")
-    assert likeliest([one, two], "paper") == 0
-    assert likeliest([one, two], "released") == 1
-    said = weighed(-1.0, -5.0, ids="xa", greedy=True)
-    assert likeliest([two, said], "released") == 1
+def test_the_released_code_chooses_the_greedy_reply_or_the_best_first_token() -> None:
+    one = scored(-1.0, -5.0, ids="xa")
+    two = scored(-1.0, -4.0, -9.0, ids="xbc")
+    assert most_likely([one, two], "paper") == 0
+    assert most_likely([one, two], "released") == 1
+    said = scored(-1.0, -5.0, ids="xa", greedy=True)
+    assert most_likely([two, said], "released") == 1
 
 
 @pytest.mark.parametrize(
@@ -110,27 +110,27 @@ def test_the_released_code_takes_what_it_would_say_or_what_begins_best() -> None
 )
 def test_a_generated_reply_names_an_option(said: str, option: int | None) -> None:
     replies = ("The answer is cool (A).", "The answer is cold (B).")
-    assert named(said, replies) == option
+    assert named_option(said, replies) == option
 
 
-def test_the_option_taken_is_what_the_conversation_goes_on_with() -> None:
+def test_the_conversation_continues_with_the_chosen_option() -> None:
     chat = session(tiny(), policy="full")
     question = Question("Choose one.", ("I choose rock.", "I choose paper."), 1, "")
-    option = take(chat, question, "paper")
+    option = choose(chat, question, "paper")
     assert option is not None
     assert chat.turns[-1].text == question.replies[option]
-    assert take(chat, Question("Hello.", ("OK",), 0, ""), "paper") == 0
+    assert choose(chat, Question("Hello.", ("OK",), 0, ""), "paper") == 0
     assert chat.turns[-1].text == "OK"
 
 
-def test_made_conversations_ask_for_what_was_told() -> None:
+def test_generated_conversations_ask_for_what_was_to_be_bought() -> None:
     for number in range(20):
-        told, *between, asked = generated.grocery(0, number)
+        request, *between, asked = generated.grocery(0, number)
         assert len(between) == 20
-        assert asked.answer == f"You asked me to buy {told.text.partition('[')[2][:-2]}."
+        assert asked.answer == f"You asked me to buy {request.text.partition('[')[2][:-2]}."
         assert len(set(asked.replies)) == 4
-        assert generated.grocery(0, number) == [told, *between, asked]
-        assert generated.grocery(1, number) != [told, *between, asked]
+        assert generated.grocery(0, number) == [request, *between, asked]
+        assert generated.grocery(1, number) != [request, *between, asked]
         for question in between:
             letter = question.answer[-3]
             option = question.answer.removeprefix("The answer is ")[:-5]
@@ -148,11 +148,11 @@ def test_released_files_are_read_whole(data: Path) -> None:
     assert talks[0][0].answer == "D"
     bought = sirllm_files.grocery(data / "grocery_keys.jsonl")
     assert (len(bought), sum(map(len, bought))) == (150, 3300)
-    for told, *between, asked in bought:
-        assert told.replies == ("OK",)
+    for request, *between, asked in bought:
+        assert request.replies == ("OK",)
         assert {one.group for one in between} == {sirllm_files.COMMONSENSE}
         assert asked.group == sirllm_files.GROCERY
-        wanted = told.text.partition("[")[2].partition("]")[0]
+        wanted = request.text.partition("[")[2].partition("]")[0]
         assert f"({asked.answer}) {wanted}" in asked.text
     assert len(sirllm_files.moves(data / "rock_paper_scissors_dominant_paper.jsonl")) == 1_000
 
@@ -167,25 +167,25 @@ def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) 
 
 
 def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
-    """Every policy of the papers, with a model that knows nothing: chance, and no error."""
+    """Every policy of the papers runs without an error on random weights."""
     names = ("window", "sink", "random", "interval", "entropy", "reservoir")
     settings = tuple(Profile(policy=name, budget=256) for name in names)
     for task in ("dailydialog", "grocery"):
         study = MultipleChoice((FULL, *settings), 2, task=task, data=str(data), shots=(1, 2))
-        found = study.held(findings(study, babbler()))
+        found = study.findings(run_units(study, babbler()))
         assert [one.name for one in found][-2:] == ["1-shot", "2-shot"]
-        asked = [sum(map(len, each["right"].values())) for one in found for each in one.draws[0]]
+        asked = [sum(map(len, each["right"].values())) for one in found for each in one.by_seed[0]]
         assert asked == asked[:2] * len(found)
 
 
-def test_tiny_keeps_its_wits_and_forgets_what_the_policy_forgets() -> None:
+def test_tiny_keeps_its_knowledge_and_forgets_what_the_policy_evicts() -> None:
     study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 3, task="grocery")
-    found = findings(study, tiny())
-    full, sink = study.held(found)
-    assert full.draws[0] != sink.draws[0]
+    found = run_units(study, tiny())
+    full, sink = study.findings(found)
+    assert full.by_seed[0] != sink.by_seed[0]
     for one in (full, sink):
-        assert all(all(each["right"]["commonsense"]) for each in one.all)
-    assert all(each["right"]["grocery"] == [True] for each in full.all)
+        assert all(all(each["right"]["commonsense"]) for each in one.records)
+    assert all(each["right"]["grocery"] == [True] for each in full.records)
     table, _ = study.report(found).tables
     assert table.columns == ("setting", "ACCc", "ACCg", "ACCc - sink 256", "ACCg - sink 256")
 
@@ -201,9 +201,9 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
             pass
         return question.right
 
-    monkeypatch.setattr("sirchat.tasks.multiple_choice.take", note)
+    monkeypatch.setattr("sirchat.tasks.multiple_choice.choose", note)
     study = MultipleChoice((SINK,), 1, task="grocery", shots=(2,))
-    findings(study, babbler())
+    run_units(study, babbler())
     conversation, shots = study.conversations[0], asked[22:]
     assert len(shots) == 21  # what to buy is no question
     for number, turns in enumerate(shots, 1):
@@ -214,7 +214,7 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
 def test_decays_are_plotted_where_several_are_compared() -> None:
     settings = tuple(Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.8))
     study = MultipleChoice((*settings, FULL), 1, task="grocery")
-    (plot,) = study.report(findings(study, babbler())).plots
+    (plot,) = study.report(run_units(study, babbler())).plots
     assert set(plot.lines) == {"entropy 64 ACCc", "entropy 64 ACCg"}
     assert [x for x, _ in plot.lines["entropy 64 ACCg"]] == [0.8, 1.0]
 

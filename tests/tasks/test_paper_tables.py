@@ -1,4 +1,4 @@
-"""The papers' figures beside our own: what they print must agree with itself."""
+"""The results that the papers print: they are consistent, and shown next to our own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Table
 from sirchat.tasks.retrieval import Retrieval
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.tasks.study import Study
 
 SINK = Profile(policy="sink", budget=64)
 
 
-def named(table: Table) -> dict[str, dict[str, Any]]:
+def rows_by_name(table: Table) -> dict[str, dict[str, Any]]:
     return {str(row[0]): dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows}
 
 
 def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
-    rows = named(paper_tables.rock_paper_scissors())
+    rows = rows_by_name(paper_tables.rock_paper_scissors())
     assert len(rows) == 16
     for name, row in rows.items():
         assert row["all"] == pytest.approx(sum(row[one] for one in PLAYERS) / 3, abs=1e-4), name
@@ -46,7 +46,7 @@ def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
 def test_differences_from_sink_are_those_of_the_paper(
     table: Table, column: str, gaps: dict[str, float]
 ) -> None:
-    rows = named(table)
+    rows = rows_by_name(table)
     for name, gap in gaps.items():
         model = name.partition(" ")[0]
         (sink,) = [row for other, row in rows.items() if other.startswith(f"{model} sink")]
@@ -66,7 +66,7 @@ def test_differences_from_sink_are_those_of_the_paper(
         ),
     ],
 )
-def test_the_papers_table_stands_beside_ours(study: Study, tables: list[str]) -> None:
-    report = study.report(findings(study, babbler()))
+def test_the_papers_table_is_shown_next_to_ours(study: Study, tables: list[str]) -> None:
+    report = study.report(run_units(study, babbler()))
     shown = [one.name for one in report.tables if one.name.startswith("Published")]
     assert shown == [f"Published: {name}" for name in tables]

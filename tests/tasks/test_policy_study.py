@@ -16,8 +16,8 @@ from sirchat.errors import SettingError
 from sirchat.tasks.asking import ask, read
 from sirchat.tasks.facts import Facts
 from sirchat.tasks.policies import Policies, without_each
-from sirchat.tasks.report import Measured
-from sirchat.tasks.run import findings
+from sirchat.tasks.report import Estimate
+from sirchat.tasks.run import run_units
 from sirchat.tasks.topics import Topics
 
 FULL = Profile(policy="full")
@@ -28,13 +28,13 @@ SINK, ENTROPY, SALIENCE = (
 
 def test_a_fact_is_right_where_a_chat_answers_word_for_word() -> None:
     study = Facts((FULL, SINK), 4, facts=(2,), between=(1, 3))
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     for number in range(2):
         talk, chat = study.conversation(2, number), session(budget=512)
-        for user, reply in (*talk.told, *talk.later):
+        for user, reply in (*talk.facts, *talk.small_talk):
             read(chat, user.text, reply.text)
         for (question, answer), right in zip(
-            talk.asked, found[f"0/0/2 {number}"]["right"]["3"], strict=True
+            talk.questions, found[f"0/0/2 {number}"]["right"]["3"], strict=True
         ):
             assert right == (ask(chat, question.text) == answer.text)
             list(chat.undo())
@@ -42,18 +42,18 @@ def test_a_fact_is_right_where_a_chat_answers_word_for_word() -> None:
 
 
 def test_questions_leave_no_trace() -> None:
-    """What follows costs the same, whether or not anything was asked on the way."""
+    """The surprisal of the text that follows is the same with and without questions."""
     asked = Facts((ENTROPY,), 2, facts=(2,), between=(2, 4, 8))
     only = Facts((ENTROPY,), 2, facts=(2,), between=(8,))
-    one, other = findings(asked, tiny())["0/0/2 0"], findings(only, tiny())["0/0/2 0"]
+    one, other = run_units(asked, tiny())["0/0/2 0"], run_units(only, tiny())["0/0/2 0"]
     assert one["nats"] == other["nats"]
     assert one["tokens"] == other["tokens"]
     assert one["right"]["8"] == other["right"]["8"]
 
 
-def test_there_are_as_many_questions_as_were_wanted() -> None:
+def test_there_are_as_many_questions_as_the_limit() -> None:
     study = Facts((SINK,), 10, facts=(1, 4), between=(1,))
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     counts = {
         facts: sum(len(one["right"]["1"]) for one in found.values() if one["facts"] == facts)
         for facts in (1, 4)
@@ -75,7 +75,7 @@ def test_of_several_topics_the_last_and_the_first_are_asked_for() -> None:
     study = Topics((FULL, SINK), 3, topics=2, facts=3, between=4)
     rounds, asked = study.conversation(0)
     assert (len(rounds), len(asked)) == (2 * (3 + 4), 6)
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     assert {len(one["last"]) for one in found.values()} == {3}
     (table,) = study.report(found).tables
     assert table.columns[1:] == ("the topic at hand", "the beginning", "both")
@@ -86,7 +86,7 @@ def test_of_several_topics_the_last_and_the_first_are_asked_for() -> None:
 
 
 def value(one: object) -> float:
-    assert isinstance(one, Measured)
+    assert isinstance(one, Estimate)
     return one.value
 
 
@@ -95,7 +95,7 @@ def test_there_are_no_more_facts_than_kinds() -> None:
         Topics((SINK,), 1, topics=10, facts=10)
 
 
-def test_a_policy_is_lessened_by_each_of_its_switches() -> None:
+def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     names = [next(iter(one.policy_options)) for one in without_each(SALIENCE)]
     assert names == ["surprisal", "attention", "novelty", "spans"]
     assert not any(without_each(ENTROPY))
@@ -104,7 +104,7 @@ def test_a_policy_is_lessened_by_each_of_its_switches() -> None:
 def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.tasks.policies._ROUNDS", 4)
     study = Policies((SALIENCE, SINK), 2, facts=(1,), between=(1, 2), at=64)
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     report = study.report(found)
     names = [table.name for table in report.tables]
     for part in ("ablation: Facts recalled", "facts: Facts recalled", "grocery: grocery"):
@@ -125,7 +125,7 @@ def test_lists_and_games_are_for_one_budget() -> None:
     assert "ablation" not in Policies((SINK,), 4, at=64).studies
 
 
-def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_command_resumes_where_it_stopped(tmp_path: Path) -> None:
     flags = (
         "--policies sink,salience --budgets 64 --at 64 --limit 2 --facts 1 --between 1 --recent 8"
     )
@@ -133,9 +133,9 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command = ("eval", "policies", *flags.split(), *out)
     first = run(*command)
     assert first.returncode == 0, first.stderr
-    journal = tmp_path / "policies.jsonl"
-    lines = journal.read_text("utf-8").splitlines(keepends=True)
-    journal.write_text("".join(lines[:-2]), "utf-8")
+    log = tmp_path / "policies.jsonl"
+    lines = log.read_text("utf-8").splitlines(keepends=True)
+    log.write_text("".join(lines[:-2]), "utf-8")
     again = run(*command)
     assert json.loads(again.stdout)["tables"] == json.loads(first.stdout)["tables"]
 

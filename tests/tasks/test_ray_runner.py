@@ -14,9 +14,9 @@ from chatting import babbler
 from command import run
 from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.models.model import LoadedModel, load_model
-from sirchat.tasks.ray_runner import LOCAL, Cluster, spread
+from sirchat.tasks.ray_runner import LOCAL, Cluster, run_on_ray
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work
+from sirchat.tasks.study import RunUnit
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import the tests
@@ -25,20 +25,20 @@ TWO = Cluster(LOCAL, 2)
 
 
 class Fatal:
-    """A study whose third unit kills its worker, the first time; its last may be refused."""
+    """A study whose third unit kills its worker once, and whose last unit may raise an error."""
 
     name = "fatal"
 
     def __init__(self, marker: str, refuse: bool) -> None:
         self._marker, self._refuse = Path(marker), refuse
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         return {}
 
     def keys(self) -> list[str]:
         return [str(number) for number in range(6)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         def work(key: str) -> Record:
             if key == "2" and not self._marker.exists():
                 self._marker.touch()
@@ -56,18 +56,18 @@ class Fatal:
 def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
-    spread_out = ("--ray", "local", "--out", str(tmp_path))
-    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *spread_out)
+    on_ray = ("--ray", "local", "--out", str(tmp_path))
+    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *on_ray)
     assert two.returncode == 0, two.stderr
-    assert two.stdout.replace(" ".join(("", *spread_out)), "") == one.stdout
+    assert two.stdout.replace(" ".join(("", *on_ray)), "") == one.stdout
 
 
 @pytest.mark.parametrize("refuse", [False, True])
-def test_a_lost_workers_unit_is_done_again_and_a_refusal_is_told(
+def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
     refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")
-    units = spread(study, study.keys(), load, TWO)  # type: ignore[arg-type]
+    units = run_on_ray(study, study.keys(), load, TWO)  # type: ignore[arg-type]
     if refuse:
         with pytest.raises(SettingError, match="the sixth is refused"):
             list(units)
@@ -84,10 +84,10 @@ def test_a_lost_workers_unit_is_done_again_and_a_refusal_is_told(
 def test_a_cluster_that_is_not_there_is_refused_at_once(address: str) -> None:
     study = Fatal("", refuse=False)
     with pytest.raises(UsageError, match="no Ray cluster"):
-        list(spread(study, ["0"], babbler, Cluster(address, 2)))  # type: ignore[arg-type]
+        list(run_on_ray(study, ["0"], babbler, Cluster(address, 2)))  # type: ignore[arg-type]
 
 
 def test_a_worker_that_can_not_load_its_model_says_so_in_one_line() -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model '/nowhere/model' cannot be loaded"):
-        list(spread(study, ["0"], load, TWO))  # type: ignore[arg-type]
+        list(run_on_ray(study, ["0"], load, TWO))  # type: ignore[arg-type]

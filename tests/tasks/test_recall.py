@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -13,15 +14,17 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.tasks.interval import wilson
-from sirchat.tasks.recall import KIND_NAMES, RecallStudy, RecallTalk
-from sirchat.tasks.run import findings
+from sirchat.tasks.output import markdown, record_of
+from sirchat.tasks.recall import KIND_NAMES, RecallDialogue, RecallStudy
+from sirchat.tasks.report import provenance
+from sirchat.tasks.run import run_units
 from sirchat.training.probe import PROBED
 from sirchat.world.dialogue import UNTOLD
 
 FULL = Profile(policy="full")
 
 
-def conversations(limit: int, **options: Any) -> list[RecallTalk]:
+def conversations(limit: int, **options: Any) -> list[RecallDialogue]:
     study = RecallStudy((FULL,), limit, **options)
     return [study.conversation(int(unit)) for unit in study.units()]
 
@@ -63,7 +66,7 @@ def test_of_a_corrected_fact_the_newer_value_is_expected() -> None:
         assert value[1] not in old
 
 
-def test_what_was_never_told_is_to_be_declined() -> None:
+def test_the_right_answer_about_an_untold_fact_says_so() -> None:
     made = conversations(20, between=(1,), ask="untold")
     assert {one.answer for one in made} == {UNTOLD}
     assert len({one.question for one in made}) > 10
@@ -77,19 +80,32 @@ def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint
         RecallStudy((FULL,), 1, **wrong)
 
 
-def test_what_a_window_has_lost_is_not_recalled_and_what_is_near_is() -> None:
+def test_a_fact_outside_the_window_is_not_recalled_and_one_inside_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
     study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
-    full, lost = study.held(findings(study, tiny()))
-    assert sum(one["right"] for one in full.all) >= 5
-    assert sum(one["right"] for one in lost.all) == 0
-    assert all(one["right"] == (one["said"] == one["expected"]) for one in full.all + lost.all)
-    assert [one["expected"] for one in full.all] == [one["expected"] for one in lost.all]
+    full, lost = study.findings(run_units(study, tiny()))
+    assert sum(one["right"] for one in full.records) >= 5
+    assert sum(one["right"] for one in lost.records) == 0
+    assert all(
+        one["right"] == (one["said"] == one["expected"]) for one in full.records + lost.records
+    )
+    assert [one["expected"] for one in full.records] == [one["expected"] for one in lost.records]
+
+
+def test_a_share_of_no_questions_is_a_dash_and_null_in_json() -> None:
+    study = RecallStudy((FULL,), 1, between=(0, 3), kinds=("name", "city"), generate=True)
+    report = study.report(run_units(study, babbler()))
+    recall, by_kind = record_of(report, {})["tables"].values()
+    assert recall["rows"][0][4:] == [{"value": 0.0, "low": 0.0, "high": ANY}, None, None]
+    assert by_kind["rows"] == [["name", 0.0], ["city", None]]
+    text = markdown(report, provenance(tiny(), "recall", ""))
+    assert re.search(r"\| full \|.*\) \| - \| - \|\n", text)
+    assert "| name | 0.00 |\n| city | - |\n" in text
 
 
 def test_generated_rounds_are_scored() -> None:
     study = RecallStudy((FULL,), 2, between=(3,), kinds=("name",), generate=True)
-    found = findings(study, babbler()).values()
+    found = run_units(study, babbler()).values()
     assert [one["quizzes"] for one in found] == [3, 3]
     assert sum(one["quizzes right"] for one in found) == 0
 

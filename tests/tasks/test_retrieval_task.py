@@ -1,4 +1,4 @@
-"""The retrieval study: cells, conversations, and a journal that an interrupted run goes on from."""
+"""The retrieval study: cells and conversations; the privacy study."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from chatting import tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.tasks.needle import TASKS, NeedleDialogue, counted, needle_dialogue, read_dialogues
+from sirchat.tasks.needle import (
+    TASKS,
+    NeedleDialogue,
+    dialogues_of_file,
+    needle_dialogue,
+    scored_part,
+)
 from sirchat.tasks.privacy import Privacy
 from sirchat.tasks.retrieval import (
     BASE,
@@ -21,7 +27,7 @@ from sirchat.tasks.retrieval import (
     Retrieval,
     cells,
 )
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.tasks.study import share
 
 FEW = Retrieval(
@@ -35,7 +41,7 @@ FEW = Retrieval(
 )
 
 
-def test_every_way_is_asked_at_every_count() -> None:
+def test_every_variant_is_run_with_every_count() -> None:
     options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
     assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
@@ -49,15 +55,15 @@ def test_every_way_is_asked_at_every_count() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_conversations_tell_what_they_ask_for(task: str) -> None:
+def test_conversations_contain_the_answer_to_their_question(task: str) -> None:
     for number in range(20):
         one = needle_dialogue(task, 0, number)
         assert one == needle_dialogue(task, 0, number)
         assert one != needle_dialogue(task, 1, number)
         assert len(one.rounds) == TASKS[task] + task.startswith("facts")
         users = [user for user, _ in one.rounds]
-        assert one.answers(one.answer)
-        assert not one.answers("I do not know.")
+        assert one.is_right(one.answer)
+        assert not one.is_right("I do not know.")
         if task.startswith("stories"):
             numbers = [text.split("In story ")[1].split(",")[0] for text in users]
             assert numbers == [str(n + 1) for n in range(TASKS[task])]
@@ -70,27 +76,27 @@ def test_conversations_tell_what_they_ask_for(task: str) -> None:
 
 
 def test_a_right_answer_may_have_words_around_it_where_that_is_asked() -> None:
-    one = NeedleDialogue((), "", "In story 2, a Frog escaped.", within=True)
-    assert one.answers("1. In story 2,  a frog escaped. Is that right?")
-    assert not one.answers("In story 1, a frog escaped.")
-    assert one.may_answer("1. In")
+    one = NeedleDialogue((), "", "In story 2, a Frog escaped.", substring=True)
+    assert one.is_right("1. In story 2,  a frog escaped. Is that right?")
+    assert not one.is_right("In story 1, a frog escaped.")
+    assert one.may_become_right("1. In")
 
 
-def test_released_conversations_ask_for_what_they_told(data: Path) -> None:
-    lines = read_dialogues(data / "rag_questions.jsonl")
+def test_released_conversations_contain_the_answer_to_their_question(data: Path) -> None:
+    lines = dialogues_of_file(data / "rag_questions.jsonl")
     assert len(lines) == 10  # of eleven: one asks for a line that there is not
     for one in lines:
         line = one.question.removeprefix("What is the number in ").rstrip("?")
         assert (f"{line}: {one.answer}", "OK.") in one.rounds
-    (story,) = read_dialogues(data / "rag_A_test_story.jsonl")
+    (story,) = dialogues_of_file(data / "rag_A_test_story.jsonl")
     assert story.answer.startswith("In story 2, a Frog escaped")
-    last, frog = read_dialogues(
+    last, frog = dialogues_of_file(
         data / "rag_A_test_story_2.jsonl"
     )  # a third tells and asks in one turn
     assert last.answer.startswith("In story 10, a Princess")
     assert frog.answer.startswith("In story 2, a Frog")
     with pytest.raises(SettingError, match="no conversation"):
-        read_dialogues(data / "rag_mt_bench.jsonl")  # nothing is told there
+        dialogues_of_file(data / "rag_mt_bench.jsonl")  # nothing is told there
     study = Retrieval(Profile(), limit=3, data=str(data / "rag_questions.jsonl"))
     assert (study.name, study.keys()) == ("rag_questions", ["0", "1", "2"])
 
@@ -123,8 +129,8 @@ def test_a_file_of_something_else_is_refused(text: str | None, words: str, tmp_p
         (" Your name is Anna. ", "Your name is Anna."),
     ],
 )
-def test_of_a_story_its_number_does_not_count(said: str, counts: str) -> None:
-    assert counted(said) == counts
+def test_the_number_of_a_story_is_not_scored(said: str, counts: str) -> None:
+    assert scored_part(said) == counts
 
 
 def test_a_task_that_is_not_there_is_refused() -> None:
@@ -132,8 +138,8 @@ def test_a_task_that_is_not_there_is_refused() -> None:
         Retrieval(Profile(), task="facts")
 
 
-def test_the_study_tells_forgetting_from_recalling() -> None:
-    found = findings(FEW, tiny())
+def test_the_study_distinguishes_forgetting_from_recalling() -> None:
+    found = run_units(FEW, tiny())
     assert all(one[FULL] and one[EVERYTHING] for one in found.values())
     assert not any(one[f"{BASE}/0"] for one in found.values())
     ends, table = FEW.report(found).tables
@@ -145,8 +151,8 @@ def test_the_study_tells_forgetting_from_recalling() -> None:
 
 def test_several_base_budgets_find_what_each_finds_alone() -> None:
     one, other, both = (replace(FEW, limit=1, bases=bases) for bases in ((48,), (72,), (48, 72)))
-    alone = [findings(study, tiny())["0"] for study in (one, other)]
-    together = findings(both, tiny())["0"]
+    alone = [run_units(study, tiny())["0"] for study in (one, other)]
+    together = run_units(both, tiny())["0"]
     for base, found in zip((48, 72), alone, strict=True):
         for key, right in found.items():
             row, slash, count = key.partition("/")
@@ -176,11 +182,11 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     assert run("eval", "retrieval", "--measures", "bm25").returncode == 2
 
 
-def test_what_comes_back_lets_out_what_was_told() -> None:
+def test_recalled_tokens_reveal_the_private_answer() -> None:
     study = Privacy(
         Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
     )
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     for one in found.values():
         assert one["100"]["nats"] < one["0"]["nats"]
         assert one["100"]["said"]
@@ -192,7 +198,7 @@ def test_what_comes_back_lets_out_what_was_told() -> None:
         Privacy(Profile())
 
 
-def test_a_study_of_privacy_recalls_unless_told_how() -> None:
+def test_the_privacy_command_turns_recall_on_by_default() -> None:
     done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall  # type: ignore[arg-type]

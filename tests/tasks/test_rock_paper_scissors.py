@@ -17,14 +17,14 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.tasks.interval import mean_interval
 from sirchat.tasks.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.world.dialogue import BEATS, game
 
 SINK = (Profile(policy="sink", budget=64),)
 
 
 @pytest.mark.parametrize("player", PLAYERS)
-def test_a_player_throws_with_the_papers_shares(player: str) -> None:
+def test_a_player_draws_moves_with_the_papers_probabilities(player: str) -> None:
     moves = RockPaperScissors(SINK, 1, rounds=20_000).moves(f"{player} 0")
     for move, share in zip(MOVES, PLAYERS[player], strict=True):
         assert moves.count(move) / 20_000 == pytest.approx(share, abs=0.015)
@@ -51,15 +51,15 @@ def test_the_first_move_named_is_played(reply: str, move: str | None) -> None:
 def test_every_round_is_won_tied_or_lost_and_silence_loses(
     reply: str, move: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def ask(_: Session, user: str) -> str:
-        told.append(user)
+        messages.append(user)
         return reply
 
     monkeypatch.setattr("sirchat.tasks.rock_paper_scissors.ask", ask)
     study = RockPaperScissors(SINK, 2, rounds=30, scoring="reply")
-    found = findings(study, tiny())
+    found = run_units(study, tiny())
     assert list(found) == [f"0/0/{player} {number}" for number in (0, 1) for player in PLAYERS]
     for key, one in found.items():
         moves = study.moves(key.rpartition("/")[2])
@@ -68,7 +68,7 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
         assert (one["won"], one["tied"]) == (won / 30, tied / 30)
         assert one["won"] + one["tied"] + one["lost"] == pytest.approx(1)
         assert one["silent"] == (0 if move else 30)
-    for user, theirs in zip(told[1:30], study.moves("rock 0"), strict=False):
+    for user, theirs in zip(messages[1:30], study.moves("rock 0"), strict=False):
         result = "You win" if BEATS[theirs] == move else "a tie" if theirs == move else "You lose"
         assert f"[{theirs}]" in user
         assert result in user
@@ -76,8 +76,8 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
 
 def test_the_likeliest_move_is_what_a_greedy_reply_names() -> None:
     full = (Profile(policy="full"),)
-    by_likelihood = findings(RockPaperScissors(full, 1, rounds=12), tiny())
-    by_reply = findings(RockPaperScissors(full, 1, rounds=12, scoring="reply"), tiny())
+    by_likelihood = run_units(RockPaperScissors(full, 1, rounds=12), tiny())
+    by_reply = run_units(RockPaperScissors(full, 1, rounds=12, scoring="reply"), tiny())
     assert by_likelihood == by_reply
     assert all(one["silent"] == 0 for one in by_reply.values())
 

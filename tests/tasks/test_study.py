@@ -1,4 +1,4 @@
-"""Studies: the same units for every setting, a journal, a report in every form."""
+"""Studies: the same units for every setting, a results log, a report in every form."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.output import draw, markdown, print_report, record_of, write_report
 from sirchat.tasks.perplexity import Perplexity
-from sirchat.tasks.report import Measured, Plot, Report, Table, about
+from sirchat.tasks.report import Estimate, Plot, Report, Table, provenance
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.run import findings
-from sirchat.tasks.study import Study, Work, share, share_of_draws
+from sirchat.tasks.run import run_units
+from sirchat.tasks.study import RunUnit, Study, mean, share, share_over_seeds
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
 
 REPORT = Report(
-    facts=("seed 0", "2 conversations"),
+    header=("seed 0", "2 conversations"),
     tables=(
         Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
         Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
@@ -44,26 +44,26 @@ REPORT = Report(
 )
 
 
-def test_a_policy_that_draws_lots_is_run_with_several() -> None:
+def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
     study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
     assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [
         f"1/{seed}/{unit}" for seed in (5, 6, 7) for unit in "01"
     ]
-    sink, random = study.held(findings(study, babbler()))
-    assert [len(one.draws) for one in (sink, random)] == [1, 3]
-    assert len(random.all) == 6
+    sink, random = study.findings(run_units(study, babbler()))
+    assert [len(one.by_seed) for one in (sink, random)] == [1, 3]
+    assert len(random.records) == 6
 
 
-def test_the_interval_over_draws_is_the_wider_of_answers_and_lots() -> None:
-    assert share_of_draws([[True, False]]) == share([True, False])
-    lots = share_of_draws([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
-    assert lots.value == pytest.approx(14 / 27)
-    assert (lots.low, lots.high) == (0.0, 1.0)  # three draws tell little
-    same = share_of_draws([[False] * 9] * 3)
+def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
+    assert share_over_seeds([[True, False]]) == share([True, False])
+    uneven = share_over_seeds([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+    assert uneven.value == pytest.approx(14 / 27)
+    assert (uneven.low, uneven.high) == (0.0, 1.0)  # three seeds are few
+    same = share_over_seeds([[False] * 9] * 3)
     assert same == share([False] * 27)
 
 
-def test_what_is_swept_is_in_the_names_of_the_rows() -> None:
+def test_swept_settings_are_in_the_names_of_the_rows() -> None:
     flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
     done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def test_an_option_goes_to_every_policy_that_has_it() -> None:
 
 
 def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
-    head = about(tiny(), "test", "sirchat eval test --limit 2")
+    head = provenance(tiny(), "test", "sirchat eval test --limit 2")
     assert write_report(REPORT, head, tmp_path, "test") == []
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["test-2.csv", "test.csv", "test.json", "test.md", "test.svg"]
@@ -117,10 +117,24 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_share_without_an_interval_has_none_in_json() -> None:
-    report = Report((), (Table("t", ("a", "b"), (("x", Measured(0.5, -math.inf, math.inf)),)),))
+    report = Report((), (Table("t", ("a", "b"), (("x", Estimate(0.5, -math.inf, math.inf)),)),))
     record = record_of(report, {})
     assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
     json.loads(json.dumps(record, allow_nan=False))
+
+
+def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(
+    tmp_path: Path,
+) -> None:
+    empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
+    report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
+    head = provenance(tiny(), "test", "")
+    assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
+    assert "| x | - | - | - | - |" in markdown(report, head)
+    write_report(report, head, tmp_path, "t")
+    with (tmp_path / "t.csv").open() as file:
+        assert list(csv.reader(file))[1] == ["x", *[""] * 10]
+    assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
 
 
 def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
@@ -131,20 +145,20 @@ def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
 
 
 class Squares:
-    """A study of whole numbers, which may be broken off at one of them."""
+    """A study that squares whole numbers, and can be interrupted at one of them."""
 
     name = "squares"
 
     def __init__(self, stop: int | None = None) -> None:
         self.stop, self.done = stop, list[str]()
 
-    def asked(self) -> Record:
+    def parameters(self) -> Record:
         return {"power": 2, "of": (0, 6)}
 
     def keys(self) -> list[str]:
         return [str(number) for number in range(6)]
 
-    def worker(self, model: LoadedModel) -> Work:
+    def worker(self, model: LoadedModel) -> RunUnit:
         def work(key: str) -> Record:
             if int(key) == self.stop:
                 raise KeyboardInterrupt
@@ -157,21 +171,21 @@ class Squares:
         return Report((), ())
 
 
-def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    straight, out = findings(Squares(), babbler()), tmp_path / "new"
+def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
+    straight, out = run_units(Squares(), babbler()), tmp_path / "new"
     with pytest.raises(KeyboardInterrupt):
-        findings(Squares(stop=3), babbler(), out)
-    journal = out / "squares.jsonl"
-    with journal.open("a") as file:
+        run_units(Squares(stop=3), babbler(), out)
+    log = out / "squares.jsonl"
+    with log.open("a") as file:
         file.write('{"key": "3", "fou')  # cut off in the middle of a write
     rest = Squares()
-    assert findings(rest, babbler(), out) == straight
+    assert run_units(rest, babbler(), out) == straight
     assert rest.done == ["3", "4", "5"]
-    whole = journal.read_bytes()
+    whole = log.read_bytes()
     known = Squares(stop=0)
-    assert findings(known, babbler(), out) == straight
+    assert run_units(known, babbler(), out) == straight
     assert known.done == []
-    assert journal.read_bytes() == whole
+    assert log.read_bytes() == whole
 
 
 def test_units_may_end_in_any_order(tmp_path: Path) -> None:
@@ -179,13 +193,13 @@ def test_units_may_end_in_any_order(tmp_path: Path) -> None:
         work = study.worker(babbler())
         return ((key, work(key)) for key in reversed(keys))
 
-    found = findings(Squares(), babbler(), tmp_path, backwards)
+    found = run_units(Squares(), babbler(), tmp_path, backwards)
     assert list(found) == Squares().keys()
-    assert found == findings(Squares(), babbler(), tmp_path)
+    assert found == run_units(Squares(), babbler(), tmp_path)
 
 
 def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
-    """Killed at two moments, then left to end: the same files, byte for byte."""
+    """Killed twice, then run to the end: the same files, byte for byte."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
     words += ["--budgets", "64", "--repeats", "2", "--model", endless]
@@ -194,9 +208,9 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endl
     for lines in (2, 4):
         command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        journal = broken / "dailydialog.jsonl"
+        log = broken / "dailydialog.jsonl"
         while started.poll() is None:
-            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+            if log.exists() and log.read_bytes().count(b"\n") >= lines:
                 started.send_signal(signal.SIGKILL)
             time.sleep(0.01)
         started.communicate()
@@ -207,11 +221,11 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endl
         assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
 
 
-def test_results_of_another_model_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
     study = MultipleChoice((SINK,), 1, task="dailydialog")
-    findings(study, babbler(), tmp_path)
+    run_units(study, babbler(), tmp_path)
     with pytest.raises(SettingError, match="another run"):
-        findings(study, tiny(), tmp_path)
+        run_units(study, tiny(), tmp_path)
 
 
 def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
@@ -222,10 +236,10 @@ def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
     with torch.inference_mode():
         logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
-    (found,) = findings(study, model).values()
+    (found,) = run_units(study, model).values()
     assert found["tokens"] == 400
-    for at, mean in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
-        assert mean == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
+    for at, each in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
+        assert each == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
     assert len(found["nats"]) == 100
 
 
@@ -234,14 +248,14 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
     file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
     settings = (Profile(policy="full"), SINK, Profile(policy="window", budget=64))
     study = Perplexity(settings, 300, text=str(file))
-    (table,) = study.report(findings(study, tiny())).tables
+    (table,) = study.report(run_units(study, tiny())).tables
     assert [row[0] for row in table.rows] == ["full", "sink 64", "window 64"]
     assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
     with pytest.raises(SettingError, match="can't be read"):
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
 
 
-def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) -> None:
+def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(" ".join(f"number {n}" for n in range(400)), "utf-8")
     study = Perplexity((SINK,), 640, text=str(file), readings=5)
@@ -253,20 +267,20 @@ def test_in_several_readings_every_part_stands_at_every_place(tmp_path: Path) ->
         }
 
 
-def test_made_talk_read_from_further_on_is_the_same_talk() -> None:
+def test_all_readings_of_synthetic_dialogue_have_the_same_rounds() -> None:
     study = Perplexity((SINK,), 3_000, readings=2)
     first, second = (list(study.rounds(tiny(), number)) for number in range(2))
     assert first[0] != second[0]
     assert sum(map(len, first)) == sum(map(len, second)) == 3_000
     shared = {tuple(one) for one in first} & {tuple(one) for one in second}
     assert len(shared) >= 0.6 * len(first)
-    (found, again) = findings(study, tiny()).values()
+    (found, again) = run_units(study, tiny()).values()
     assert found["nats"] != again["nats"]
 
 
 def test_full_reads_on_beyond_the_models_length() -> None:
     study = Perplexity((Profile(policy="full"),), 4_200)
-    (found,) = findings(study, babbler()).values()
+    (found,) = run_units(study, babbler()).values()
     assert found["tokens"] == 4_200  # of 4,096
 
 
@@ -294,7 +308,7 @@ def test_no_number_is_cut_however_narrow_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     columns = ("setting", "exact answers", "demonstrations", "milliseconds", "half", "last")
-    row = ("entropy 256, decay 0.9", Measured(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
+    row = ("entropy 256, decay 0.9", Estimate(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
     head = {"model": "tiny", "revision": "r", "device": "cpu", "dtype": "float32"}
     head |= dict.fromkeys(("task", "command", "sirchat", "torch", "transformers"), "x")
     print_report(Report((), (Table("Recall", columns, (row,)),)), head)

@@ -66,7 +66,7 @@ def said(document: Any) -> str:
 # --- rows ---
 
 
-def test_talk_is_read_as_in_a_chat_with_an_anchor_behind_each_round() -> None:
+def test_a_conversation_is_read_as_in_a_chat_with_an_anchor_after_each_round() -> None:
     talk = [Message("system", "Be kind."), *dialogue(Random(1), 4, MIX)]
     talk = [one for one in talk if one.role != "system" or one is talk[0]]
     one = Writer(tiny().tokenizer, AC).talk(talk)
@@ -74,15 +74,15 @@ def test_talk_is_read_as_in_a_chat_with_an_anchor_behind_each_round() -> None:
         [{"role": m.role, "content": m.text} for m in talk], tokenize=True, return_dict=False
     )
     assert [token for token in one.ids if token != 2048] == whole
-    behind = [at for at, token in enumerate(one.ids) if token == 2048]
-    assert len(behind) == 1 + sum(m.role == "assistant" for m in talk)
-    assert [at for at, flag in enumerate(one.is_anchor) if flag] == behind
+    anchors_at = [at for at, token in enumerate(one.ids) if token == 2048]
+    assert len(anchors_at) == 1 + sum(m.role == "assistant" for m in talk)
+    assert [at for at, flag in enumerate(one.is_anchor) if flag] == anchors_at
     text = said(one)
     assert text.startswith("<|bos|><|system|>Be kind.<|end|>")
     assert set(one.weight) == {1.0, 4.0}
 
 
-def test_ends_of_sentences_are_anchors_where_they_stand() -> None:
+def test_ends_of_sentences_are_anchors() -> None:
     text = "It rains. Does it? Yes! It rains in Lisbon, and it is cold."
     one = Writer(tiny().tokenizer, EP).text(text)
     assert tiny().tokenizer.decode(one.ids[1:]) == text
@@ -128,13 +128,13 @@ def test_files_are_texts_and_conversations(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_that_of_each_document_by_itself() -> None:
-    """Nothing is foretold across documents, and answers count four times."""
+    """No token is predicted from another document, and answers weigh four times as much."""
     writer, model = Writer(tiny().tokenizer, EP), babbler().module
     documents = [writer.talk(list(dialogue(Random(n), 2, MIX))) for n in range(2)]
     length = sum(len(one.ids) for one in documents)
     row = collate([packed(documents, length)], sinks=1)
     logits = model(
-        input_ids=row["input_ids"], attention_mask=row["visible"], position_ids=row["place"]
+        input_ids=row["input_ids"], attention_mask=row["visible"], position_ids=row["position"]
     ).logits
     found = weighted_sum(logits, row)
     total = weights = 0.0
@@ -169,7 +169,7 @@ def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -
 # --- training ---
 
 
-def test_what_was_trained_is_a_model_that_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
+def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
     found = losses(options(folder, tmp_path / "out", steps=30))
     assert len(found) == 30
     assert sum(found[-5:]) < sum(found[:5])
@@ -179,7 +179,7 @@ def test_what_was_trained_is_a_model_that_knows_its_anchors(folder: Path, tmp_pa
 
 
 def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Path) -> None:
-    """Trained from new weights, with anchors or without: to compare the two (section 7.2)."""
+    """Training from new weights, with anchors or without, as a baseline (section 7.2)."""
     plain = options(folder, tmp_path / "plain", variant="none", scratch=True, seed=7)
     ready = prepare(plain)
     assert ready.anchors is None
@@ -241,7 +241,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(folder: Path, tmp_path: 
     assert len(together) == 5
 
 
-def test_what_makes_no_sense_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_impossible_options_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="multiple"):
         prepare(options(folder, tmp_path / "out", batch=5, per_device=2))
     with pytest.raises(ModelError, match="cannot be loaded"):

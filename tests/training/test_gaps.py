@@ -1,4 +1,4 @@
-"""Training rows that are read as if under a budget."""
+"""Attention masks for training as if under a budget."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from sirchat.training.gaps import (
-    LEAST_BUDGET,
+    INFORMATIVE_NATS,
+    MIN_BUDGET,
     RECENT,
     SINKS,
-    TELLING,
     draw_gaps,
-    forgetting,
     lost_answers,
+    visible_under_budget,
 )
 from sirchat.training.network import build_model, token_losses, weighted_loss
 from sirchat.training.rows import Batch, Renderer
@@ -52,12 +52,12 @@ def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
     st.integers(40, 150),
 )
 @settings(max_examples=60)
-def test_what_is_seen_is_what_a_budget_holds_after_each_turn(
+def test_visible_tokens_are_those_that_a_budget_holds_after_each_turn(
     seed: int, tokens: int, turns: set[int], budget: int
 ) -> None:
     starts = sorted(turn for turn in turns if turn < tokens)
     score = np.random.default_rng(seed).permutation(tokens).astype(float)
-    visible = forgetting(score, np.array(starts, np.int64), budget)
+    visible = visible_under_budget(score, np.array(starts, np.int64), budget)
     held: list[int] = []
     for at in range(tokens):
         if at in starts:  # one by one, the lowest of those that may leave
@@ -70,7 +70,7 @@ def test_what_is_seen_is_what_a_budget_holds_after_each_turn(
         assert np.flatnonzero(visible[at]).tolist() == held
 
 
-def test_a_value_is_marked_where_it_is_told_and_where_it_is_answered(renderer: Renderer) -> None:
+def test_a_value_is_marked_in_the_fact_and_in_the_answer(renderer: Renderer) -> None:
     one = renderer.render([TELL, OK, OTHER, OK, MOVE, OK, ASK, ANSWER])
 
     def words(number: int, answer: bool) -> str:
@@ -88,17 +88,17 @@ def test_a_value_is_marked_where_it_is_told_and_where_it_is_answered(renderer: R
 
 
 @pytest.mark.parametrize(("hidden", "is_lost"), [("Oslo", False), ("Luna", False), ("Rome", True)])
-def test_an_answer_is_lost_with_the_newest_telling_of_its_value(
+def test_an_answer_is_lost_with_the_newest_statement_of_its_fact(
     renderer: Renderer, hidden: str, is_lost: bool
 ) -> None:
     one = renderer.render([TELL, OK, OTHER, OK, MOVE, OK, ASK, ANSWER])
     fact, answer = np.array(one.fact), np.array(one.answer)
-    told = np.flatnonzero((fact > 0) & ~answer)
-    runs = np.split(told, np.flatnonzero(np.diff(told) > 1) + 1)
+    in_fact = np.flatnonzero((fact > 0) & ~answer)
+    runs = np.split(in_fact, np.flatnonzero(np.diff(in_fact) > 1) + 1)
     assert len(runs) == 3
     visible = np.tri(len(fact) - 1, dtype=bool)
     visible[:, runs[["Oslo", "Luna", "Rome"].index(hidden)][-1]] = False
-    dull, telling = np.zeros(len(fact)), np.full(len(fact), TELLING + 0.1)
+    dull, telling = np.zeros(len(fact)), np.full(len(fact), INFORMATIVE_NATS + 0.1)
     lost = (fact == 1) & answer & is_lost
     assert (lost_answers(visible, telling, answer, fact) == lost).all()
     assert not lost_answers(visible, dull, answer, fact).any()
@@ -113,14 +113,14 @@ def test_gaps_are_drawn_for_each_row_and_the_same_seed_gives_the_same(renderer: 
     assert (one.lost == two.lost).all()
     seen = one.visible[:, 0].sum(-1)  # [rows, tokens]
     assert one.visible.shape == (8, 1, 300, 300)
-    assert (seen[:, :LEAST_BUDGET] == torch.arange(1, LEAST_BUDGET + 1)).all()
+    assert (seen[:, :MIN_BUDGET] == torch.arange(1, MIN_BUDGET + 1)).all()
     assert len(set(seen[:, -1].tolist())) > 3
     assert (seen[:, -1] < 300).all()
     assert not one.visible.triu(1).any()
     assert not (one.lost & ~batch.answer).any()
 
 
-def test_what_is_out_of_sight_changes_nothing_and_lost_tokens_weigh_nothing() -> None:
+def test_masked_tokens_change_nothing_and_lost_tokens_have_no_loss() -> None:
     model = build_model(SIZES["micro"], 300, 0, 0, 4, 5)
     ids = torch.randint(6, 300, (2, 41), generator=torch.Generator().manual_seed(0))
     everything = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 1, 40, 40)

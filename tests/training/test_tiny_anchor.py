@@ -19,11 +19,11 @@ from sirchat.config.profile_files import resolve
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.models.model import load_model
 from sirchat.tasks.recall import RecallStudy
-from sirchat.tasks.run import findings
+from sirchat.tasks.run import run_units
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.training.anchor_rows import Writer
 from sirchat.training.rows import Renderer
-from sirchat.training.schedule import ANCHOR_PHASES, GATHERING, ROUNDS
+from sirchat.training.schedule import ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, ANCHOR_PHASES
 from sirchat.training.tiny_anchor import TinyAnchorTrainer
 from sirchat.training.trainer import TrainOptions, TrainStep, train
 from sirchat.world.dialogue import Mix, dialogue
@@ -40,11 +40,11 @@ def numbers(steps: list[TrainStep]) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_stand_as_in_a_chat(seed: int) -> None:
+def test_training_rows_have_anchors_as_in_a_chat(seed: int) -> None:
     """Two ways to write a conversation with anchors, one of them the chat template's, agree."""
     talk = list(dialogue(Random(seed), 6, MIX))
     written = Writer(tiny().tokenizer, Anchors("ac", "round", 2048)).talk(talk)
-    rendered = Renderer(tiny().tokenizer, 2048, ROUNDS.gathered).render(talk)
+    rendered = Renderer(tiny().tokenizer, 2048, ANCHOR_EACH_ROUND.gathered).render(talk)
     assert rendered.ids == written.ids
     plain = Renderer(tiny().tokenizer).render(talk)
     assert [i for i in rendered.ids if i != 2048] == plain.ids
@@ -52,15 +52,17 @@ def test_rows_stand_as_in_a_chat(seed: int) -> None:
     assert len({len(column) for column in columns}) == 1
 
 
-def test_at_first_what_the_user_says_is_gathered_too(tmp_path: Path) -> None:
+def test_at_first_an_anchor_also_follows_user_messages(tmp_path: Path) -> None:
     trainer = TinyAnchorTrainer(options(tmp_path, 20))
     first, last = trainer.batch(0), trainer.batch(19)
     assert (first.ids == trainer.anchor).sum() > 1.5 * (last.ids == trainer.anchor).sum() > 0
     assert not first.answer[first.ids == trainer.anchor].any()
-    assert ANCHOR_PHASES[0] is GATHERING
+    assert ANCHOR_PHASES[0] is ANCHOR_EACH_MESSAGE
 
 
-def test_a_token_sees_its_own_sequence_and_anchors_of_its_conversation(tmp_path: Path) -> None:
+def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(
+    tmp_path: Path,
+) -> None:
     trainer = TinyAnchorTrainer(options(tmp_path, 1))
     anchor, bos = trainer.anchor, int(trainer.tokenizer.bos_token_id or 0)
     ids = torch.tensor([[bos, 10, anchor, 11, anchor, 12, bos, 13, anchor, 14]])
@@ -70,7 +72,7 @@ def test_a_token_sees_its_own_sequence_and_anchors_of_its_conversation(tmp_path:
     assert seen[9].nonzero()[:, 0].tolist() == [6, 8, 9]
 
 
-def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None:
+def test_the_trained_model_says_where_its_anchors_are(tmp_path: Path) -> None:
     whole = list(train(options(tmp_path / "whole", 4), TinyAnchorTrainer))
     stopped = train(options(tmp_path / "stopped", 4), TinyAnchorTrainer)
     for _ in range(3):  # one step past a checkpoint
@@ -93,11 +95,11 @@ def test_the_trained_model_tells_where_its_anchors_stand(tmp_path: Path) -> None
 
 
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
-    """Ten facts of one value each, twelve quizzes between: little is held, nearly all is known."""
+    """Ten conversations, twelve quizzes after the fact: few tokens held, nearly all recalled."""
     kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")
     setting = Profile(policy="anchor", sinks=1)
     study = RecallStudy((setting,), 10, between=(12,), kinds=kinds)
-    found = findings(study, load_model("tiny-anchor", device="cpu")).values()
+    found = run_units(study, load_model("tiny-anchor", device="cpu")).values()
     assert sum(one["right"] for one in found) >= 8
     for one in found:
         assert one["held"] == 1 + 13  # the sink, and an anchor for each round

@@ -1,4 +1,4 @@
-"""The tiny world, its tokenizer, and the trainer, on a micro model."""
+"""Synthetic dialogue, the tokenizer, and the trainer, on a micro model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_told_fact_is_the_answer_of_its_question(kind: FactKind, seed: int) ->
 
 
 def test_every_answer_was_told_before_it_was_asked() -> None:
-    """A name that an answer gives stands in an earlier message."""
+    """A name in an answer is also in an earlier message."""
     checked = 0
     for seed in range(30):
         said = ""
@@ -113,7 +113,7 @@ def test_a_correction_replaces_the_value() -> None:
     assert talk.ask(("city", ""))[1].text == "You live in Lisbon."
 
 
-def test_never_told_is_said_so() -> None:
+def test_the_answer_about_an_untold_fact_says_so() -> None:
     talk = Dialogue(Random(0), MIX)
     question, answer = talk.ask_untold()
     assert question.text
@@ -259,14 +259,14 @@ def test_loss_equals_the_plain_forward_pass() -> None:
 
 
 def test_each_phase_lengthens_its_rows_and_warms_and_cools_its_learning_rate() -> None:
-    moments = [scheduled_step_at(step, RECIPE_STEPS) for step in range(RECIPE_STEPS)]
+    schedule = [scheduled_step_at(step, RECIPE_STEPS) for step in range(RECIPE_STEPS)]
     for phase in PHASES:
-        own = [moment for moment in moments if moment.phase is phase]
-        assert [moment.step for moment in own] == list(range(phase.steps))
-        tokens = [moment.stage.tokens for moment in own]
+        own = [scheduled for scheduled in schedule if scheduled.phase is phase]
+        assert [scheduled.step for scheduled in own] == list(range(phase.steps))
+        tokens = [scheduled.stage.tokens for scheduled in own]
         assert tokens == sorted(tokens)
         assert set(tokens) == {stage.tokens for stage in phase.stages}
-        rates = [moment.learning_rate / phase.peak for moment in own]
+        rates = [scheduled.learning_rate / phase.peak for scheduled in own]
         assert rates[0] < 0.05
         assert max(rates) == 1.0
         assert rates[-1] < 0.05
@@ -274,9 +274,9 @@ def test_each_phase_lengthens_its_rows_and_warms_and_cools_its_learning_rate() -
 
 @given(st.integers(1, 5000))
 def test_a_shorter_training_has_the_same_phases_in_proportion(steps: int) -> None:
-    moments = [scheduled_step_at(step, steps) for step in range(steps)]
-    assert all(0 <= moment.step < moment.steps for moment in moments)
-    first = sum(moment.phase is COPYING for moment in moments)
+    schedule = [scheduled_step_at(step, steps) for step in range(steps)]
+    assert all(0 <= scheduled.step < scheduled.steps for scheduled in schedule)
+    first = sum(scheduled.phase is COPYING for scheduled in schedule)
     assert abs(first - steps * COPYING.steps / RECIPE_STEPS) <= 1
 
 

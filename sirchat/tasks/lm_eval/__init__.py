@@ -1,1 +1,1 @@
-"""The tasks of lm-evaluation-harness under policies and budgets."""
+"""Runs the tasks of lm-evaluation-harness under policies and budgets."""

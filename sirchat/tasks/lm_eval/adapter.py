@@ -1,8 +1,8 @@
-"""A model under a setting, as lm-eval asks models: https://github.com/EleutherAI/lm-evaluation-harness
+"""A model under a setting, behind lm-eval's interface for models.
 
-Requests that share a context, as the options of one question do, share one reading of it. Where
-nothing may be forgotten, a context that is too long loses its beginning, as in lm-eval, and
-`cut` counts it; any other policy reads all of it.
+https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
+options of one question, share one prefill of it. Under a policy that evicts nothing, a context that
+is too long loses its beginning, as in lm-eval; any other policy reads all of it.
 """
 
 from __future__ import annotations
@@ -12,88 +12,94 @@ from typing import Any
 
 from sirchat.errors import SettingError
 from sirchat.tasks.lm_eval.reader import TextReader
-from sirchat.tasks.lm_eval.text import Ids, Texts
+from sirchat.tasks.lm_eval.text import Ids, TextEncoder
 from sirchat.text.detokenizer import TextStream
 
 _LONGEST_REPLY = 256
-"""Tokens, where a task does not say; lm-eval's own number."""
+"""Most tokens of a reply if a task sets no limit; lm-eval's own default."""
 
 
-class Answers:
-    """What lm-eval asks for, without being an `LM`; `language_model` makes it one.
+class HarnessAdapter:
+    """The methods of lm-eval's `LM`, without its base class, which `language_model` adds.
 
     A request is lm-eval's Instance: its `args` are a context with a continuation, a text, or a
-    context with options for generating.
+    context with generation options.
+
+    Attributes:
+        truncated: number of contexts and texts so far that were too long.
     """
 
-    def __init__(self, reader: TextReader, texts: Texts) -> None:
+    def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
         super().__init__()
         self._reader, self._texts = reader, texts
-        self.cut = 0
+        self.truncated = 0
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """For each continuation its log-probability, in nats, and whether it is the likeliest.
+        """For each continuation its log-probability, in nats, and whether it is the greedy one.
 
         Raises UsageError for a continuation without a token of its own.
         """
-        together: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
+        by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
             context, continuation = self._texts.pair(*request.args)
-            context = self._fitting(context, len(continuation) - 1)
-            together.setdefault(tuple(context), []).append((number, continuation))
+            context = self._truncate(context, len(continuation) - 1)
+            by_context.setdefault(tuple(context), []).append((number, continuation))
         found: dict[int, tuple[float, bool]] = {}
-        for shared, asked in together.items():
-            weighed = self._reader.score_continuation(shared, [ids for _, ids in asked])
-            for (number, _), one in zip(asked, weighed, strict=True):
+        for shared, numbered in by_context.items():
+            scores = self._reader.score_continuation(shared, [ids for _, ids in numbered])
+            for (number, _), one in zip(numbered, scores, strict=True):
                 found[number] = sum(one.log_probabilities), one.greedy
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """For each text its log-probability, in nats, after a begin token."""
-        return [self._rolled(self._texts.encode(*one.args, special=False)) for one in requests]
+        """For each text its log-probability, in nats, after the prefix token."""
+        return [
+            self._rolling_log_probability(self._texts.encode(*one.args, special=False))
+            for one in requests
+        ]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """For each context the likeliest reply, up to a string that the task stops at.
+        """For each context the greedy reply, up to one of the task's stop strings.
 
-        Raises SettingError for a task that wants replies to be drawn.
+        Raises SettingError for a task that samples its replies.
         """
-        return [self._replied(*request.args) for request in requests]
+        return [self._generate(*request.args) for request in requests]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The context that the chat template makes of messages."""
+        """The messages rendered by the chat template, as a context."""
         return self._texts.conversation(chat_history, prompt=add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for what the chat template belongs to."""
+        """A name for the tokenizer that the chat template belongs to."""
         return self._reader.model.name.replace("/", "__")
 
-    def _rolled(self, ids: Ids) -> float:
-        """In windows where the text is too long, each with one token before it, as in lm-eval."""
+    def _rolling_log_probability(self, ids: Ids) -> float:
+        """The log-probability of a text; too long ones are split into windows, as in lm-eval."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         longest = self._reader.longest or len(ids)
-        self.cut += len(ids) > longest
+        self.truncated += len(ids) > longest
         windows = get_rolling_token_windows(ids, self._texts.prefix, max(1, longest), 1)
         pairs = map(make_disjoint_window, windows)
         return sum((self._reader.log_probability(*pair) for pair in pairs), 0.0)
 
-    def _replied(self, context: str, options: dict[str, Any]) -> str:
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        asked = normalize_gen_kwargs(options, _LONGEST_REPLY)
-        if asked["do_sample"]:
+        limits = normalize_gen_kwargs(options, _LONGEST_REPLY)
+        if limits["do_sample"]:
             raise SettingError(
-                f"the task draws its replies (temperature {asked['temperature']}); "
+                f"the task draws its replies (temperature {limits['temperature']}); "
                 "here they are the likeliest",
                 hint="choose a task with do_sample: false",
             )
-        longest, stops = asked["max_gen_toks"], [one for one in asked["until"] if one]
+        longest, stops = limits["max_gen_toks"], [one for one in limits["until"] if one]
         ids = self._texts.context(context) or [self._texts.prefix]
         text, stream = "", TextStream(self._reader.model.tokenizer)
-        for token_id in self._reader.reply(self._fitting(ids, longest), longest):
+        for token_id in self._reader.reply(self._truncate(ids, longest), longest):
             text += stream.push(token_id)
             if any(stop in text for stop in stops):
                 break
@@ -103,8 +109,8 @@ class Answers:
             text = text.split(stop)[0]
         return text
 
-    def _fitting(self, context: Ids, more: int) -> Ids:
-        """The end of a context that leaves room for `more` tokens."""
+    def _truncate(self, context: Ids, more: int) -> Ids:
+        """The end of a context, such that `more` tokens still fit after it."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -113,15 +119,15 @@ class Answers:
                 f"{more} tokens are to follow a context, but the model's length is {longest}",
                 hint="choose another policy than full, or a model with a longer context",
             )
-        self.cut += 1
+        self.truncated += 1
         return context[more - longest :]
 
 
-def language_model(reader: TextReader, texts: Texts) -> Any:
-    """An lm_eval.api.model.LM, with `cut`: how many contexts were too long, so far."""
+def language_model(reader: TextReader, texts: TextEncoder) -> Any:
+    """A HarnessAdapter that is an `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM
 
-    class Findings(Answers, LM):  # type: ignore[misc]
-        """Answers under a budget."""
+    class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
+        """A language model under a budget."""
 
-    return Findings(reader, texts)
+    return BudgetedLM(reader, texts)

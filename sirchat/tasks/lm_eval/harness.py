@@ -1,4 +1,4 @@
-"""Lm-eval as it is used here: its index of tasks, one of them run, and its scores as plain data."""
+"""Runs tasks with lm-eval: looks up tasks, runs one, and returns its scores as plain data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sirchat.errors import SettingError, SirchatError, UsageError, format_value,
 from sirchat.tasks.results_log import Record
 
 _BOOTSTRAPS = 1000
-"""Draws for the standard error of a metric that is no mean."""
+"""Bootstrap samples for the standard error of a metric that is not a mean."""
 
 _SEED, _OTHER_SEED = 0, 1234
-"""Lm-eval's own, so that it draws the same few-shot examples as for others."""
+"""Lm-eval's defaults, so that the few-shot examples are the usual ones."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Harness:
     """How tasks are run.
 
     Attributes:
-        shots: examples before each question; None as each task says.
-        limit: documents of each task; None for all.
-        folder: where more task files are.
-        chat: whether contexts go through the chat template, examples as turns.
+        shots: number of examples before each question; None for the task's own number.
+        limit: number of documents of each task; None for all.
+        folder: a folder with further task files.
+        chat: whether contexts are rendered by the chat template, with examples as turns.
     """
 
     shots: int | None = None
@@ -44,7 +44,7 @@ class Harness:
     chat: bool = False
 
     def check(self, tasks: tuple[str, ...]) -> None:
-        """Raise UsageError without lm-eval, SettingError for a folder or a task it has not."""
+        """Raise UsageError without lm-eval, SettingError for an unknown folder or task."""
         if find_spec("lm_eval") is None:
             raise UsageError("lm-eval is not installed", hint="pip install 'sirchat[lm-eval]'")
         if self.folder is not None and not Path(self.folder).is_dir():
@@ -56,16 +56,16 @@ class Harness:
                 raise SettingError(f"lm-eval has no task {format_value(name)}", hint=near)
 
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
-        """The scores of a language model at a task, or at each of a group.
+        """The scores of a language model on a task, or on each task of a group.
 
-        Raises SirchatError for a task that can't be loaded, UsageError for one that isn't run here.
+        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code.
         """
         from lm_eval.evaluator import evaluate
 
         loaded = self._loaded(task)
         random.seed(_SEED)
         np.random.seed(_OTHER_SEED)
-        with _alone():
+        with _silenced():
             results = evaluate(
                 lm=lm,
                 task_dict=loaded,
@@ -81,7 +81,7 @@ class Harness:
     def _loaded(self, name: str) -> Record:
         try:
             loaded: Record = _index(self.folder).load([name])
-        except Exception as error:  # whatever its data set, its file or its code raises
+        except Exception as error:  # anything that its data set, file or code raises
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SirchatError(
                 f"task {name} can't be loaded: {reason}",
@@ -91,7 +91,7 @@ class Harness:
             if getattr(task, "UNSAFE_CODE", False):
                 raise UsageError(f"task {name} runs code that a model wrote; that's not done here")
             own = task.get_config("num_fewshot")
-            if own != 0:  # where a task's file says 0, there is nothing to draw examples from
+            if own != 0:  # a task with 0 in its file has no examples to draw
                 shots = own or 0 if self.shots is None else self.shots
                 task.set_config(key="num_fewshot", value=shots)
             task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -99,29 +99,30 @@ class Harness:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Lm-eval prints among our results, draws bars over ours, and would start processes."""
+def _silenced() -> Iterator[None]:
+    """Suppress lm-eval's output and progress bars, and keep it from starting processes."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield
 
 
 def harness_version() -> str:
-    """Which lm-eval it is."""
+    """The version of lm-eval."""
     return version("lm-eval")
 
 
 @cache
 def _index(folder: str | None) -> Any:
-    """Lm-eval's tasks and those of `folder`; it takes seconds."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
+    """The index of lm-eval's tasks and those of `folder`; building it takes seconds."""
+    # It would warn about settings that were made on purpose.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder)
 
 
 def _scores(results: Record) -> Iterator[Record]:
-    """A record for each task and metric; `stderr` is None where lm-eval gives none."""
+    """A record for each task and metric; `stderr` is None if lm-eval gives none."""
     for task, found in results["results"].items():
         for key, value in found.items():
             metric, _, rest = key.partition(",")
@@ -139,6 +140,6 @@ def _scores(results: Record) -> Iterator[Record]:
 
 
 def _number(value: object) -> float | None:
-    """A number as JSON knows it, else None."""
+    """The value as a finite number, or None."""
     number = float(value) if isinstance(value, float | int | np.number) else math.nan
     return number if math.isfinite(number) else None

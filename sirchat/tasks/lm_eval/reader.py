@@ -1,8 +1,8 @@
-"""Reads texts under one setting, each in an engine of its own, and tells what would come next.
+"""Reads contexts under one setting, each in a new engine, and scores or generates continuations.
 
-A context is read as one user round, so that its end is protected as a question in a chat is; or in
-rounds of so many tokens, where decays are to take effect. What comes next is weighed on top of what
-is held, and never pushes anything out. Ids only.
+A context is read as one user round, so that its end is protected like a question in a chat; or in
+rounds of a fixed size, so that decay takes effect. Scoring a continuation evicts nothing. This
+module knows ids, never text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TextReader:
     """A model under a setting.
 
     Attributes:
-        piece: tokens of a round; None reads a context as one.
+        model, setting: the model and the profile.
+        piece: number of tokens in a round; None reads a context as one round.
     """
 
     model: LoadedModel
@@ -35,13 +36,13 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """Tokens that may be read where nothing is forgotten; None where there is no end."""
+        """Most tokens that fit under a policy that evicts nothing; None under any other one."""
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
-        """An engine that has read ids [n], n > 0; the last round is open for `reply` ids to come.
+        """An engine that has read ids [n], n > 0; the last round has room for `reply` more ids.
 
-        Raises ContextFullError when they do not fit and none may be forgotten.
+        Raises ContextFullError when they do not fit under a policy that evicts nothing.
         """
         engine = open_engine(self.model, self.setting)
         size = self.piece or len(ids)
@@ -55,19 +56,19 @@ class TextReader:
     def score_continuation(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[ContinuationScore]:
-        """How likely each continuation is after a context, which is read once; none are empty."""
+        """The score of each continuation (not empty) after a context, which is read once."""
         engine = self.read(context)
         return [engine.score_continuation(ids) for ids in continuations]
 
     def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
-        """The log-probability, in nats, of ids [n], n > 0, that are read after a context."""
+        """The log-probability, in nats, of ids [n], n > 0, read after a context."""
         engine = self.read([*context, *ids[:-1]])
         surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
         (last,) = engine.score_continuation(ids[-1:]).log_probabilities
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
-        """The likeliest ids after a context, one by one, up to a stop id or `longest` of them."""
+        """Greedy ids after a context, one by one, up to a stop id or `longest` ids."""
         number = 1 + (len(context) - 1) // (self.piece or len(context))
         for record in self.read(context, longest).generate(
             Sampler(Sampling()),

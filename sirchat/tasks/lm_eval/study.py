@@ -1,4 +1,4 @@
-"""Tasks of lm-eval under several settings: the same documents, examples and metrics for each.
+"""Runs tasks of lm-eval under several settings, with the same documents, examples and metrics.
 
 A unit is one task under one setting.
 """
@@ -16,10 +16,10 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.lm_eval.adapter import language_model
 from sirchat.tasks.lm_eval.harness import Harness, harness_version
 from sirchat.tasks.lm_eval.reader import TextReader
-from sirchat.tasks.lm_eval.text import Texts
+from sirchat.tasks.lm_eval.text import TextEncoder
 from sirchat.tasks.report import Report, Table, Value, setting_names
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import Work
+from sirchat.tasks.study import RunUnit
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class LmEval:
     Attributes:
         settings: profiles, one for each row of a metric.
         tasks: names of tasks, groups or tags.
-        harness: how they are run.
-        piece: tokens of a round, where a context is to be read in several.
+        harness: how the tasks are run.
+        piece: number of tokens in a round; None reads a context as one round.
 
-    Raises UsageError without lm-eval, SettingError for an unknown task, or a setting that would
-    change nothing.
+    Raises UsageError without lm-eval, SettingError for an unknown task and for a setting without
+    effect.
     """
 
     settings: tuple[Profile, ...]
@@ -43,16 +43,16 @@ class LmEval:
 
     def __post_init__(self) -> None:
         for setting in self.settings:
-            _refuse_idle(setting, self.piece)
+            _refuse_without_effect(setting, self.piece)
         self.harness.check(self.tasks)
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The study's name, which also names its files."""
         return "lm-eval"
 
-    def asked(self) -> Record:
-        """All that the findings depend on: every field, and whose metrics they are."""
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: fields and the version of lm-eval."""
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
             "tasks": list(self.tasks),
@@ -65,38 +65,38 @@ class LmEval:
         """Every task under every setting."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
-    def worker(self, model: LoadedModel) -> Work:
-        """Runs a task under a setting; raises SettingError for a budget above the context."""
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a task; raises SettingError for a budget above the context."""
         for setting in self.settings:
             check_budget(setting, model, "budget")
-        texts = Texts(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
+        encoder = TextEncoder(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
 
         def work(key: str) -> Record:
             row, _, task = key.partition("/")
             setting = self.settings[int(row)]
-            lm = language_model(TextReader(model, setting, self.piece), texts)
-            return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.cut}
+            lm = language_model(TextReader(model, setting, self.piece), encoder)
+            return {"scores": self.harness.run(lm, task, setting.system), "cut": lm.truncated}
 
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """One table: each metric of each task, under every setting."""
+        """One table with each metric of each task under every setting."""
         columns = ("task", "metric", "setting", "value", "stderr", "documents", "shots")
         rows = [row for task in self.tasks for row in self._rows(task, found)]
-        cut = sum(one["cut"] for one in found.values())
-        facts = (
+        truncated = sum(one["cut"] for one in found.values())
+        header = (
             f"lm-eval {harness_version()}",
             f"at most {self.harness.limit:,} documents" if self.harness.limit else "",
             "chat template" if self.harness.chat else "",
             f"rounds of {self.piece} tokens" if self.piece else "",
-            f"{cut:,} texts beyond the model's length cut" if cut else "",
+            f"{truncated:,} texts beyond the model's length cut" if truncated else "",
         )
-        details = self.asked() | {"found": dict(found)}
+        details = self.parameters() | {"found": dict(found)}
         table = Table("lm-eval", columns, tuple(rows))
-        return Report(tuple(fact for fact in facts if fact), (table,), details=details)
+        return Report(tuple(one for one in header if one), (table,), details=details)
 
     def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
-        """The rows of a task, metric by metric."""
+        """The rows of a task, grouped by metric."""
         names = setting_names(self.settings)
         scores = [found[f"{row}/{task}"]["scores"] for row in range(len(names))]
         numbers = ("value", "stderr", "documents", "shots")
@@ -107,8 +107,8 @@ class LmEval:
         ]
 
 
-def _refuse_idle(setting: Profile, piece: int | None) -> None:
-    """Raise SettingError for a setting that would change nothing."""
+def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
+    """Raise SettingError for a setting that would have no effect."""
     if setting.recall != "off":
         raise SettingError(
             f"recall is {setting.recall}, must be off: nothing comes back while a context is read",

@@ -1,8 +1,8 @@
-"""Text to ids as lm-eval's own adapter for Hugging Face models does it, so that figures compare.
+"""Encodes text as lm-eval's own adapter for Hugging Face models does, so that results compare.
 
-Two things differ, as everywhere here. Text never becomes a control token: what a document happens
-to spell is read as plain text or, in a chat template, which needs its own, left out. And no text
-begins with two begin tokens.
+Two things differ. Text never becomes a control token: if a document happens to contain the text of
+one, it is encoded as plain text, or left out when the chat template renders the document. And no
+text begins with two BOS tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from sirchat.errors import ModelError, UsageError, format_value
 from sirchat.text.anchors import Anchors
 from sirchat.text.template import Template
 
-_BARE = "{{ messages[0].content }}"
+_CONTENT_ONLY = "{{ messages[0].content }}"
 
-_BEHIND_BLANK_LINE = re.compile(r"(?<=\n\n)(?!\n)")
+_AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)(?!\n)")
 
 Ids = list[int]
 
 
-class Texts:
-    """Encodes contexts and continuations; `chat`, where contexts come out of the chat template.
+class TextEncoder:
+    """Encodes contexts and continuations.
 
-    In contexts a token of the model's own, if `anchors` say so, stands behind each example: behind
-    a blank line, which is what lm-eval puts between two; in a chat, behind replies and the system
-    prompt.
+    `chat` says that contexts were rendered by the chat template. If the model has an anchor token,
+    it is placed after each example of a context: after a blank line, which separates examples in
+    lm-eval, or in a chat after each reply and the system prompt.
 
     Attributes:
-        prefix: the id that stands where there is no context.
+        prefix: the id (BOS, else EOS) that takes the place of an empty context.
 
-    Raises ModelError for a tokenizer that has no such token, or no template where it must.
+    Raises ModelError for a tokenizer without such a token, or without a chat template for `chat`.
     """
 
     def __init__(
@@ -48,34 +48,34 @@ class Texts:
         self.prefix = int(prefix)
         self._tokenizer, self._chat = tokenizer, chat
         self._anchor = anchors.token_id if anchors is not None else None
-        Template(tokenizer)  # marks the control tokens
+        Template(tokenizer)  # sets `chat_control_tokens`
         control = map(re.escape, tokenizer.chat_control_tokens)
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> Ids:
-        """The ids of a text; `special` begins it as the tokenizer does, unless it is begun."""
+        """The ids of a text; `special` adds the tokenizer's own BOS, unless the text has one."""
         if self._chat:
-            begun = text.startswith(self._tokenizer.decode([self.prefix]))
-            return self._encode(text, special and not begun)
+            has_prefix = text.startswith(self._tokenizer.decode([self.prefix]))
+            return self._encode(text, special and not has_prefix)
         if self._control.search(text):
-            return [*self._encode("", special), *self._spelled(text)]
+            return [*self._encode("", special), *self._encode_as_plain_text(text)]
         return self._encode(text, special)
 
     def context(self, text: str) -> Ids:
-        """The ids of a context, with the model's own anchors."""
+        """The ids of a context, with anchors if the model has them."""
         if self._anchor is None or self._chat:
             return self.encode(text)
-        first, *others = _BEHIND_BLANK_LINE.split(text)
+        first, *others = _AFTER_BLANK_LINE.split(text)
         ids = self.encode(first)
         for one in others:
             ids += [self._anchor, *self.encode(one, special=False)]
         return ids
 
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
-        """The ids of a context and of what follows it; neither is empty.
+        """The ids of a context and of its continuation; neither is empty.
 
-        Both are encoded as one text, which is cut where the context ends; blanks at the context's
-        end belong to what follows. Raises UsageError when nothing is left to follow.
+        Both are encoded as one text, which is split at the end of the context; blanks at the end
+        of the context go to the continuation. Raises UsageError for a continuation without ids.
         """
         end = len(context.rstrip())
         text = context[end:] + (self._plain(continuation) if self._chat else continuation)
@@ -92,25 +92,27 @@ class Texts:
         return head or [self.prefix], tail
 
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """What the chat template makes of a conversation: a text to `encode`.
+        """A conversation rendered by the chat template: a text to `encode`.
 
-        `prompt` opens a reply; else the last message stays open. Where the template knows no
-        system message, it is left out.
+        `prompt` adds the generation prompt; otherwise the last message stays open. The system
+        message is left out if the template allows none.
         """
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
-            return self._rendered(clean, prompt)
+            return self._render_with_anchors(clean, prompt)
         except TemplateError:
-            return self._rendered([one for one in clean if one["role"] != "system"], prompt)
+            return self._render_with_anchors(
+                [one for one in clean if one["role"] != "system"], prompt
+            )
 
     def _encode(self, text: str, special: bool) -> Ids:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
-    def _spelled(self, text: str) -> Ids:
-        """The ids of a text, control tokens letter by letter."""
+    def _encode_as_plain_text(self, text: str) -> Ids:
+        """The ids of a text, with the text of control tokens split like any other."""
         ids = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
-            chat_template=_BARE,
+            chat_template=_CONTENT_ONLY,
             sanitize_control_tokens=True,
             tokenize=True,
             return_dict=False,
@@ -118,14 +120,14 @@ class Texts:
         return list(ids)
 
     def _plain(self, text: str) -> str:
-        """A text without control tokens; leaving one out may spell another."""
+        """A text without control tokens; repeated, since removing one may form another."""
         while (left := self._control.sub("", text)) != text:
             text = left
         return text
 
-    def _rendered(self, messages: list[dict[str, str]], prompt: bool) -> str:
+    def _render_with_anchors(self, messages: list[dict[str, str]], prompt: bool) -> str:
         end = {"add_generation_prompt": prompt, "continue_final_message": not prompt}
-        text = self._shown(messages, **end)
+        text = self._render(messages, **end)
         if self._anchor is None:
             return text
         for count in range(len(messages) - 1, 0, -1):
@@ -135,12 +137,12 @@ class Texts:
         return text
 
     def _start(self, messages: list[dict[str, str]]) -> str:
-        """The text of a conversation's start; none where the template has none for so little."""
+        """A rendered start of a conversation; '' if the template refuses so few messages."""
         try:
-            return self._shown(messages)
+            return self._render(messages)
         except TemplateError:
             return ""
 
-    def _shown(self, messages: list[dict[str, str]], **options: bool) -> str:
+    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text

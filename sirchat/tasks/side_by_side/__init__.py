@@ -1,1 +1,1 @@
-"""Settings side by side on one transcript: answers, what is held, agreement with `full`."""
+"""Compares settings on one transcript: answers, tokens held, agreement with the full cache."""

@@ -1,8 +1,8 @@
-"""How far two memories let a model foretell the same: KL divergence, token by token.
+"""How far a model predicts the same under a budget as with the full cache: KL divergence by token.
 
-A model is watched while it reads. What it foretells with the full cache is kept for one round, and
-compared with what it foretells under a budget as that comes; so the logits of one round are all
-that is ever held.
+A recording model reports the logits of every forward pass. The predictions with the full cache are
+kept for one round, and compared with those under a budget as they are made. So memory never holds
+the logits of more than one round.
 """
 
 from __future__ import annotations
@@ -18,63 +18,63 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
 
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""Told the logits [m, V] of each forward pass, and the cache it ran over, before they count."""
+"""Called with the logits [m, V] and the cache of a forward pass, before the pass returns."""
 
 
 @dataclass(frozen=True)
 class RecordingModel(LoadedModel):
-    """A model that shows every forward pass to `watch`."""
+    """A model that calls `on_pass` after every forward pass."""
 
     on_pass: OnPass
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
-        """As the model's own."""
+        """The model's own forward pass, reported to `on_pass`."""
         logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
 
 
 def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
-    """The same model, weights included, with somebody who watches it."""
-    own = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
-    return RecordingModel(**own, on_pass=on_pass)
+    """The same model, weights shared, that calls `on_pass` after every forward pass."""
+    parts = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
+    return RecordingModel(**parts, on_pass=on_pass)
 
 
 class Predictions:
-    """What the full cache foretells in one round that begins at stream position `start`."""
+    """The predictions with the full cache in one round, which starts at a stream position."""
 
     def __init__(self, start: int) -> None:
         self._end = start
-        self._pieces: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
+        self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
-    def note(self, position: int, logits: Tensor) -> None:
-        """Keep logits [m, V] of the tokens at `position`.., which come in order."""
-        self._pieces.append((position, torch.log_softmax(logits, -1)))
+    def add(self, position: int, logits: Tensor) -> None:
+        """Add logits [m, V] of the m tokens from `position` on; chunks come in order."""
+        self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """Log-probabilities [m, V] of the tokens at `start`..; fewer where the round ends."""
+        """Log-probabilities [m, V] of `count` tokens from `start` on; fewer at the round's end."""
         end = min(start + count, self._end)
         return torch.cat(
             [
                 rows[max(start - begin, 0) : max(end - begin, 0)]
-                for begin, rows in self._pieces
+                for begin, rows in self._chunks
                 if begin < end and start < begin + len(rows)
             ]
         )
 
 
 class Agreement:
-    """Compares a setting with what the full cache foretold in the same round."""
+    """Compares the predictions of a setting with those of the full cache in the same round."""
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
         self.nats: dict[int, float] = {}
-        """KL divergence of the next token, by the position of the token it comes after."""
+        """KL divergence of the next token's distribution, by position of the token before it."""
 
-    def note(self, position: int, logits: Tensor) -> None:
-        """Compare logits [m, V] of the tokens at `position`..; what is read again counts again."""
+    def add(self, position: int, logits: Tensor) -> None:
+        """Compare logits [m, V] of the m tokens from `position` on; newer ones replace older."""
         found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
         self.nats |= enumerate(found, position)
 
@@ -88,5 +88,5 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)
-    # A token that neither can say has a logit of -inf in both, and counts for nothing.
+    # A token that is impossible in both has a logit of -inf, and must not give NaN.
     return terms.nan_to_num(nan=0.0).sum(-1).clamp_min(0.0)

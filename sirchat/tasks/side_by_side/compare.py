@@ -1,12 +1,12 @@
-"""One transcript under several settings, side by side, round by round.
+"""Runs one transcript under several settings, round by round.
 
-Every setting answers every user turn, takes turn and answer back, and reads the turn again with
-the reply that the conversation goes on with: the transcript's, or where it has none, the answer of
-`full`. So all settings read the same ids, and what they foretell can be compared token by token.
-With `own`, each goes on with its own answers; then ids differ, and only answers are compared.
+Every setting answers every user turn, undoes it, and reads the turn again with the reply that the
+conversation continues with: the transcript's or, if it has none, the answer of `full`. So all
+settings read the same ids, and their predictions can be compared token by token. With `own`, each
+setting continues with its own answers; then the ids differ, and only answers are compared.
 
-`full` is the measure of all, as long as the model's context lasts. After that there is no
-agreement to tell, and the largest budget gives the replies that are missing.
+`full` is the reference until the model's context is full. After that no agreement is measured, and
+the setting with the largest budget gives the missing replies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.side_by_side.compared import Comparison
-from sirchat.tasks.side_by_side.compared_session import ComparedSession, Measure
+from sirchat.tasks.side_by_side.compared_session import ComparedSession, ReferenceRound
 from sirchat.tasks.side_by_side.rounds import Round, Rounds
 
 
@@ -34,14 +34,14 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Comparison:
-    """Hold the conversation under every setting, all of them in step.
+    """Run the conversation under every setting, one round after the other.
 
     Args:
         settings: the first one is `full`, which the others are compared with.
-        file: what messages call the transcript.
-        own: go on with each setting's own answers.
-        advance: called whenever a setting is through with a round.
-        stopped: asked before each round; once it says so, the transcript ends there.
+        file: the transcript's name in messages.
+        own: whether each setting continues with its own answers.
+        advance: called whenever a setting has finished a round.
+        stopped: called before each round; the comparison ends when it returns true.
 
     Raises SettingError for a setting that this model, or the system prompt, does not allow.
     """
@@ -50,29 +50,30 @@ def compare(
         settings = [changed(one, where, system=transcript.system) for one in settings]
     named = zip(settings, setting_names(settings), strict=True)
     sessions = [
-        ComparedSession(model, one, name, leads=not at) for at, (one, name) in enumerate(named)
+        ComparedSession(model, one, name, is_reference=not at)
+        for at, (one, name) in enumerate(named)
     ]
-    held = 0
-    while held < len(transcript.rounds) and not stopped():
-        _hold(sessions, transcript.rounds[held], own, advance)
-        held += 1
+    done = 0
+    while done < len(transcript.rounds) and not stopped():
+        _run_round(sessions, transcript.rounds[done], own, advance)
+        done += 1
     notes = dict.fromkeys(chain(transcript.notes, *(compared.notes for compared in sessions)))
-    if held < len(transcript.rounds):
-        notes[f"stopped after {held} of {len(transcript.rounds)} user turns"] = None
-    transcript = replace(transcript, rounds=transcript.rounds[:held])
+    if done < len(transcript.rounds):
+        notes[f"stopped after {done} of {len(transcript.rounds)} user turns"] = None
+    transcript = replace(transcript, rounds=transcript.rounds[:done])
     return Comparison(
         file, transcript, own, tuple(compared.result() for compared in sessions), tuple(notes)
     )
 
 
-def _hold(
+def _run_round(
     sessions: Sequence[ComparedSession], round: Round, own: bool, advance: Callable[[], None]
 ) -> None:
-    """One round: `full` first, then the others from the largest budget down."""
-    full, reply = Measure(), round.reply
+    """Run one round: `full` first, then the others from the largest budget down."""
+    reference, reply = ReferenceRound(), round.reply
     for compared in sorted(sessions, key=lambda compared: compared.rank):
         if compared.is_open and own:
-            compared.go_on(round.user, full)
+            compared.continue_with_answer(round.user, reference)
         elif compared.is_open:
-            reply = compared.follow(round.user, reply, full)
+            reply = compared.continue_with_reply(round.user, reply, reference)
         advance()

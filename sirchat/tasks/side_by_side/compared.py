@@ -1,4 +1,4 @@
-"""What a comparison found: plain values, for the terminal, JSON and the page."""
+"""The results of a comparison as plain values, for the terminal, JSON and the HTML page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sirchat.tasks.side_by_side.rounds import Rounds
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to a user turn.
+    """The model's answer to a user turn.
 
     Attributes:
-        text: as it was said.
-        ids, tokens: its tokens, without those that close it, and the text of each.
+        text: the answer.
+        ids, tokens: id and text of each of its tokens, without the closing ones.
         finish: why it ended; see `events.Finish`.
-        tokens_in, seconds_in: tokens read for it, and how long that took.
-        seconds_out: how long it took to say.
+        tokens_in, seconds_in: number of prompt tokens read for it, and prefill time.
+        seconds_out: decode time.
     """
 
     text: str
@@ -33,20 +33,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class After:
-    """How a setting stands when a round is over: a user turn and the reply it went on with.
+class RoundResult:
+    """A finished round under one setting: a user turn and the reply that it continued with.
 
     Attributes:
-        answer: the model's own, whether the conversation went on with it or not.
-        reply: what the conversation went on with.
-        differs_at: first token, counted from 0, at which the answer is not that of `full`; None
-            where both are the same, or `full` has none.
-        same: whether both are the same; None where `full` has none.
-        nats: mean KL divergence over the round's tokens; None where it could not be measured.
-        held, seen: tokens held now, of all that were read.
-        shares: of every turn so far, how much is held.
-        turns: the numbers, among `shares`, of this round's turns.
-        cache_bytes: memory of keys and values.
+        answer: the setting's own answer, whether the conversation continued with it or not.
+        reply: the reply that the conversation continued with.
+        differs_at: index of the first token at which the answer differs from that of `full`; None
+            if both are the same, or `full` has none.
+        same: whether both answers are the same; None if `full` has none.
+        nats: mean KL divergence over the round's tokens; None if it was not measured.
+        held, seen: number of tokens held after the round, and read so far.
+        shares: for every turn so far, how many of its tokens are held.
+        turns: indices, in `shares`, of this round's turns.
+        cache_bytes: memory of the cached keys and values.
     """
 
     answer: Answer
@@ -63,10 +63,12 @@ class After:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of the stream that a setting read.
+    """A token that a setting read.
 
-    `surprisal` is in nats, as in the events; `nats` is the KL divergence of what was foretold to
-    come after it; `held` says when it was held.
+    Attributes:
+        id, text, turn, role, surprisal: as in the events; surprisal in nats.
+        nats: KL divergence of the distribution of the next token, None if it was not measured.
+        held: the spans of the stream in which the token was held.
     """
 
     id: int
@@ -80,42 +82,42 @@ class Token:
 
 @dataclass(frozen=True)
 class SettingResult:
-    """The whole conversation under one setting, `name` in a few words.
+    """The whole conversation under one setting; `name` describes the setting in a few words.
 
-    It has fewer rounds than the transcript where the setting could not go on.
+    It has fewer rounds than the transcript if the setting could not continue.
     """
 
     name: str
     setting: Profile
-    rounds: tuple[After, ...]
+    rounds: tuple[RoundResult, ...]
     tokens: tuple[Token, ...]
 
     @property
     def nats(self) -> float | None:
-        """Mean KL divergence over all tokens, where it could be measured."""
+        """Mean KL divergence over all tokens for which it was measured; None without any."""
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def same_answers(self) -> tuple[int, int]:
-        """Answers that are those of `full`, and how many could be compared."""
+        """Number of answers that equal those of `full`, and number of compared answers."""
         known = [one.same for one in self.rounds if one.same is not None]
         return sum(known), len(known)
 
     @property
     def read_speed(self) -> float:
-        """Tokens a second while user turns are read."""
+        """Tokens per second while user turns are read (prefill)."""
         answers = [one.answer for one in self.rounds]
         return _rate(sum(a.tokens_in for a in answers), sum(a.seconds_in for a in answers))
 
     @property
     def answer_speed(self) -> float:
-        """Tokens a second while answers are generated."""
+        """Tokens per second while answers are generated (decode)."""
         answers = [one.answer for one in self.rounds]
         return _rate(sum(len(a.ids) for a in answers), sum(a.seconds_out for a in answers))
 
     def kept(self, number: int) -> float | None:
-        """Share of a round's tokens that is held at the end; None for a round it never came to."""
+        """Share of a round's tokens that is held at the end; None for a round that was not run."""
         if number >= len(self.rounds):
             return None
         shares = [self.rounds[-1].shares[turn] for turn in self.rounds[number].turns]
@@ -127,11 +129,11 @@ class Comparison:
     """One transcript under several settings, `full` first.
 
     Attributes:
-        file: its name.
-        transcript: what it says.
-        own: whether each setting went on with its own answers.
-        settings: one for each.
-        notes: what the reader should know, in words.
+        file: the transcript's name.
+        transcript: its rounds.
+        own: whether each setting continued with its own answers.
+        settings: one result for each setting.
+        notes: messages for the reader.
     """
 
     file: str
@@ -142,7 +144,7 @@ class Comparison:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two answers part, counted from 0; None where they are the same."""
+    """Index of the first id at which two answers differ; None if they are the same."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

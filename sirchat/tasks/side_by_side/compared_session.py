@@ -1,4 +1,4 @@
-"""The conversation of a comparison under one setting: answers, what they cost, what was held."""
+"""The session of one setting in a comparison: answers, their cost, and the tokens held."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.side_by_side.agreement import Agreement, Predictions, recording
 from sirchat.tasks.side_by_side.compared import (
-    After,
     Answer,
+    RoundResult,
     SettingResult,
     Token,
     first_difference,
@@ -26,70 +26,74 @@ from sirchat.tasks.side_by_side.compared import (
 from sirchat.tasks.side_by_side.held_spans import HeldSpans
 
 OnLogits = Callable[[int, Tensor], None]
-"""Told the logits [m, V] of tokens that are read, and the stream position of the first."""
+"""Called with the stream position of the first of m tokens, and their logits [m, V]."""
 
 
 @dataclass
-class Measure:
-    """What `full` said and foretold in the round under way; nothing where it has ended."""
+class ReferenceRound:
+    """Answer and predictions of `full` in the current round; None once `full` has ended."""
 
     answer: Answer | None = None
     predictions: Predictions | None = None
 
 
 class ComparedSession:
-    """One setting's way through a transcript, round by round.
+    """Runs a transcript under one setting, round by round.
 
     Args:
-        model: the same one in every lane.
-        setting: how it remembers.
+        model: the model, which all compared sessions share.
+        setting: the profile.
         name: the setting in a few words.
-        leads: whether this is `full`, which the others are compared with.
+        is_reference: whether this is `full`, which the others are compared with.
 
     Attributes:
-        is_open: whether it goes on; not once the context is full, or a turn can't be taken back.
-        notes: what the reader should know of it, in words.
+        is_open: whether it continues: false once the context is full, or a turn can't be undone.
+        notes: messages for the reader.
     """
 
-    def __init__(self, model: LoadedModel, setting: Profile, name: str, *, leads: bool) -> None:
+    def __init__(
+        self, model: LoadedModel, setting: Profile, name: str, *, is_reference: bool
+    ) -> None:
         self._on_logits: OnLogits | None = None
         self._cache: BoundedCache | None = None
         self._session = Session(recording(model, self._on_pass), setting)
-        self._setting, self._name, self._leads = setting, name, leads
+        self._setting, self._name, self._is_reference = setting, name, is_reference
         self._spans = HeldSpans()
         self._nats: dict[int, float] = {}
-        self._rounds: list[After] = []
+        self._rounds: list[RoundResult] = []
         self.is_open = True
         self.notes: list[str] = []
         self._note(self._session.start())
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sorts the one that leads first, then by budget, the largest first."""
-        return not self._leads, -self._session.budget
+        """Sort key: the reference first, then the largest budget first."""
+        return not self._is_reference, -self._session.budget
 
-    def go_on(self, user: str, full: Measure) -> None:
-        """Answer a user turn, and go on with that."""
-        with self._ending(full):
+    def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
+        """Answer a user turn, and continue with that answer."""
+        with self._ends_on_error(reference):
             answer, events = self._ask(user)
             self._note(events)
-            self._finish(answer, answer.text, range(0), full)
+            self._finish(answer, answer.text, range(0), reference)
 
-    def follow(self, user: str, reply: str | None, full: Measure) -> str | None:
-        """Answer a user turn, take that back, and go on with `reply`; with the answer if None.
+    def continue_with_reply(
+        self, user: str, reply: str | None, reference: ReferenceRound
+    ) -> str | None:
+        """Answer a user turn, undo that, and continue with `reply`, or with the answer if None.
 
-        Gives what was gone on with, or `reply` where this lane ends.
+        Returns the text that it continued with, or `reply` if this session ends here.
         """
-        with self._ending(full):
+        with self._ends_on_error(reference):
             answer, _ = self._ask(user)
-            self._take_back()
-            said = answer.text if reply is None else reply
-            self._finish(answer, said, self._read(user, said, full), full)
-            return said
+            self._undo()
+            text = answer.text if reply is None else reply
+            self._finish(answer, text, self._read(user, text, reference), reference)
+            return text
         return reply
 
     def result(self) -> SettingResult:
-        """All that happened, up to the last round that came to its end."""
+        """The result, up to the last finished round."""
         seen = self._rounds[-1].seen if self._rounds else 0
         rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
         tokens = tuple(
@@ -99,7 +103,7 @@ class ComparedSession:
         return SettingResult(self._name, self._setting, tuple(self._rounds), tokens)
 
     def _ask(self, user: str) -> tuple[Answer, list[Event]]:
-        """Answer a user turn; the answer, and what else was reported."""
+        """Answer a user turn; returns the answer and all events."""
         events = list(self._session.ask(user))
         *read, reply = [event for event in events if isinstance(event, TurnDone)]
         start = self._session.seen - reply.tokens_in - reply.tokens_out
@@ -115,7 +119,7 @@ class ComparedSession:
         )
         return answer, events
 
-    def _take_back(self) -> None:
+    def _undo(self) -> None:
         try:
             for _ in self._session.undo():
                 pass
@@ -123,41 +127,44 @@ class ComparedSession:
             hint = "raise --archive-limit, or use --continue, which takes nothing back"
             raise UndoError(str(error), hint=hint) from None
 
-    def _read(self, user: str, reply: str, full: Measure) -> range:
-        """Read a round; `full` foretells, and the others are compared with it.
+    def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
+        """Read a round, and record its predictions or compare them with the reference.
 
-        Gives the positions of what was read, or none of them where there is nothing to compare.
+        Returns the positions read, or an empty range if there is nothing to compare with.
         """
         start, agreement = self._session.seen, None
-        if self._leads:
-            full.predictions = Predictions(start)
-            self._on_logits = full.predictions.note
-        elif full.predictions is not None:
-            agreement = Agreement(full.predictions)
-            self._on_logits = agreement.note
+        if self._is_reference:
+            reference.predictions = Predictions(start)
+            self._on_logits = reference.predictions.add
+        elif reference.predictions is not None:
+            agreement = Agreement(reference.predictions)
+            self._on_logits = agreement.add
         try:
             self._note(chain(self._session.read_user(user), self._session.read_reply(reply)))
         finally:
             self._on_logits = None
         read = range(start, self._session.seen)
-        if self._leads:
+        if self._is_reference:
             self._nats |= dict.fromkeys(read, 0.0)
         elif agreement is not None:
             self._nats |= agreement.nats
-        return read if full.predictions is not None else range(0)
+        return read if reference.predictions is not None else range(0)
 
-    def _finish(self, answer: Answer, reply: str, measured: range, full: Measure) -> None:
-        """A round is over; the KL divergence was `measured` at these positions."""
-        if self._leads:
-            full.answer = answer
-        differs_at = first_difference(full.answer.ids, answer.ids) if full.answer else None
+    def _finish(
+        self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
+    ) -> None:
+        """Record a finished round; the KL divergence was `measured` at these positions."""
+        if self._is_reference:
+            reference.answer = answer
+        expected = reference.answer
+        differs_at = first_difference(expected.ids, answer.ids) if expected else None
         turns = len(self._session.turns)
         self._rounds.append(
-            After(
+            RoundResult(
                 answer=answer,
                 reply=reply,
                 differs_at=differs_at,
-                same=differs_at is None if full.answer else None,
+                same=differs_at is None if expected else None,
                 nats=_mean([self._nats[at] for at in measured]),
                 held=self._session.resident,
                 seen=self._session.seen,
@@ -168,8 +175,8 @@ class ComparedSession:
         )
 
     @contextmanager
-    def _ending(self, full: Measure) -> Iterator[None]:
-        """End this lane, not the comparison, where it can't go on."""
+    def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
+        """End this session, not the whole comparison, if it can't continue."""
         try:
             yield
         except (ContextFullError, UndoError) as error:
@@ -177,8 +184,8 @@ class ComparedSession:
             where = f"{self._name} ends before user turn {len(self._rounds) + 1}"
             why = error.args[0] if isinstance(error, ContextFullError) else str(error)
             self.notes.append(f"{where}: {why}")
-            if self._leads:
-                full.answer = full.predictions = None
+            if self._is_reference:
+                reference.answer = reference.predictions = None
                 self.notes[-1] += "; from there on nothing is compared with it"
 
     def _note(self, events: Iterable[Event]) -> None:

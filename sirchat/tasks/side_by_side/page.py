@@ -1,7 +1,7 @@
-"""A comparison as one HTML page, which needs nothing else: no network, no other file.
+"""A comparison as one self-contained HTML page, which needs no network and no other file.
 
-The page is `page.html` with the JSON record in it. Its script makes every element as a text
-node, and its policy forbids it to load anything.
+The page is `page.html` with the JSON record in it. Its script inserts all text as text nodes, and
+its content security policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from importlib.resources import files
 
 from sirchat.tasks.results_log import Record
 
-_PLACE = "{{record}}"
+_PLACEHOLDER = "{{record}}"
 
 
 def page_of(record: Record) -> str:
-    """The page; pure ASCII where it comes from the record."""
+    """The page of a record, which is written in it as pure ASCII."""
     template = files("sirchat.tasks.side_by_side").joinpath("page.html").read_text("utf-8")
-    # Inside a script element only "<" could end it, or begin a comment.
+    # Only "<" could end the script element, or begin a comment in it.
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
-    before, _, after = template.partition(_PLACE)
+    before, _, after = template.partition(_PLACEHOLDER)
     return before + data + after

@@ -10,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.side_by_side.compared import After, Comparison, SettingResult, Token
+from sirchat.tasks.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
 Safe = Callable[[str], str]
-"""Takes out of a text what must not reach a terminal."""
+"""Removes from a text what must not reach a terminal."""
 
 MIB = 2**20
 
 
 def record_of(found: Comparison, head: Record) -> Record:
-    """All of a comparison, to be written as JSON; `head` tells what is needed to repeat it."""
+    """The comparison as one JSON object, after the entries of `head`."""
     return {
         **head,
         "file": found.file,
@@ -27,7 +27,7 @@ def record_of(found: Comparison, head: Record) -> Record:
         "notes": list(found.notes),
         "system": found.transcript.system,
         "turns": [{"user": one.user, "reply": one.reply} for one in found.transcript.rounds],
-        "settings": [_told(one) for one in found.settings],
+        "settings": [_setting_record(one) for one in found.settings],
     }
 
 
@@ -83,7 +83,7 @@ def _summary(found: Comparison, safe: Safe) -> Table:
     return table
 
 
-def _same(after: After) -> str:
+def _same(after: RoundResult) -> str:
     if after.same is None:
         return ""
     return "all" if after.same else str(after.differs_at)
@@ -97,7 +97,7 @@ def _nats(nats: float | None) -> str:
     return "" if nats is None else f"{nats:.3f}"
 
 
-def _told(result: SettingResult) -> Record:
+def _setting_record(result: SettingResult) -> Record:
     same, of = result.same_answers
     return {
         "name": result.name,
@@ -107,12 +107,12 @@ def _told(result: SettingResult) -> Record:
         "compared_answers": of,
         "read_tokens_per_second": result.read_speed,
         "answer_tokens_per_second": result.answer_speed,
-        "turns": [_after(result, number) for number in range(len(result.rounds))],
-        "tokens": _columns(result.tokens),
+        "turns": [_round_record(result, number) for number in range(len(result.rounds))],
+        "tokens": _token_columns(result.tokens),
     }
 
 
-def _after(result: SettingResult, number: int) -> Record:
+def _round_record(result: SettingResult, number: int) -> Record:
     after = result.rounds[number]
     answer = after.answer
     return {
@@ -137,19 +137,19 @@ def _after(result: SettingResult, number: int) -> Record:
     }
 
 
-def _columns(tokens: tuple[Token, ...]) -> Record:
-    """The stream by columns; `held` is from, until, from, until ..., in tokens read."""
+def _token_columns(tokens: tuple[Token, ...]) -> Record:
+    """The tokens by columns; `held` is start, end, start, end ... of spans, in tokens read."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
         "turn": [one.turn for one in tokens],
         "role": [one.role for one in tokens],
-        "surprisal_nats": [_short(one.surprisal) for one in tokens],
-        "kl_nats": [_short(one.nats) for one in tokens],
+        "surprisal_nats": [_rounded(one.surprisal) for one in tokens],
+        "kl_nats": [_rounded(one.nats) for one in tokens],
         "held": [[at for span in one.held for at in span] for one in tokens],
     }
 
 
-def _short(value: float | None) -> Any:
-    """Five digits: there are thousands of these."""
+def _rounded(value: float | None) -> Any:
+    """Rounded to five digits, since there are thousands of these."""
     return None if value is None else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""A transcript as rounds: what the user says, and the reply that stands there, if one does."""
+"""A transcript as rounds: a user turn and its reply, if the transcript has one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sirchat.text.transcript import TranscriptTurn
 
 @dataclass(frozen=True)
 class Round:
-    """A user turn; `reply` is the transcript's, None where it has none."""
+    """A user turn and the reply in the transcript; None without one."""
 
     user: str
     reply: str | None
@@ -23,8 +23,8 @@ class Rounds:
 
     Attributes:
         system: the system turn at its beginning, None without one.
-        rounds: not empty.
-        notes: what of the transcript is left out, in words.
+        rounds: the rounds; not empty.
+        notes: messages about turns that are left out.
     """
 
     system: str | None
@@ -36,7 +36,7 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
     """Pair the turns of a transcript, which errors call `name`, as `sirchat replay --feed` does.
 
     A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
-    that follows no user turn, and where no user speaks.
+    that follows no user turn, and for a transcript without user turns.
     """
     system, rounds, notes, previous = None, list[Round](), list[str](), ""
     for turn in turns:
