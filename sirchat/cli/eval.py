@@ -91,7 +91,7 @@ def facts(
     eval_app,
     "policies",
     Defaults(
-        "salience,entropy,sink,random,reservoir,attention",
+        "salience,entropy,sink,random,reservoir,h2o,tova,snapkv",
         budgets="96,128,256,512",
         limit=300,
         of="Questions for each cell.",

@@ -137,7 +137,7 @@ class ResidentRows:
         if not self.budget.unbounded:
             self._cache.reserve(self.budget.total)
         moves = self._hold(wanted)
-        self._cache.place(in_stream=settings.in_stream)
+        self._cache.set_positions(in_stream=settings.in_stream)
         old = before.settings
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)

@@ -297,7 +297,8 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         trained = trained.to(torch.bfloat16) if options.bf16 else trained
         trained.save_pretrained(options.out)
         training.tokenizer.save_pretrained(options.out)
-    # A process that exits while its group's threads run may be aborted.
+    # A process that leaves while another still talks to it may hang or be aborted.
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

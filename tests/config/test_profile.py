@@ -210,7 +210,7 @@ def test_another_policy_drops_the_options_of_the_old_one() -> None:
 
 
 def test_policies_are_named_by_file_alias_or_path() -> None:
-    assert policy_choices() == sorted([*POLICIES, "stream"])
+    assert policy_choices() == sorted([*POLICIES, "attention", "stream"])
     assert Profile(policy="stream").policy == "sink"
     assert Profile(policy="package.module:Class").policy == "package.module:Class"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import tempfile
 from collections.abc import Iterable
 from functools import cache
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from rich.console import Console, RenderableType
 
 from chatting import tiny
@@ -68,6 +70,7 @@ SAYINGS = [
 ]
 REPLIES = ["Nice to meet you.", "I see.", "That is a fine place to live, I am sure of it.", "Yes."]
 TARGETS = ["Anna", "Oslo", "last", "turn 1", "green", "walnut", "mackerel", "nowhere"]
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 _VOLATILE = ("seconds_prefill", "seconds_decode", "version", "device")
 
 
@@ -201,10 +204,10 @@ class _Played:
     def why(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
         try:
-            drawn = _drawn(draw_standings(self.session.why(target), NONE), 140)
+            shown = drawn(draw_standings(self.session.why(target), NONE), 140)
         except SirchatError as error:
-            drawn = str(error)
-        return {"did": f"why {target}", "shown": drawn}
+            shown = str(error)
+        return {"did": f"why {target}", "shown": shown}
 
     def look(self) -> dict[str, Any]:
         """All that can be drawn."""
@@ -218,7 +221,7 @@ class _Played:
             draw_recalled(session.tokens(list(came)), came, NONE),
         ]
         speedless = ("tok/s",)
-        lines = "\n".join(_drawn(one, 120) for one in shown).splitlines()
+        lines = "\n".join(drawn(one, 120) for one in shown).splitlines()
         kept = [line for line in lines if not any(word in line for word in speedless)]
         return {"did": "look", "shown": "\n".join(kept)}
 
@@ -269,7 +272,7 @@ def _without(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in _VOLATILE}
 
 
-def _drawn(what: RenderableType, width: int) -> str:
+def drawn(what: RenderableType, width: int) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False, _environ={})
     console.print(what)
@@ -290,3 +293,28 @@ def condensed(actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for action in actions
     ]
+
+
+def check_same(recorded: Any, now: Any, where: str = "") -> None:
+    """Equal, but for what another processor may round otherwise in a number."""
+    if isinstance(recorded, dict):
+        assert recorded.keys() == now.keys(), where
+        for key, value in recorded.items():
+            check_same(value, now[key], f"{where} {recorded.get('did', '')} {key}")
+    elif isinstance(recorded, list):
+        assert len(recorded) == len(now), where
+        for at, (one, other) in enumerate(zip(recorded, now, strict=True)):
+            check_same(one, other, f"{where} {at}")
+    elif isinstance(recorded, float):
+        assert recorded == pytest.approx(now, rel=1e-3, abs=1e-3), where
+    elif isinstance(recorded, str):
+        assert _NUMBER.sub("#", recorded) == _NUMBER.sub("#", now), where
+        for one, other in zip(_numbers(recorded), _numbers(now), strict=True):
+            assert one == pytest.approx(other, rel=2e-2, abs=0.011), where
+    else:
+        assert recorded == now, where
+
+
+@cache
+def _numbers(text: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]

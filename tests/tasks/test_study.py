@@ -85,9 +85,9 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
 
 def test_an_option_goes_to_every_policy_that_has_it() -> None:
     given = changed(Profile(), "--option", policy_options={"spans": True})
-    rows = settings_of(given, "entropy,sink", "96", "1")
+    rows = settings_of(given, "salience,sink", "96", "1")
     assert [(one.policy, one.policy_options) for one in rows] == [
-        ("entropy", {"spans": True}),
+        ("salience", {"spans": True}),
         ("sink", {}),
     ]
     with pytest.raises(SettingError, match="--option: none of sink,random has an option spans"):
