@@ -12,7 +12,7 @@ from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.snapkv import Snapkv
-from sirchat.models.capabilities import no_attention_reason
+from sirchat.models.limitations import no_attention_reason
 from sirchat.models.model import LoadedModel
 
 

@@ -14,7 +14,7 @@ from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import RecallSettings
-from sirchat.models.capabilities import no_attention_reason, require_comparable_queries
+from sirchat.models.limitations import no_attention_reason, require_comparable_queries
 from sirchat.models.model import LoadedModel
 
 FIXED = ("description", "model", "device", "dtype", "seed", "save")
@@ -59,19 +59,19 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
     """Raise SettingError, blaming `source`, for a change that a running chat can't take."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
-            hint = how_else(name, getattr(after, name))
+            hint = hint_for_fixed(name, getattr(after, name))
             raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
 
 
-def how_else(name: str, wanted: object) -> str:
-    """What to do instead of changing a setting of the whole conversation."""
+def hint_for_fixed(name: str, wanted: object) -> str:
+    """What to do instead of switching a setting that is fixed for a whole conversation."""
     if name == "save":
         return "/save saves this chat from now on" if wanted else "start with --no-save"
     return f"start with --{name}"
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
-    """Whether the policy of a profile takes any notice of a setting of the memory."""
+    """Whether the policy of a profile uses a setting."""
     made = policy_class(profile.policy)
     if setting not in ("budget", "sinks", "recent", "decay"):
         return True

@@ -41,7 +41,7 @@ class OpenTurn:
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
         """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
-        records = self._engine.open_turn(count, max_new_tokens, self.ref)
+        records = self._engine.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
     def read(

@@ -1,8 +1,9 @@
 """The engine: reads ids, generates ids, and holds the cache within its budget. Ids only, no text.
 
-Let E = budget - sinks - pins. Ids are read in chunks of at most E/4, and before a chunk of m at
-most budget - m rows are kept. While generating, room is made in blocks, and only when the cache is
-full. So `resident <= budget` after every forward pass.
+Let E be the rows of the budget that the policy decides about: without sinks, pins and the reserve
+for recall. Ids are read in chunks of at most E/4, and room for a chunk is made before it is read.
+While generating, room is made in blocks, when the cache is full. So `resident <= budget` after
+every forward pass. The carried logits are those of the last token read; they predict the next one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Budget
+from sirchat.engine.cache_contents import CacheContents, Moves
 from sirchat.engine.reader import CausalModel, Chunk, Reader
 from sirchat.engine.records import (
     CacheSettings,
@@ -29,7 +31,6 @@ from sirchat.engine.records import (
     Stopped,
     TurnRef,
 )
-from sirchat.engine.resident_rows import Moves, ResidentRows
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
@@ -65,23 +66,23 @@ class Engine:
         self.cache = model.new_cache(min(budget.total, 1024) if budget.unbounded else budget.total)
         self.cache.in_stream = settings.in_stream
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
-        self.rows = ResidentRows(budget, self.cache, self.store)
+        self.contents = CacheContents(budget, self.cache, self.store)
         self._reader = Reader(model, self.cache, self.ledger)
 
     @property
     def settings(self) -> CacheSettings:
         """The settings in force."""
-        return self.rows.budget.settings
+        return self.contents.budget.settings
 
     @property
     def budget(self) -> int:
         """Most rows held: the setting, or the context length if the policy never evicts."""
-        return self.rows.budget.total
+        return self.contents.budget.total
 
     @property
     def reserve(self) -> int:
         """Rows of the budget that are kept free for recall."""
-        return self.rows.budget.reserve
+        return self.contents.budget.reserve
 
     @property
     def resident(self) -> int:
@@ -91,12 +92,12 @@ class Engine:
     @property
     def recalled(self) -> int:
         """Number of rows in the cache that were recalled for this round."""
-        return self.rows.recalled
+        return self.contents.recalled
 
     @property
     def recalled_positions(self) -> Positions:
         """Stream positions, ascending, of the rows that were recalled, in any layer."""
-        return self.rows.recalled_positions
+        return self.contents.recalled_positions
 
     @property
     def logits(self) -> Tensor | None:
@@ -115,7 +116,7 @@ class Engine:
         whole = self._chunk(ids, roles, at, pinned)
         done = 0
         while done < len(ids):
-            budget = self.rows.budget
+            budget = self.contents.budget
             size = max(1, budget.evictable() // 4)
             end = budget.end_at_anchor(whole.flags, done, min(len(ids), done + size))
             yield from self.make_room(end - done)
@@ -151,7 +152,7 @@ class Engine:
                 yield Stopped("stop")
                 return
             self.require(1 + reserve)
-            budget = self.rows.budget
+            budget = self.contents.budget
             if not budget.unbounded and budget.policy_rows >= budget.policy_budget:
                 yield from self.make_room(budget.eviction_block)
             self._read(self._chunk([token_id], [Role.ASSISTANT], at))
@@ -166,16 +167,16 @@ class Engine:
         return self._reader.score_continuation(ids)
 
     def make_room(self, count: int) -> list[EvictedRows]:
-        """Evict rows so that `count` more fit; see `ResidentRows.make_room`."""
-        return self.rows.make_room(count, self._round)
+        """Evict rows so that `count` more fit; see `CacheContents.make_room`."""
+        return self.contents.make_room(count, self._round)
 
     def _compact_at_anchor(self) -> list[EvictedRows]:
-        return self.make_room(0) if self.rows.budget.compacts_at_anchors else []
+        return self.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
-    def open_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
+    def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
         """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
         self._round = at.round
-        return self.rows.open_turn(count, max_new_tokens, at.round)
+        return self.contents.make_room_for_turn(count, max_new_tokens, at.round)
 
     def close_round(self) -> None:
         """Apply the decay of the round that ends; only a fixed decay applies to its own rows."""
@@ -188,19 +189,19 @@ class Engine:
 
     def next_to_go(self, *, in_round: bool) -> Positions:
         """Positions that would be evicted next; `in_round` protects the current round's rows."""
-        return self.rows.next_to_go(self._round if in_round else None)
+        return self.contents.next_to_go(self._round if in_round else None)
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> Moves:
-        """Change the settings; see `ResidentRows.switch`."""
-        return self.rows.switch(settings, pins, self._round)
+        """Change the settings; see `CacheContents.switch`."""
+        return self.contents.switch(settings, pins, self._round)
 
     def pin(self, positions: Positions, pinned: bool) -> Moves:
-        """Pin or unpin rows that are held or archived; see `ResidentRows.pin`."""
-        return self.rows.pin(positions, pinned, self._round)
+        """Pin or unpin rows that are held or archived; see `CacheContents.pin`."""
+        return self.contents.pin(positions, pinned, self._round)
 
     def checkpoint(self) -> EngineCheckpoint:
         """The present state, at the beginning of a turn, for `undo`."""
-        selection = self.rows.selection
+        selection = self.contents.selection
         return EngineCheckpoint(self.store.checkpoint(), self.logits, self._round, selection)
 
     def undo(self, to: EngineCheckpoint) -> Moves:
@@ -209,21 +210,21 @@ class Engine:
         Returns what moved because the settings are others now. Raises LookupError, changing
         nothing, if a row that was held then is gone.
         """
-        moves = self.rows.undo(to.cache, to.selection, to.round)
+        moves = self.contents.undo(to.cache, to.selection, to.round)
         self._reader.logits, self._round = to.logits, to.round
         return moves
 
     def bring(self, found: SearchResult) -> Moves:
-        """Fill the reserve with the best of what was found; see `ResidentRows.bring`."""
-        return self.rows.bring(found)
+        """Fill the reserve with the best of what was found; see `CacheContents.bring`."""
+        return self.contents.bring(found)
 
     def release(self) -> Moves:
         """Empty the reserve."""
-        return self.rows.release()
+        return self.contents.release()
 
     def forget(self, positions: Positions) -> None:
         """Erase rows from cache, archive and ledger."""
-        self.rows.forget(positions)
+        self.contents.forget(positions)
 
     def save(self) -> EngineState:
         """All that a saved conversation needs to continue, except keys and values."""
@@ -266,11 +267,11 @@ class Engine:
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError if the pins and `more` pinned rows would leave too little room."""
-        self.rows.check_pins(more)
+        self.contents.check_pins(more)
 
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
-        self.rows.require(count)
+        self.contents.require(count)
         if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and positions are "
@@ -280,7 +281,7 @@ class Engine:
 
     def view(self, at: Positions) -> HeldRows:
         """The rows at stream positions [n], ascending, held or not, as a policy sees them."""
-        return self.rows.budget.view(at, None)
+        return self.contents.budget.view(at, None)
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
@@ -294,10 +295,10 @@ class Engine:
         return Chunk(ids, roles, flags, at)
 
     def _read(self, chunk: Chunk) -> None:
-        budget = self.rows.budget
+        budget = self.contents.budget
         if budget.unbounded and self.resident + len(chunk) > self.cache.capacity:
             wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
             self.cache.reserve(min(budget.total, wanted))
-        self.rows.note_pass()
+        self.contents.note_pass()
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
         self._reader.read(chunk, visible, self.settings.attention_stats)

@@ -65,7 +65,7 @@ class Chunk:
     ids: Sequence[int]
     roles: Sequence[Role]
     flags: Sequence[int]
-    place: TurnRef
+    turn: TurnRef
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,7 +73,7 @@ class Chunk:
     def part(self, start: int, end: int) -> Chunk:
         """The ids from `start` to before `end`."""
         at = slice(start, end)
-        return Chunk(self.ids[at], self.roles[at], self.flags[at], self.place)
+        return Chunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 class Reader:
@@ -201,13 +201,13 @@ class Reader:
                 scores += surprisal(logits[:-1], targets).tolist()
             # A copy, so that the other rows' logits are freed.
             self.logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
-        begins, place = self._ledger.seen, chunk.place
+        begins, ref = self._ledger.seen, chunk.turn
         self._cache.commit(len(ids), range(begins, begins + len(ids)))
         self._ledger.append(
             ids,
             scores,
-            turn=place.turn,
-            round=place.round,
+            turn=ref.turn,
+            round=ref.round,
             roles=list(chunk.roles),
             flags=list(chunk.flags),
         )

@@ -26,7 +26,7 @@ class CacheSettings:
         policy: chooses the rows that stay.
         budget: most rows held.
         sinks: number of first tokens of the stream that always stay.
-        decay: factor on every score when a round closes; None for the automatic decay.
+        decay: factor on surprisal and attention when a round closes; None for the automatic decay.
         archive: most bytes that the archive may take; 0 for no archive.
         folder: folder for full segments of the archive; None for RAM.
         protect: whether the newest E/2 rows of the current round are protected from eviction.

@@ -34,7 +34,8 @@ class Role(IntEnum):
 class Flag(IntFlag):
     """What else is known of a token.
 
-    `ANCHOR` ends a sentence, an `ERASED` one is unknown, a `RECALLED` one came back for this round.
+    `ANCHOR` ends a sequence; of an `ERASED` token id and surprisal were deleted; a `RECALLED` token
+    was restored for this round by recall.
     """
 
     PINNED = 1
@@ -71,10 +72,21 @@ ROW = np.dtype(
 class HeldRows:
     """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
 
-    Every tensor has shape [n]. `surprisal` is in nats; `log_fade` is the logarithm of the decays
-    since a row was read, `log_score` that of its surprisal so faded. `attention` is what a row
-    received, `lately` from the newest queries alone, where the policy has it counted. `protected`
-    marks the rows that must stay: sinks, pins, the newest of this round.
+    Every tensor has shape [n].
+
+    Attributes:
+        position: in the stream, ascending.
+        token_id, turn, round, role: `role` as in `Role`.
+        surprisal: in nats; the first token of the stream has the maximum of its chunk.
+        log_decay_since: logarithm of the product of the decays since the row was read.
+        log_decayed_surprisal: logarithm of the surprisal times these decays.
+        attention: attention received so far, if the policy has it counted; else 0.
+        recent_attention: attention received from the newest queries alone, likewise.
+        arrival_key: random, uniform in [0, 1), drawn when the row was read.
+        is_pinned, is_anchor, is_sink: masks.
+        protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
+        seen: number of tokens ever read.
+        seed: of random draws.
     """
 
     position: Tensor
@@ -108,10 +120,11 @@ class Ledger:
 
     Args:
         seed: seeds the arrival keys.
-        unknown_surprisal: nats at which the first token ranks, until others came with it.
+        unknown_surprisal: stands for the surprisal of the first token, which nothing predicts, in
+            nats, until its whole chunk has been read.
 
     Attributes:
-        attention: what each row received.
+        attention: statistics of the attention that each row received.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
@@ -180,7 +193,7 @@ class Ledger:
         self.seen = end
 
     def rank_first_token(self, count: int) -> None:
-        """Let the first token, which has no surprisal, rank as the maximum of the first `count`."""
+        """Give the first token, which has no surprisal, the maximum of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
@@ -277,9 +290,9 @@ class Ledger:
         self.pin(positions, True)
 
     def close_round(self, decay: float, spared: int | None = None) -> None:
-        """Multiply every score so far by `decay` (SirLLM, Algorithm 1), in log space.
+        """Multiply all surprisal and attention so far by `decay` (SirLLM, Algorithm 1).
 
-        But for rows of round `spared`, the last one, if given.
+        Rows of round `spared`, the last one, are exempt, if given.
         """
         self.log_decay += math.log(decay)
         if spared is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED, how_else, options_of
+from sirchat.chat.settings import FIXED, hint_for_fixed, options_of
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
@@ -71,7 +71,7 @@ class Switching:
             old, new = getattr(present, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
                 self._screen.note(
-                    f"{key} stays {as_typed(old)}, not {as_typed(new)}: {how_else(key, new)}"
+                    f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
     def pin(self, target: str, *, pinned: bool) -> None:

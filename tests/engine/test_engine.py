@@ -118,7 +118,7 @@ def records_of(
             engine.check_pins(len(ids))
             yield from engine.feed(ids, roles, place, pinned=True)
         elif step == "open":
-            yield from engine.open_turn(len(ids), 20, place)
+            yield from engine.make_room_for_turn(len(ids), 20, place)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
                 SAMPLER, place, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
@@ -309,7 +309,7 @@ def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -
     for turn in range(0, 20, 2):
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
-        gone = evicted(list(engine.open_turn(len(ids), reply, TurnRef(turn, turn // 2))))
+        gone = evicted(list(engine.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2))))
         assert len(gone) == (0 if fits else 1)
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
@@ -322,14 +322,14 @@ def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -
 def test_otherwise_nothing_is_forgotten_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     feed(engine, some_ids(40))
-    assert not list(engine.open_turn(10, 20, TurnRef(2, 1)))
+    assert not list(engine.make_room_for_turn(10, 20, TurnRef(2, 1)))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="turn")
     engine = Engine(BigramModel(), memory)
-    list(engine.open_turn(100, 20, TurnRef(0, 0)))
+    list(engine.make_room_for_turn(100, 20, TurnRef(0, 0)))
     assert evicted(feed(engine, some_ids(100)))
     check_whole(engine)
 

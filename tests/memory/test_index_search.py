@@ -63,10 +63,10 @@ def test_rows_held_again_or_undone_are_not_found(monkeypatch: pytest.MonkeyPatch
         engine.undo(checkpoint)
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
-        mine = engine.rows.budget
-        engine.rows.budget = replace(mine, settings=memory("sink", measure="attention"))
+        mine = engine.contents.budget
+        engine.contents.budget = replace(mine, settings=memory("sink", measure="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
-        engine.rows.budget = mine
+        engine.contents.budget = mine
         assert again is not None
         assert exact is not None
         assert set(again.positions) <= set(exact.positions)

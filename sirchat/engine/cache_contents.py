@@ -32,8 +32,8 @@ Moves = list[EvictedRows | RestoredRows]
 _NONE = np.zeros(0, np.int64)
 
 
-class ResidentRows:
-    """Decides, by the settings' policy, which rows of one conversation the cache holds.
+class CacheContents:
+    """Which rows of one conversation the cache holds, as the settings' policy decides.
 
     Attributes:
         budget: the arithmetic of the settings in force.
@@ -43,7 +43,7 @@ class ResidentRows:
         self.budget = budget
         self._ledger, self._cache, self._store = budget.ledger, cache, store
         self._layers: tuple[Positions, ...] = ()  # recalled rows of single layers, layer by layer
-        self._last_pass: tuple[CacheSettings, Selection] | None = None
+        self._at_last_pass: tuple[CacheSettings, Selection] | None = None
 
     @property
     def count(self) -> int:
@@ -71,8 +71,8 @@ class ResidentRows:
         return self.budget.view(self.budget.policy_positions, round)
 
     def note_pass(self) -> None:
-        """A forward pass follows: the selection before it can't be returned to by switching."""
-        self._last_pass = None
+        """Note that a forward pass follows: switching back restores what that pass saw."""
+        self._at_last_pass = None
 
     def make_room(self, count: int, round: int) -> list[EvictedRows]:
         """Evict what the policy does not keep, so that `count` more rows fit in the budget.
@@ -91,7 +91,7 @@ class ResidentRows:
             evicted.append(self._keep(budget.policy_budget - count, round))
         return evicted
 
-    def open_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
+    def make_room_for_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
         """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
         budget = self.budget
         wanted = budget.policy_budget - count - max_new_tokens
@@ -133,7 +133,7 @@ class ResidentRows:
         except Exception:  # whatever the new policy raises
             self.budget = before
             raise
-        self._last_pass = self._last_pass or (before.settings, self.selection)
+        self._at_last_pass = self._at_last_pass or (before.settings, self.selection)
         if not self.budget.unbounded:
             self._cache.reserve(self.budget.total)
         moves = self._hold(wanted)
@@ -160,7 +160,7 @@ class ResidentRows:
         except Exception:  # whatever a policy raises
             self._ledger.pin_only(before)
             raise
-        self._last_pass = None
+        self._at_last_pass = None
         return self._hold(chosen)
 
     def check_pins(self, more: int) -> None:
@@ -171,6 +171,7 @@ class ResidentRows:
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
         if self.budget.unbounded and self.count + count > self.budget.total:
+            # The policy `full` raises the error itself, in its own words.
             self.budget.settings.policy.keep(self.view(None), self.budget.total - count)
 
     def undo(self, to: CacheCheckpoint, selection: Selection, round: int) -> Moves:
@@ -184,7 +185,7 @@ class ResidentRows:
         self._ledger.recall(selection.recalled)
         with suppress(LookupError):  # the rows of single layers may be gone by now
             self._insert(selection.layers)
-        self._last_pass = None
+        self._at_last_pass = None
         budget = self.budget
         if self.recalled > budget.reserve or budget.policy_rows > budget.policy_budget:
             return self._hold(self._choice(round))
@@ -213,11 +214,11 @@ class ResidentRows:
         self._store.forget(positions)
         self._layers = ()
         self._ledger.erase(positions)
-        self._last_pass = None
+        self._at_last_pass = None
 
     def _after_switch(self, before: CacheSettings, round: int) -> Selection:
         """What to hold after a switch from the settings `before`."""
-        budget, last = self.budget, self._last_pass
+        budget, last = self.budget, self._at_last_pass
         now = budget.settings
         if last is not None and last[0] == now and self._store.has(last[1].held):
             return last[1]
