@@ -27,8 +27,9 @@ from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template
 from sirchat.training.ansan import visible
 from sirchat.training.probe import SMALL_TALK
-from sirchat.world.dialogue import Dialogue, Message, Style, draw_fact
+from sirchat.world.dialogue import Dialogue, draw_fact
 from sirchat.world.facts import KINDS
+from sirchat.world.messages import Message, Style
 
 
 @dataclass(frozen=True)

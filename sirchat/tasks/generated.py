@@ -11,7 +11,7 @@ from random import Random
 from sirchat.tasks.choice import Question
 from sirchat.tasks.sirllm_files import COMMONSENSE, DIALOGUE, GROCERY
 from sirchat.world import words
-from sirchat.world.dialogue import LETTERS, bank_question
+from sirchat.world.rounds import LETTERS, bank_question
 
 GROCERY_ROUNDS = 20
 

@@ -16,8 +16,9 @@ from random import Random
 
 from sirchat.errors import SettingError
 from sirchat.training.probe import PROBED, SMALL_TALK
-from sirchat.world.dialogue import Dialogue, Style, draw_fact
+from sirchat.world.dialogue import Dialogue, draw_fact
 from sirchat.world.facts import STORY
+from sirchat.world.messages import Style
 
 TASKS = {
     "stories-3": 3,

@@ -20,7 +20,9 @@ from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.training.probe import PROBED, SMALL_TALK
-from sirchat.world.dialogue import Dialogue, Style, draw_fact, other_value, quiz
+from sirchat.world.dialogue import Dialogue, draw_fact, other_value
+from sirchat.world.messages import Style
+from sirchat.world.rounds import quiz
 
 Ask = Literal["told", "corrected", "untold"]
 """What is asked for: see `RecallStudy.ask`."""

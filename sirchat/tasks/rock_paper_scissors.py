@@ -26,7 +26,7 @@ from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.sirllm_files import moves
 from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
-from sirchat.world.dialogue import BEATS, game_opening, game_round, outcome
+from sirchat.world.rounds import BEATS, game_opening, game_round, outcome
 
 MOVES = tuple(BEATS)
 PLAYERS: dict[str, tuple[float, float, float]] = {  # probabilities of MOVES

@@ -20,7 +20,8 @@ from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Grid, share_over_seeds
 from sirchat.text.template import Template
 from sirchat.training.probe import PROBED, SMALL_TALK
-from sirchat.world.dialogue import Dialogue, Round, Style, draw_fact
+from sirchat.world.dialogue import Dialogue, draw_fact
+from sirchat.world.messages import Round, Style
 
 
 @dataclass(frozen=True)

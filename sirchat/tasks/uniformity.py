@@ -20,7 +20,7 @@ from sirchat.tasks.asking import read
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid
-from sirchat.world.dialogue import quiz
+from sirchat.world.rounds import quiz
 
 PARTS = 10
 

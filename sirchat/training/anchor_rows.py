@@ -22,7 +22,8 @@ from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
 from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
-from sirchat.world.dialogue import Mix, dialogue, draw_length
+from sirchat.world.dialogue import Mix, dialogue
+from sirchat.world.rounds import draw_length
 
 ANSWER_WEIGHT = 4.0
 """Loss weight of the tokens of a reply, in a conversation."""

@@ -12,8 +12,9 @@ from transformers import LlamaForCausalLM
 
 from sirchat.training.network import token_losses
 from sirchat.training.rows import Rendered, Renderer, span_matches
-from sirchat.world.dialogue import Dialogue, Message, Mix, Style, draw_fact
+from sirchat.world.dialogue import Dialogue, Mix, draw_fact
 from sirchat.world.facts import KINDS, STORY, FactKind
+from sirchat.world.messages import Message, Style
 
 SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 """The mix of rounds for small talk alone."""

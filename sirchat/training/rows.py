@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sirchat.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
-from sirchat.world.dialogue import Key, Message, Mix, Speaker, dialogue, draw_length
+from sirchat.world.dialogue import Mix, dialogue
+from sirchat.world.messages import Key, Message, Speaker
+from sirchat.world.rounds import draw_length
 
 TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sirchat.world.dialogue import Mix, Speaker
+from sirchat.world.dialogue import Mix
+from sirchat.world.messages import Speaker
 
 SizeName = Literal["micro", "small", "medium"]
 

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from cache_contents import contents, same
 from chatting import answer, session
-from contents import contents, same
 from families import HELD, loaded
-from recalling import find, memory, some_ids, talked
+from recall_rounds import find, memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall
 from sirchat.config.layers import changed

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from chatting import babbler, session
-from counting import Count
+from event_count import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import EDGES
@@ -31,11 +31,11 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
     )
     count = Count()
     for _ in range(6):
-        count.see(list(chat.ask("word " * draw.randrange(1, 60))))
+        count.add(list(chat.ask("word " * draw.randrange(1, 60))))
         if draw.random() < 0.4:
-            count.see(list(chat.switch("/budget", budget=draw.choice([64, 100, 256]))))
+            count.add(list(chat.switch("/budget", budget=draw.choice([64, 100, 256]))))
         if draw.random() < 0.3:
-            count.see(list(chat.switch("/system", system="Now of mountains.")))
+            count.add(list(chat.switch("/system", system="Now of mountains.")))
     return chat, count
 
 

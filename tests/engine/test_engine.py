@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driving import (
+from engine_steps import (
     SAMPLER,
     Record,
     check_whole,
@@ -30,12 +30,9 @@ from sirchat.engine.records import (
     CacheSettings,
     EngineCheckpoint,
     EvictedRows,
-    GeneratedToken,
     ReadProgress,
-    Stopped,
     TurnRef,
 )
-from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, HeldRows, Role
 from sirchat.memory.policies import policy_class, policy_names
@@ -332,48 +329,6 @@ def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     list(engine.make_room_for_turn(100, 20, TurnRef(0, 0)))
     assert evicted(feed(engine, some_ids(100)))
     check_whole(engine)
-
-
-# Generation.
-
-
-def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
-    probe = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(probe, [5])
-    drawn = [record.id for record in generate(probe, 10) if isinstance(record, GeneratedToken)]
-    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(engine, [5])
-    records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
-    until = drawn.index(drawn[4])
-    assert [r.id for r in records if isinstance(r, GeneratedToken)] == drawn[:until]
-    assert records[-1] == Stopped("stop")
-    assert engine.ledger.column("token_id").tolist() == [5, *drawn[:until]]
-
-
-def test_generation_ends_at_its_length_or_when_interrupted() -> None:
-    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(engine, [5])
-    assert generate(engine, 3)[-1] == Stopped("length")
-    assert generate(engine, 0) == [Stopped("length")]
-    asked = iter([False, False, True])
-    records = generate(engine, 9, interrupted=lambda: next(asked))
-    assert [type(record) for record in records] == [GeneratedToken, GeneratedToken, Stopped]
-    assert records[-1] == Stopped("interrupt")
-
-
-def test_the_same_seed_tells_the_same_conversation() -> None:
-    def conversation(seed: int) -> list[int]:
-        engine = Engine(
-            BigramModel(), CacheSettings(policy_class("random")(), budget=40), seed=seed
-        )
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
-        for turn in range(0, 6, 2):
-            feed(engine, some_ids(25, turn), turn)
-            generate(engine, 15, turn + 1, sampler=sampler)
-        ids: list[int] = engine.ledger.column("token_id").tolist()
-        return [*ids, *engine.ledger.held_positions.tolist()]
-
-    assert conversation(1) == conversation(1) != conversation(2)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from driving import check_whole, evicted, failing, feed, some_ids, state_of
+from engine_steps import check_whole, evicted, failing, feed, some_ids, state_of
 from families import BigramModel
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from contents import contents, same
+from cache_contents import contents, same
 from families import loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contents import contents, same
+from cache_contents import contents, same
 from families import loaded
-from recalling import find, memory, say, some_ids, talked
+from recall_rounds import find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef

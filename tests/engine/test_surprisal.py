@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from driving import Record, feed, generate, some_ids
+from engine_steps import Record, feed, generate, some_ids
 from families import BigramModel, loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, ReadProgress

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cache_contents import contents, same
 from chatting import answer, session
 from command import run
-from contents import contents, same
 from import_graph import SOURCES, imports
-from recalling import find, memory, say, some_ids, talked
+from recall_rounds import find, memory, say, some_ids, talked
 from sirchat.chat.events import Recalled
 from sirchat.chat.settings import build_cache_settings
 from sirchat.config.layers import changed

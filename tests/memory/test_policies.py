@@ -1,4 +1,4 @@
-"""The eviction policies: what each promises, what each keeps, and how fair the samples are."""
+"""The eviction policies: the contract of all, and which rows each keeps, against slow oracles."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from scipy.stats import chisquare
 from torch import Tensor
 
-from families import BigramModel
-from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from ledger_rows import append_rows
 from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.contract import broken_promises
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
+from sirchat.memory.ledger import Flag, HeldRows, Ledger
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.memory.policies.base import Policy, ScorePolicy
+from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
 
@@ -154,7 +149,7 @@ def cases(pick: st.DrawFn) -> Case:
         # Odd or zero, so that halving never makes equal scores of different rounds.
         nats = random.choices([0, 1, 3, 5, 7], k=length)
         new_flags = random.choices([0, Flag.ANCHOR, Flag.PINNED], [7, 2, 1], k=length)
-        append(ledger, [float(n) for n in nats], number, new_flags, new_ids)
+        append_rows(ledger, [float(n) for n in nats], number, new_flags, new_ids)
         ids, of_round = ids + new_ids, of_round + [number] * length
         looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
         weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
@@ -250,7 +245,7 @@ def test_a_score_is_what_its_description_says(
 
 def test_what_nobody_counted_ranks_in_the_middle() -> None:
     ledger = Ledger()
-    append(ledger, [1.0] * 4)
+    append_rows(ledger, [1.0] * 4)
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
     ledger.attention.add(np.arange(1, 4), [PassAttention.from_weights(looks)], 0.0)
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
@@ -261,7 +256,7 @@ def test_what_nobody_counted_ranks_in_the_middle() -> None:
 def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
     ledger = Ledger()
     for number in range(10):
-        append(ledger, [3.0, 5.0], number)
+        append_rows(ledger, [3.0, 5.0], number)
         looks = np.full((2, ledger.seen), 0.25, np.float32)
         ledger.attention.add(
             np.arange(ledger.seen), [PassAttention.from_weights(looks)], ledger.log_decay
@@ -275,7 +270,7 @@ def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
 def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
     ledger = Ledger()
     for number in range(1000):
-        append(ledger, [8.0, 3.0], number)
+        append_rows(ledger, [8.0, 3.0], number)
         ledger.close_round(0.5)
     held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
     policy = Salience(recent=0, attention=False, novelty=False)
@@ -306,11 +301,11 @@ def test_every_policy_that_forgets_has_an_oracle() -> None:
 
 def test_two_thousand_halvings_still_rank_rightly() -> None:
     ledger = Ledger()
-    append(ledger, [8.0, 3.0, 5.0])
+    append_rows(ledger, [8.0, 3.0, 5.0])
     for number in range(2000):
         ledger.close_round(0.5)
         if number == 1997:
-            append(ledger, [3.0])
+            append_rows(ledger, [3.0])
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     assert [Entropy(recent=0).keep(held, n).tolist() for n in (1, 2, 3)] == [[3], [0, 3], [0, 2, 3]]
 
@@ -343,99 +338,6 @@ def test_scores_and_factors_are_a_number_for_each_row() -> None:
     assert broken_promises(Odd()) == [
         "score() and log_factors() must return tensors, a number for each row"
     ]
-
-
-# Is every token of a stream kept with the same chance?
-
-STREAM, BUDGET, SINKS = 20_000, 1604, 4
-CHUNK = (BUDGET - SINKS) // 4
-ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
-UNEVEN_ROUNDS = [60, 5000, 30, 30, 7000, 90, 10, 1234, 17, 3000, 5] + [51] * 70
-
-
-@pytest.mark.parametrize("rounds", [ONE_ROUND, SHORT_ROUNDS], ids=["one round", "short rounds"])
-def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) -> None:
-    assert evenness(Reservoir(), rounds, seeds=150) > 0.01
-
-
-def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
-    """The same measurement finds the bias of `random`, with a tenth of the streams."""
-    assert evenness(policy_class("random")(), SHORT_ROUNDS, seeds=40) < 1e-6
-
-
-@pytest.mark.parametrize("rounds", [UNEVEN_ROUNDS, SHORT_ROUNDS], ids=["uneven", "short"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
-    rounds: list[int], seed: int
-) -> None:
-    """It holds the largest keys of the whole stream; which keys are largest knows no position."""
-    size = CHUNK - 20
-    held, end = read_stream(Reservoir(sample=size), rounds, seed)
-    keys = uniform(seed, Purpose.ARRIVAL, np.arange(end))
-    keys[:SINKS] = -1
-    assert set(keys.argsort()[-size:]) <= set(held)
-
-
-def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
-    keys = np.stack([uniform(seed, Purpose.ARRIVAL, np.arange(STREAM)) for seed in range(400)])
-    largest = np.argpartition(keys, -CHUNK, axis=1)[:, -CHUNK:]
-    assert chisquare(np.histogram(largest, bins=10, range=(0, STREAM))[0]).pvalue > 0.01
-
-
-def test_the_measurement_forgets_as_the_engine_does() -> None:
-    policy, rounds = Reservoir(), [2500, 500, 120, 1700]
-    model = BigramModel()
-    engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)
-    for number, length in enumerate(rounds):
-        ids = [5] * length
-        list(engine.feed(ids, [Role.USER] * length, TurnRef(number, number)))
-    held, _ = read_stream(policy, rounds, SEED)
-    assert engine.ledger.held_positions.tolist() == held.tolist()
-
-
-def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
-    """Chi-square p of the kept tokens in each tenth of the stream, but for sinks and the newest."""
-    counts = np.zeros(10)
-    for seed in range(seeds):
-        held, end = read_stream(policy, rounds, seed)
-        old = held[(held >= SINKS) & (held < end)]
-        counts += np.histogram(old, bins=10, range=(SINKS, end))[0]
-    return float(chisquare(counts).pvalue)
-
-
-def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[np.int64], int]:
-    """Read rounds of these lengths as the engine does.
-
-    Returns the positions held at the end, and where the tokens begin that the last eviction kept
-    for being new.
-    """
-    ledger, room, end = Ledger(seed), BUDGET - SINKS, 0
-    recent = getattr(policy, "recent", 0)
-    for number, length in enumerate(rounds):
-        opened = ledger.seen
-        for start in range(0, length, room // 4):
-            count = min(room // 4, length - start)
-            if ledger.held_count + count > BUDGET:
-                newest = max(opened, ledger.seen - room // 2)
-                at = ledger.held_positions
-                held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
-                ledger.keep(policy.keep(held, BUDGET - count))
-                end = min(newest, held.seen - recent)
-            append(ledger, [1.0] * count, number)
-    return ledger.held_positions, end
-
-
-def append(
-    ledger: Ledger,
-    surprisal: list[float],
-    number: int = 0,
-    flags: list[int] | None = None,
-    ids: list[int] | None = None,
-) -> None:
-    zeros = [0] * len(surprisal)
-    ledger.append(
-        ids or zeros, surprisal, turn=number, round=number, roles=zeros, flags=flags or zeros
-    )
 
 
 def draw(purpose: Purpose, position: int, seen: int = 0) -> float:

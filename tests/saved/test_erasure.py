@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from session_files import head_at, new, rows_at, said
 from sirchat.saved.store import SessionStore
-from stored import head_at, new, rows_at, said
 
 SECRET = "correct horse battery staple"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command import run
-from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
+from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.errors import SessionError, UsageError
 from sirchat.saved.names import LENGTH
 from sirchat.saved.session_list import find_session, list_sessions
@@ -32,7 +32,7 @@ def test_a_name_finds_a_session_wherever_an_id_does(folder: Path) -> None:
     chat = Chat()
     chat.do('/load "my trip"')
     assert chat.texts == SAYINGS[:2]
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert run("sessions", "rm", "My trip").returncode == 0
     assert not path.exists()
 
@@ -48,7 +48,7 @@ def test_another_name_replaces_the_first_on_disk_too(folder: Path) -> None:
     chat.say(SAYINGS[0])
     chat.do("/save Marmalade")
     chat.do("/save oslo")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert find_session(folder, "oslo")
     with pytest.raises(SessionError, match="no saved session"):
         find_session(folder, "Marmalade")
@@ -110,7 +110,7 @@ def test_a_session_from_before_names_opens_and_can_be_named(folder: Path) -> Non
     chat = Chat()
     assert "called" not in chat.do(f"/load {ident}")
     chat.do("/save trip")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert find_session(folder, "trip") == path
 
 
@@ -122,7 +122,7 @@ def test_a_name_in_a_file_cannot_steer_the_terminal(folder: Path) -> None:
     chat = Chat()
     assert "trip" in chat.do("/load")
     assert "\x1b" not in chat.do("/load") + chat.do(f"/load {ident}") + chat.do("/save")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert not any("\x1b" in choice for choice in completions("/load "))
 
 
@@ -132,7 +132,7 @@ def test_a_reset_leaves_the_name_to_the_session_before(folder: Path) -> None:
     chat.do("/save trip")
     chat.do("/reset")
     chat.say(SAYINGS[1])
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert sorted(one.name for one in list_sessions(folder).sessions) == ["", "trip"]
     assert resumed(folder, "trip")[0].turns[0].text == SAYINGS[0]
 
@@ -143,7 +143,7 @@ def test_forgotten_text_is_in_no_name(folder: Path, target: str) -> None:
     chat.say("Oranges and Marmalade")
     chat.do("/save Marmalade")
     assert "name" in chat.do(f"/forget {target}")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert [one.name for one in list_sessions(folder).sessions] == [""]
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from session_files import ROW, columns, head_at, new, refusal, rows_at, said
 from sirchat.saved import files, keys_values
 from sirchat.saved.store import Head, SavedTurn, SessionStore
-from stored import ROW, columns, head_at, new, refusal, rows_at, said
 
 texts = st.text(max_size=40)
 numbers = st.floats(width=32)

@@ -16,6 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from session_files import (
+    APPEND_FOREVER,
+    ROW,
+    columns,
+    elsewhere,
+    head_at,
+    new,
+    refusal,
+    rows_at,
+    said,
+)
 from sirchat.errors import SessionError
 from sirchat.saved.database import FORMAT
 from sirchat.saved.session_list import (
@@ -25,7 +36,6 @@ from sirchat.saved.session_list import (
     remove_session,
 )
 from sirchat.saved.store import SessionStore
-from stored import APPEND_FOREVER, ROW, columns, elsewhere, head_at, new, refusal, rows_at, said
 
 
 def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:

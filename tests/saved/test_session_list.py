@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from session_files import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
 from sirchat.saved import session_list
 from sirchat.saved.session_list import (
     export_session,
@@ -22,7 +23,6 @@ from sirchat.saved.session_list import (
 )
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import read_transcript
-from stored import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
 
 
 def test_another_process_is_refused_in_one_line_until_the_session_is_closed(tmp_path: Path) -> None:

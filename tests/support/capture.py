@@ -63,7 +63,7 @@ def main() -> None:
 
 
 class _Dimmed(pyte.HistoryScreen):  # type: ignore[misc]
-    """Remembers faint text, which pyte leaves out, as blinking, which nothing here does."""
+    """Marks faint text, which pyte does not support, as blinking, which nothing here uses."""
 
     def select_graphic_rendition(self, *attributes: int, **rest: Any) -> None:
         super().select_graphic_rendition(*attributes, **rest)

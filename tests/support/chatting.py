@@ -1,4 +1,4 @@
-"""Models to chat with in tests: the bundled one, and one with random weights that never stops."""
+"""Models and sessions for tests: the bundled model, and a random one that never ends a reply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny() -> LoadedModel:
 
 @cache
 def babbler() -> LoadedModel:
-    """Random weights with the bundled tokenizer; it never says its end token."""
+    """A model with random weights and the bundled tokenizer; it never generates an end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
     return wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
 
@@ -49,7 +49,7 @@ def answer(events: list[Event]) -> str:
 
 
 def random_model(vocab_size: int) -> Any:
-    """Random weights, the same each time, that never say a control token."""
+    """A model with random weights, the same each time, that never generates a control token."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -68,7 +68,7 @@ def random_model(vocab_size: int) -> Any:
 
 
 def with_anchors() -> LoadedModel:
-    """The bundled model with an anchor token that it has not learnt to use."""
+    """The bundled model with an anchor token that it was not trained on."""
     from sirchat.training.anchor import add_anchor
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())

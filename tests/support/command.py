@@ -1,4 +1,4 @@
-"""Run the command line inside the test's process: what it prints, and its exit code."""
+"""Runs the command line inside the test's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sirchat.cli import main
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished command left."""
+    """Exit code and output of a finished command."""
 
     returncode: int
     stdout: str

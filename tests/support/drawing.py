@@ -1,4 +1,4 @@
-"""A memory made by hand, and what a terminal gets when it is drawn."""
+"""Snapshots made by hand, and the text and styles that a terminal gets when they are drawn."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ SAID: list[tuple[str, str]] = [
         " 19:45 in the galley. Key 7Q-1138 opens the pantry.",
     ),
 ]
-_PIECES = re.compile(
+_TOKENS = re.compile(
     r"\x1b\[31m|\x1b\]0;title\x07|\n|\t|[\u0300-\u036f]| ?[A-Za-z’]{1,6}| ?.", re.S
 )
-_HELD_AS_TEMPLATE = ("<|im_start|>", "<|im_end|>")
+_TEMPLATE_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
-def memory(said: list[tuple[str, str]], *, forgets: float = 3.2) -> Snapshot:
-    """A full snapshot of this talk; tokens with less score than `forgets` nats are not held."""
+def snapshot_of_talk(said: list[tuple[str, str]], *, least: float = 3.2) -> Snapshot:
+    """A full snapshot of this talk; tokens with a score below `least` nats are not held."""
     tokens: list[tuple[TokenRow, bool]] = []
     for turn, (role, text) in enumerate(said):
-        start, end = _HELD_AS_TEMPLATE
-        for piece in (start, *_PIECES.findall(text), end):
-            tokens.append(_token(len(tokens), piece, turn, role, forgets, text == "ok"))
-    return summary(tokens, [role for role, _ in said])
+        start, end = _TEMPLATE_TOKENS
+        for token in (start, *_TOKENS.findall(text), end):
+            tokens.append(_token(len(tokens), token, turn, role, least, text == "ok"))
+    return snapshot_of(tokens, [role for role, _ in said])
 
 
 def _token(
-    position: int, text: str, turn: int, role: str, forgets: float, lost: bool
+    position: int, text: str, turn: int, role: str, least: float, lost: bool
 ) -> tuple[TokenRow, bool]:
-    """A token whose surprisal follows from its letters, so that the golden files stay."""
-    template = text in _HELD_AS_TEMPLATE
+    """A token and whether it is held; surprisal comes from its letters, so golden files stay."""
+    template = text in _TEMPLATE_TOKENS
     letters = sum(ord(char) for char in text) + 7 * len(text) + position
     surprisal = None if not position else letters % 97 / 97 * (2.0 if text.isspace() else 9.5)
     special = not template and any(ord(char) > 0x24F or char < " " for char in text)
@@ -89,12 +89,12 @@ def _token(
         arrival_key=0.5,
         flags=tuple(flags),
     )
-    held = bool(flags) or score >= forgets
+    held = bool(flags) or score >= least
     return row, held and not lost
 
 
-def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
-    """Counts everything anew, token by token."""
+def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
+    """A snapshot of tokens, each with whether it is held; every count is recomputed."""
     held = tuple(row for row, stays in tokens if stays)
     free = sorted((row for row in held if not row.flags), key=lambda row: row.rank_key)
     leaving = sorted(free[:12], key=lambda row: row.position)
@@ -134,16 +134,16 @@ def summary(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
     )
 
 
-def glance_of(snapshot: Snapshot, strongest: int = 200) -> Snapshot:
-    """The same memory with its strongest tokens only, as a session hands it to the glance."""
+def compact_view(snapshot: Snapshot, strongest: int = 200) -> Snapshot:
+    """The same snapshot with the rows of highest score only, as a compact panel gets it."""
     ranked = sorted(range(len(snapshot.rows)), key=lambda i: -snapshot.rows[i].rank_key)[:strongest]
     slots = sorted(ranked)
     rows = tuple(snapshot.rows[slot] for slot in slots)
     return replace(snapshot, rows=rows, slots=tuple(slots), histogram=None, speed=41.3)
 
 
-TALK = memory(SAID)
-LONG = memory(SAID + SAID[1:] * 17)
+TALK = snapshot_of_talk(SAID)
+LONG = snapshot_of_talk(SAID + SAID[1:] * 17)
 
 
 # --- drawing
@@ -157,16 +157,16 @@ def segments(drawn: RenderableType, width: int) -> list[Segment]:
 
 
 def printed(drawn: RenderableType, width: int, colours: ColorSystem | None = None) -> str:
-    """What the terminal gets."""
+    """The bytes that the terminal gets, as text."""
     parts = [
-        fresh(segment.style).render(segment.text, color_system=colours)
+        copied(segment.style).render(segment.text, color_system=colours)
         for segment in segments(drawn, width)
     ]
     return "".join(parts)
 
 
-def fresh(style: Style | None, *, colour: bool = True) -> Style:
-    """The style anew: rich's own keeps the codes of whatever colour system it met first."""
+def copied(style: Style | None, *, colour: bool = True) -> Style:
+    """A copy: a rich style caches the codes of the first colour system it is rendered in."""
     style = style or Style()
     return Style(
         color=style.color if colour else None,
@@ -179,7 +179,7 @@ def fresh(style: Style | None, *, colour: bool = True) -> Style:
 
 
 def lines(drawn: RenderableType, width: int) -> list[str]:
-    """The plain lines."""
+    """The lines without styles."""
     return printed(drawn, width).splitlines()
 
 

@@ -98,7 +98,7 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
     ),
 }
-"""Families that live under a budget: name -> (model type, config)."""
+"""Families whose cache can be held under a budget: name -> (model type, config)."""
 
 _GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -126,11 +126,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "rwkv": ("rwkv", {}, "no keys and values per token"),
 }
-"""Families that are refused: name -> (model type, config, words the reason must hold)."""
+"""Families that are refused: name -> (model type, config, text that the error contains)."""
 
 
 def build(model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of that type, the same each time."""
+    """A model of that type with random weights, the same each time."""
     config = CONFIG_MAPPING[model_type](**{**_BASE, **overrides})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -138,15 +138,16 @@ def build(model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch
 
 @cache
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The held family `name`, probed and ready; built once."""
+    """The model of the supported family `name`, with its rotations found; built once."""
     return wrap_model(name, build(*HELD[name], dtype), None)
 
 
 class BigramModel:
-    """A model in which a token depends on the one before it alone, so every surprisal is known.
+    """A model whose logits depend on the last token only, so that every surprisal is known.
 
-    Each cached row is its token's id, so that a row in the wrong slot shows. `before_layer(layer,
-    ids)` is called before each layer writes, and may raise; `passes` records the ids of each pass.
+    Each cached key and value is its token's id, so a row in the wrong slot is found.
+    `before_layer(layer, ids)` is called before each layer writes to the cache, and may raise;
+    `passes` records the ids of each forward pass.
     """
 
     vocab_size = 256
@@ -164,7 +165,7 @@ class BigramModel:
         return BoundedCache([LayerRotation(None)] * self.layers, capacity)
 
     def before_layer(self, layer: int, ids: Sequence[int]) -> None:
-        """Nothing; tests put a failure here."""
+        """Does nothing; tests replace it to raise."""
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:

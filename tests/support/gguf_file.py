@@ -25,7 +25,7 @@ _NAMES = {
 
 
 def write_gguf(path: Path, model: LoadedModel) -> Path:
-    """Write a model that has the bundled tokenizer to `path`, in float32; gives the path."""
+    """Write a model that has the bundled tokenizer to `path`, in float32; returns the path."""
     import gguf
 
     config = model.module.config
@@ -91,7 +91,7 @@ def _tensors(module: Any) -> dict[str, torch.Tensor]:
 
 
 def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q and k as GGUF's llama stores them: rotary pairs side by side."""
+    """Rows of the query or key projection in GGUF's order: rotary pairs side by side."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

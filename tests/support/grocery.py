@@ -1,4 +1,4 @@
-"""SirLLM's grocery sessions as a transcript: the wish, 20 questions, the question at the end."""
+"""SirLLM's grocery sessions as a transcript: shopping list, 20 questions, question for the list."""
 
 from __future__ import annotations
 

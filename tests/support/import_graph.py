@@ -20,7 +20,7 @@ SOURCES = {module_name(path): path.read_text("utf-8") for path in sorted(ROOT.rg
 
 
 def imports(source: str, *, at_load: bool = False) -> set[str]:
-    """Modules and names that a source imports, with dots; `at_load`: only when it is loaded."""
+    """Dotted modules and names that a source imports; `at_load`: only those at load time."""
     names: set[str] = set()
     for node in statements(ast.parse(source), at_load):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def ours(module: str) -> set[str]:
 
 
 def loaded_with(module: str) -> set[str]:
-    """Everything that loading `module` loads, as far as our own modules tell."""
+    """All modules that loading `module` loads, found through the imports of our own modules."""
     loaded: set[str] = set()
     todo = {module}
     while todo:

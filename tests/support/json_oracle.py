@@ -1,4 +1,4 @@
-"""Recomputes, from the event stream alone, which tokens each policy had to keep.
+"""Recomputes, from the JSON records alone, which tokens each policy had to keep.
 
 Slow, plain Python, and independent of the package: it knows the records and the policies'
 definitions, nothing else.
@@ -59,7 +59,7 @@ def _check_choice(
 
 
 def _reduced(before: list[Row], profile: Row) -> set[int] | None:
-    """What stays behind an anchor though there is room; None where that is everything."""
+    """Rows that an anchor leaves although there is room; None if it leaves all."""
     compacts_at_anchors = profile["policy"] == "anchor" and not profile["policy_options"].get(
         "lazy"
     )
@@ -158,7 +158,7 @@ _RULES: dict[str, Any] = {
 
 
 def _check_scores(event: Row, decay: float, rounds: dict[int, int]) -> None:
-    """A token's score is its surprisal after the decays of the rounds that closed since."""
+    """A token's decayed surprisal is its surprisal times the decays of the rounds closed since."""
     closed_now = rounds[event["index"]] + (1 if event["role"] == "assistant" else 0)
     for row in event["tokens"]:
         if row["surprisal"] is not None:

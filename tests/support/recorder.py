@@ -1,8 +1,8 @@
-"""Random conversations, played the same way every time, and all that a user gets to see of them.
+"""Random conversations, the same every time, with all that their users see.
 
-Each session draws a model of its own settings and a dozen things that people do: they talk, read a
-transcript's reply, switch settings, pin, undo, retry, forget, recall, ask why, look at the panels,
-save and resume. Half of them switch through the slash commands, half through `Session`.
+Each session draws its settings and about a dozen actions: ask, read a transcript's reply, switch
+settings, pin, undo, retry, forget, recall, ask why, draw the panels, save and resume. Half of the
+sessions use the slash commands, half call `Session`.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def exact() -> LoadedModel:
 
 
 def play(number: int) -> list[dict[str, Any]]:
-    """What session `number` shows, action by action."""
+    """All that session `number` shows, action by action."""
     draw = random.Random(number)
     with tempfile.TemporaryDirectory() as folder:
-        played = _Played(draw, number, Path(folder))
-        done = [played.say("My name is Anna and I live in Oslo.")]
+        running = _RunningSession(draw, number, Path(folder))
+        done = [running.say("My name is Anna and I live in Oslo.")]
         for _ in range(draw.randint(10, 14)):
-            done.append(played.act())
-        return [*done, played.look()]
+            done.append(running.act())
+        return [*done, running.look()]
 
 
 def _settings(draw: random.Random, number: int) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def _settings(draw: random.Random, number: int) -> dict[str, Any]:
     }
 
 
-class _Played:
-    """One session under way."""
+class _RunningSession:
+    """One running session and its random draws."""
 
     def __init__(self, draw: random.Random, number: int, folder: Path) -> None:
         self._draw, self._folder = draw, folder
@@ -216,7 +216,7 @@ class _Played:
         return {"did": f"why {target}", "shown": shown}
 
     def look(self) -> dict[str, Any]:
-        """All that can be drawn."""
+        """Both panels, and the tables of tokens."""
         whole, session = self.session.snapshot(), self.session
         came = session.recalled
         shown = [
@@ -226,13 +226,12 @@ class _Played:
             draw_tokens(whole.rows, NONE),
             draw_recalled(session.tokens(list(came)), came, NONE),
         ]
-        speedless = ("tok/s",)
         lines = "\n".join(drawn(one, 120) for one in shown).splitlines()
-        kept = [line for line in lines if not any(word in line for word in speedless)]
+        kept = [line for line in lines if "tok/s" not in line]
         return {"did": "look", "shown": "\n".join(kept)}
 
     def resume(self) -> dict[str, Any]:
-        """Save, leave, and go on in another session."""
+        """Save, close, and resume as another session."""
         saving = Autosave(self.session)
         saving.update()
         path = None if saving._store is None else saving._store.path
@@ -255,9 +254,9 @@ class _Played:
         out = io.StringIO()
         screen = Screen(out, out, theme="none")
         history = SimpleNamespace(forget=lambda said, whole=False: 1)
-        shelving = SimpleNamespace(unname=lambda said, whole: False)
+        saved_chat = SimpleNamespace(unname=lambda said, whole: False)
         try:
-            Commands(self.session, screen, cast(Any, history), cast(Any, shelving)).run(line)
+            Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat)).run(line)
         except SirchatError as error:
             out.write(str(error))
         return {"did": line, "shown": out.getvalue()}
@@ -286,7 +285,7 @@ def drawn(what: RenderableType, width: int) -> str:
 
 
 def condensed(actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, but with the held tokens of the last turn alone: enough to tell two runs apart."""
+    """The same without the held tokens of every turn but the last: enough to compare two runs."""
     turns = [event for action in actions for event in action.get("events", [])]
     last = next((event for event in reversed(turns) if event["event"] == "turn"), None)
     return [

@@ -1,4 +1,4 @@
-"""A chat in a real pseudo-terminal, its screen read by a terminal emulator."""
+"""A chat in a pseudo-terminal; a terminal emulator reads its screen."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import pexpect
 import pyte
 
-from warm import Warm
+from forked_chat import ForkedChat
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 
 _PROMPT_ENDS = b"\x1b[?2004l"
-"""What is sent when a prompt has been answered: no more marking of pastes."""
+"""Sent when a prompt has read its line: bracketed paste goes off."""
 
 
 class Terminal:
@@ -51,7 +51,7 @@ class Terminal:
         env |= environ or {}
         self.child: Any
         if not command or command[0].startswith("-"):
-            self.child = Warm(command, env, self._size, timeout=60)
+            self.child = ForkedChat(command, env, self._size, timeout=60)
         else:
             program, *arguments = command
             self.child = pexpect.spawn(
@@ -67,7 +67,7 @@ class Terminal:
         self.child.close(force=True)
 
     def read(self, seconds: float = 0.05) -> bool:
-        """Take what was written within so many seconds; False at the end of the program."""
+        """Take what the program writes within so many seconds; False once it has ended."""
         try:
             data = self.child.read_nonblocking(65536, timeout=seconds)
         except pexpect.TIMEOUT:
@@ -78,11 +78,11 @@ class Terminal:
         self._stream.feed(data)
         return True
 
-    def until(self, is_so: Callable[[], object], seconds: float = 60) -> None:
-        """Read until something holds; fails with the screen."""
+    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        """Read until a condition holds; the error of a timeout shows the screen."""
         end = time.monotonic() + seconds
-        while not is_so():
-            if not self.read() and not is_so():
+        while not condition():
+            if not self.read() and not condition():
                 raise AssertionError(f"the program ended; its screen:\n{self.text}")
             if time.monotonic() > end:
                 raise AssertionError(f"not within {seconds} s; the screen:\n{self.text}")
@@ -112,7 +112,7 @@ class Terminal:
         self.child.send(text)
 
     def say(self, line: str) -> None:
-        """Type a line at the prompt, once it is there, and wait until it is taken."""
+        """Type a line at the next prompt, and wait until the prompt has read it."""
         self.wait_prompt()
         self.screen.history.top.clear()
         self._said = line
@@ -125,14 +125,24 @@ class Terminal:
         self.until(lambda: self.raw.count(_PROMPT_ENDS) > before)
 
     def ask(self, line: str) -> str:
-        """Say a line; what was shown beneath it until the next prompt."""
+        """Send a line; returns what is shown below it until the next prompt."""
         self.say(line)
         self.wait_prompt()
         return self.shown
 
+    def begin_reply(self, message: str = "Go on.") -> None:
+        """Send a message, and wait until the reply is well under way."""
+        self.say(message)
+        self.until(lambda: len(self.shown) > 400)
+
+    def read_on(self) -> None:
+        """Wait until a reply has gone on for a while."""
+        before = len(self.raw)
+        self.until(lambda: len(self.raw) > before + 4000)
+
     @property
     def shown(self) -> str:
-        """What stands beneath the line that was said last, up to the prompt if there is one."""
+        """The text below the last line that was sent, up to the prompt if there is one."""
         rows = self.everything.split("\n")
         echo = max(i for i, row in enumerate(rows) if row.startswith(f"> {self._said[:40]}"))
         beneath = rows[echo + 1 :]
@@ -148,7 +158,7 @@ class Terminal:
         self.child.setwinsize(rows, columns)
 
     def restore_size(self) -> None:
-        """The window as it was opened."""
+        """Give the window the size it was opened with."""
         if (self.screen.lines, self.screen.columns) != self._size:
             self.resize(*self._size)
             self.wait_prompt()
@@ -179,7 +189,7 @@ class Terminal:
 
     @property
     def everything(self) -> str:
-        """What scrolled off since a line was said last, and the screen."""
+        """What scrolled off since the last line was sent, and the screen."""
         return everything_on(self.screen)
 
     def _at_prompt(self) -> bool:
@@ -202,7 +212,7 @@ def everything_on(screen: pyte.HistoryScreen) -> str:
 
 
 def resize(screen: pyte.HistoryScreen, rows: int, columns: int) -> None:
-    """Do as xterm does: rows above the cursor scroll off, nothing reflows."""
+    """Resize as xterm does: rows above the cursor scroll off, nothing reflows."""
     y = screen.cursor.y
     for _ in range(y + 1 - rows):
         screen.cursor.y = screen.lines - 1
@@ -221,14 +231,14 @@ def _row(screen: pyte.HistoryScreen, cells: Any) -> str:
 
 
 class Shared:
-    """One chat that many tests use in turn: opened once, and anew when a test left it astray."""
+    """One chat that many tests use in turn; reopened if a test left it away from its prompt."""
 
     def __init__(self, open_chat: Callable[[], Terminal]) -> None:
         self._open = open_chat
         self._chat: Terminal | None = None
 
     def anew(self) -> Terminal:
-        """The chat at its prompt: nothing said yet, and the settings as built in."""
+        """The chat at its prompt, with an empty conversation and the default settings."""
         try:
             if self._chat is not None:
                 self._chat.wait_prompt(10)
@@ -249,7 +259,7 @@ class Shared:
 
 
 def pager_into(file: Path) -> str:
-    """A pager, made beside a file, that writes what it is given into the file."""
+    """A pager script, made beside a file, that writes its input to the file."""
     script = file.with_suffix(".sh")
     script.write_text(f"#!/bin/sh\ncat > {file}\n", encoding="utf-8")
     script.chmod(0o755)

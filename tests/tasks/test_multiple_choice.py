@@ -11,9 +11,9 @@ from random import Random
 import pytest
 import torch
 
+from cache_contents import contents, same
 from chatting import answer, babbler, session, tiny
 from command import run
-from contents import contents, same
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.records import ContinuationScore

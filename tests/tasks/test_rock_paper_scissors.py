@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.tasks.interval import mean_interval
 from sirchat.tasks.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
 from sirchat.tasks.run import run_units
-from sirchat.world.dialogue import BEATS, game
+from sirchat.world.rounds import BEATS, game
 
 SINK = (Profile(policy="sink", budget=64),)
 

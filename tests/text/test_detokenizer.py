@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shapes import tokenizer
 from sirchat.text.detokenizer import SentenceEnds, TextStream, TokenTexts, ends_sentence
+from template_shapes import tokenizer
 
 _IT = tokenizer("chatml")
 

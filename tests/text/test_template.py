@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatting import tiny
-from shapes import TEMPLATES, tokenizer
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.template import _ANSWER, _PLAIN, _QUESTION, Template, TurnIds
+from template_shapes import TEMPLATES, tokenizer
 
 _SHAPES = [*TEMPLATES, "tiny"]
 # Templates trim a message, so texts begin and end with something visible.

@@ -33,7 +33,8 @@ from sirchat.training.anchor import (
 )
 from sirchat.training.anchor_rows import TalkRows, TextRows, Writer, packed
 from sirchat.training.ansan import visible
-from sirchat.world.dialogue import Message, Mix, dialogue
+from sirchat.world.dialogue import Mix, dialogue
+from sirchat.world.messages import Message
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 AC, EP = Anchors("ac", "round", 2048), Anchors("ep")

@@ -24,7 +24,8 @@ from sirchat.training.network import build_model, token_losses, weighted_loss
 from sirchat.training.rows import Batch, Renderer
 from sirchat.training.schedule import SIZES
 from sirchat.training.tokenizer import build_tokenizer
-from sirchat.world.dialogue import Message, Mix
+from sirchat.world.dialogue import Mix
+from sirchat.world.messages import Message
 
 MIX = Mix(tell=0.4, ask=0.4, repeat=0.0)
 TELL = Message("user", "I live in Oslo.", fact=("city", ""), value="Oslo")

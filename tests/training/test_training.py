@@ -25,18 +25,10 @@ from sirchat.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, sche
 from sirchat.training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.world import bank
-from sirchat.world.dialogue import (
-    UNTOLD,
-    Dialogue,
-    Message,
-    Mix,
-    Style,
-    dialogue,
-    draw_fact,
-    fill,
-    quiz,
-)
+from sirchat.world.dialogue import UNTOLD, Dialogue, Mix, dialogue, draw_fact
 from sirchat.world.facts import KINDS, STORY, FactKind, made_up
+from sirchat.world.messages import Message, Style, fill
+from sirchat.world.rounds import quiz
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 

@@ -1,6 +1,6 @@
 """The panels as golden text, and what must hold of them for any text whatever.
 
-`SIRCHAT_WRITE_GOLDEN=1 pytest tests/test_panel.py` writes the golden files anew.
+`SIRCHAT_WRITE_GOLDEN=1 pytest tests/ui/test_panel.py` writes the golden files anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from rich.console import RenderableType
 from rich.style import Style
 from wcwidth import wcswidth
 
-from drawing import DARK, LONG, NONE, TALK, THEMES, glance_of, lines, printed, styles, summary
+from drawing import (
+    DARK,
+    LONG,
+    NONE,
+    TALK,
+    THEMES,
+    compact_view,
+    lines,
+    printed,
+    snapshot_of,
+    styles,
+)
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Histogram, Snapshot, TurnShare
 from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown
@@ -41,19 +52,19 @@ def draw(kind: str, theme: Theme, width: int) -> RenderableType:
         return draw_panel(TALK, theme, width)
     if kind == "panel-long":
         return draw_panel(LONG, theme, width)
-    if kind == "glance-long":
-        return draw_compact_panel(glance_of(LONG), theme, width)
-    return draw_compact_panel(glance_of(TALK), theme, width, flash=GONE)
+    if kind == "compact-long":
+        return draw_compact_panel(compact_view(LONG), theme, width)
+    return draw_compact_panel(compact_view(TALK), theme, width, flash=GONE)
 
 
 CASES: list[tuple[str, int, str, ColorSystem | None]] = [
     (kind, width, theme, None if theme == "none" else ColorSystem.EIGHT_BIT)
-    for kind in ("panel", "glance")
+    for kind in ("panel", "compact")
     for width in (60, 80, 120, 200)
     for theme in THEMES
 ]
-CASES += [(kind, 80, "dark", ColorSystem.STANDARD) for kind in ("panel", "glance")]
-CASES += [(f"{kind}-long", 120, "none", None) for kind in ("panel", "glance")]
+CASES += [(kind, 80, "dark", ColorSystem.STANDARD) for kind in ("panel", "compact")]
+CASES += [(f"{kind}-long", 120, "none", None) for kind in ("panel", "compact")]
 
 
 @pytest.mark.parametrize(("kind", "width", "theme", "colours"), CASES)
@@ -101,7 +112,7 @@ def memories(draw: st.DrawFn) -> Snapshot:
                 flags=draw(st.sampled_from(((), (), ("sink",), ("pinned",), ("sink", "pinned")))),
             )
             tokens.append((row, draw(st.booleans())))
-    snapshot = summary(tokens, roles)
+    snapshot = snapshot_of(tokens, roles)
     return replace(snapshot, model=draw(TEXTS) * draw(st.integers(1, 20)), policy=draw(TEXTS))
 
 
@@ -112,13 +123,13 @@ def test_any_text_keeps_the_box_straight(snapshot: Snapshot, width: int) -> None
 
 
 @given(memories(), st.integers(40, 200), st.integers(1, 40))
-def test_a_glance_has_eight_rows_at_most_and_none_wraps(
+def test_a_compact_panel_has_eight_rows_at_most_and_none_wraps(
     snapshot: Snapshot, width: int, strongest: int
 ) -> None:
     held = {row.position for row in snapshot.rows}
     left = [row for row in _all_rows(snapshot) if row.position not in held]
     drawn = lines(
-        draw_compact_panel(glance_of(snapshot, strongest), DARK, width, flash=left), width
+        draw_compact_panel(compact_view(snapshot, strongest), DARK, width, flash=left), width
     )
     assert len(drawn) <= 8
     for line in drawn:
@@ -147,7 +158,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 def test_nothing_from_a_token_steers_the_terminal(snapshot: Snapshot) -> None:
     for drawn in (
         draw_panel(snapshot, DARK, 80),
-        draw_compact_panel(glance_of(snapshot), DARK, 80),
+        draw_compact_panel(compact_view(snapshot), DARK, 80),
         draw_tokens(snapshot.rows, DARK),
     ):
         plain = printed(drawn, 80).replace("\n", "")
@@ -265,7 +276,7 @@ def test_strip_tells_nothing_from_little_and_all_from_most() -> None:
     assert len(plain.removeprefix("turns ⋯461 ")) == 500 - 461
 
 
-def test_a_glance_shows_the_strongest_tokens_and_what_lies_between() -> None:
+def test_a_compact_panel_shows_the_strongest_tokens_and_what_lies_between() -> None:
     rows = [
         replace(TALK.rows[0], position=at, text=text, role="user", flags=(), surprisal=5.0, score=5)
         for at, text in ((2, "first"), (3, "next"), (9, "last"))
@@ -285,19 +296,19 @@ def test_a_glance_shows_the_strongest_tokens_and_what_lies_between() -> None:
 
 
 def test_a_flash_is_struck_through() -> None:
-    drawn = styles(draw_compact_panel(glance_of(TALK), DARK, 120, flash=GONE))
+    drawn = styles(draw_compact_panel(compact_view(TALK), DARK, 120, flash=GONE))
     assert {text for text, style in drawn.items() if style.strike} == {" forgotten"}
 
 
 @pytest.mark.parametrize("width", range(40, 201, 16))
-def test_a_glance_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
-    drawn = lines(draw_compact_panel(glance_of(LONG), NONE, width), width)
+def test_a_compact_panel_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
+    drawn = lines(draw_compact_panel(compact_view(LONG), NONE, width), width)
     assert len(drawn) == 7
     assert max(map(cell_len, drawn)) < width
     assert cell_len(drawn[5]) > width * 3 // 4
 
 
-def test_a_glance_cuts_what_is_too_long_for_its_rows() -> None:
+def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     vast = replace(TALK.rows[5], text="word " * 200, score=99.0)
     snapshot = replace(TALK, rows=(vast,), slots=(5,))
     assert len(lines(draw_compact_panel(snapshot, NONE, 80), 80)) == 7
@@ -306,10 +317,10 @@ def test_a_glance_cuts_what_is_too_long_for_its_rows() -> None:
     assert last == ["⋯95" + "gone" * 15], "a row's worth of those that just left"
 
 
-def test_a_glance_stays_small() -> None:
+def test_a_compact_panel_stays_small() -> None:
     for width, limit in ((120, 2500), (200, 4000)):
         drawn = printed(
-            draw_compact_panel(glance_of(LONG), DARK, width), width, ColorSystem.EIGHT_BIT
+            draw_compact_panel(compact_view(LONG), DARK, width), width, ColorSystem.EIGHT_BIT
         )
         assert len(drawn.encode()) < limit
         assert len(drawn.splitlines()) == 7

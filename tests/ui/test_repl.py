@@ -1,4 +1,4 @@
-"""The chat as its user sees it: turns, commands, completion, the toolbar."""
+"""Turns and slash commands in a real terminal: what each prints and changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("/policy reservoir sample=100", "policy: entropy -> reservoir"),
         ("/policy reservoir sample=100", "policy_options: none -> sample=100"),
@@ -135,9 +135,9 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
     ids=str,
 )
 def test_a_switch_tells_what_changed_from_what_to_what(
-    chat: Terminal, line: str, told: str
+    chat: Terminal, line: str, reported: str
 ) -> None:
-    assert told in chat.ask(line).splitlines()
+    assert reported in chat.ask(line).splitlines()
 
 
 def test_a_switch_tells_what_was_forgotten_and_what_is_held(chat: Terminal) -> None:
@@ -167,7 +167,7 @@ def test_three_words_leave(line: str) -> None:
 
 
 def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
-    for line, told in (
+    for line, reported in (
         ("/budget", "budget is 1024"),
         ("/decay", "decay is 1.0"),
         ("/sinks", "sinks is 4"),
@@ -178,7 +178,7 @@ def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
     ):
-        assert chat.ask(line).startswith(told)
+        assert chat.ask(line).startswith(reported)
 
 
 def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Terminal) -> None:
@@ -283,14 +283,14 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
     folder = home / "config" / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "other.yaml").write_text("model: somewhere/else\nbudget: 256\n", encoding="utf-8")
-    told = chat.ask("/profile other")
-    assert "budget: 1024 -> 256" in told
-    assert "model stays tiny, not somewhere/else: start with --model" in told
+    reported = chat.ask("/profile other")
+    assert "budget: 1024 -> 256" in reported
+    assert "model stays tiny, not somewhere/else: start with --model" in reported
     assert "those of other already" in chat.ask("/profile other")
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("/polcy sink", "there is no command /polcy (did you mean /policy?)"),
         ("/pol sink", "there is no command /pol (did you mean /policy?)"),
@@ -331,86 +331,9 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
     ids=str,
 )
 def test_a_wrong_line_gets_one_line_that_helps_and_never_reaches_the_model(
-    chat: Terminal, line: str, told: str
+    chat: Terminal, line: str, reported: str
 ) -> None:
     answer = " ".join(chat.ask(line).split())
     assert answer.startswith("sirchat: ")
-    assert told.replace(" ", "") in answer.replace(" ", "")
+    assert reported.replace(" ", "") in answer.replace(" ", "")
     assert " · entropy · 0/1,024 held · decay 1" in chat.text  # nothing read, nothing switched
-
-
-# --- completion
-
-
-def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
-    """Type, and wait until the menu shows each of these; then empty the line again."""
-    chat.wait_prompt()
-    chat.send(typed)
-    for pattern in wanted:
-        chat.wait_screen(pattern, 20)
-    chat.send("\x15")
-    chat.wait_prompt()
-
-
-def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
-    _menu(chat, "/", r" help +list the commands", r" budget +how many tokens are held")
-    _menu(chat, "/pro", r" profile +apply a whole profile")
-    _menu(chat, "/help po", r" policy +what the model remembers by")
-
-
-def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
-    _menu(chat, "/policy ", r" entropy +\S+", r" interval +\S+")
-    _menu(chat, "/policy reservoir ", r" sample= +members of the sample")
-    _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
-    _menu(chat, "/panel ", r" live +while the model speaks", r" off ", r" turn ", r" full ")
-    _menu(chat, "/tokens ", r" turn +those of one turn", r" top ", r" next ")
-    _menu(chat, "/set max", r" max_new_tokens +The most tokens of one reply")
-    _menu(chat, "/set panel ", r" off", r" turn", r" live")
-    _menu(chat, "/set protect ", r" on", r" off")
-    _menu(chat, "/set policy ran", r" random +\S+")
-    _menu(chat, "/show dec", r" decay +What surprisal and attention")
-    _menu(chat, "/recall ", r" off", r" mips", r" on +the measure that recalls best")
-    _menu(chat, "/decay a", r" auto")
-
-
-def test_options_of_the_present_policy_are_completed(chat: Terminal) -> None:
-    chat.ask("/policy reservoir")
-    _menu(chat, "/set sa", r" sample +members of the sample")
-    chat.ask("/policy entropy")
-    chat.send("/set sa")
-    chat.settle(0.3)
-    assert "members of the sample" not in chat.text
-    chat.send("\x15")
-
-
-def test_tab_completes(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("/budg")
-    chat.wait_screen(r" budget +how many")
-    chat.send("\t")
-    chat.wait_screen(r"(?m)^> /budget$")
-    chat.submit(" 64\r")
-    chat.wait("budget: 1024 -> 64")
-
-
-def test_a_message_is_not_completed(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("//pol")
-    chat.wait_screen("> //pol")
-    chat.settle(0.3)
-    assert "what the model remembers by" not in chat.text
-    chat.send("\x15")
-
-
-# --- the toolbar
-
-
-def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
-    chat.wait_prompt()
-    assert chat.text.endswith(" tiny · entropy · 0/1,024 held · decay 1")
-    chat.ask("Hello.")
-    assert re.search(r" tiny · entropy · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
-    chat.ask("/policy reservoir")
-    chat.ask("/budget 64")
-    chat.ask("/decay 0.5")
-    assert re.search(r" tiny · reservoir · (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text)

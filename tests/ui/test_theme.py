@@ -1,4 +1,4 @@
-"""A theme's inks: told apart without colour, in 16 colours, and on either background."""
+"""The styles of a theme differ without colour, in 16 colours, and on either background."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from rich.color import ColorSystem
 from rich.style import Style
 
-from drawing import DARK, LIGHT, TALK, THEMES, fresh, styles
+from drawing import DARK, LIGHT, TALK, THEMES, copied, styles
 from sirchat.ui.tables import draw_tokens
 from sirchat.ui.theme import Theme, bucket, intensity, theme_named
 
@@ -20,7 +20,7 @@ def test_high_surprisal_reads_without_colour(theme: Theme) -> None:
     for surprisal in (0.1, 1.0, 3.0, 5.0, 9.0):
         drawn = draw_tokens([replace(row, surprisal=surprisal, decayed_surprisal=surprisal)], theme)
         cell = next(style for text, style in styles(drawn).items() if '"word"' in text)
-        style = fresh(cell, colour=False)
+        style = copied(cell, colour=False)
         weights.append(style.render("x", color_system=ColorSystem.STANDARD))
     assert weights[3:] == ["\x1b[1mx\x1b[0m", "\x1b[1;4mx\x1b[0m"]
     assert not set(weights[:3]) & set(weights[3:])

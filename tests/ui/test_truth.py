@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from chatting import session
-from counting import Count
+from event_count import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.ui.compact_panel import draw_compact_panel
@@ -44,9 +44,9 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
     )
     count = Count()
     for _ in range(8):
-        count.see(list(chat.ask(draw.choice(_SAYINGS))))
+        count.add(list(chat.ask(draw.choice(_SAYINGS))))
         if draw.random() < 0.3:
-            count.see(list(chat.switch("/budget", budget=draw.choice([64, 80, 128]))))
+            count.add(list(chat.switch("/budget", budget=draw.choice([64, 80, 128]))))
     return chat, count
 
 
@@ -60,7 +60,7 @@ def _panel(chat: Session) -> list[str]:
     return _drawn(draw_panel(chat.snapshot(), _THEME, _WIDTH))
 
 
-def _glance(chat: Session) -> list[str]:
+def _compact_panel(chat: Session) -> list[str]:
     return _drawn(draw_compact_panel(chat.snapshot(strongest=200), _THEME, _WIDTH))
 
 
@@ -97,7 +97,7 @@ def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
     expected = [held, chat.budget, seen, seen - held]
     lines = _panel(chat)
     assert _numbers(lines) == expected
-    assert _numbers(_glance(chat)) == expected
+    assert _numbers(_compact_panel(chat)) == expected
     assert _body(lines) == _held_text(count)
     table = [line.split() for line in lines[lines.index("turns") + 2 :] if line]
     shares = [int(cells[3]) for cells in table]
@@ -119,7 +119,7 @@ def test_the_threshold_is_true(seed: int) -> None:
     free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
     block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
     weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
-    said = re.search(r"needs ([\d.]+) nats to stay", "\n".join(_glance(chat)))
+    said = re.search(r"needs ([\d.]+) nats to stay", "\n".join(_compact_panel(chat)))
     if count.gone and len(count.held) + 2 * block > profile.budget:
         assert said
         assert said.group(1) == f"{weakest[-1].score:.2f}"
@@ -130,7 +130,7 @@ def test_the_threshold_is_true(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
     chat, count = _talk("entropy", seed)
-    strip = next(line for line in _glance(chat) if line.startswith("turns")).split()[1]
+    strip = next(line for line in _compact_panel(chat) if line.startswith("turns")).split()[1]
     for glyph, start, end in zip(strip, [0, *count.ends], count.ends, strict=False):
         share = sum(start <= p < end for p in count.held) / (end - start)
         assert (glyph == "·") == (share == 0)
@@ -147,6 +147,6 @@ def test_while_a_reply_is_generated_the_gauge_is_true_too() -> None:
         for event in chat.ask(saying):
             if isinstance(event, Evicted):
                 gone |= set(event.positions)
-                held, _, seen, forgotten = _numbers(_glance(chat))
+                held, _, seen, forgotten = _numbers(_compact_panel(chat))
                 assert (held, seen, forgotten) == (event.resident, event.seen, len(gone))
     assert gone

@@ -1,4 +1,4 @@
-"""Sessions that tests save, and other processes that open them.
+"""Session files that tests write, and other processes that open them.
 
 The files of an open session are read by other processes: in this one, closing such a file would
 drop the session's lock.
@@ -41,7 +41,7 @@ path, ROW = Path(sys.argv[1]), np.dtype(
 
 
 def rows_at(positions: range) -> NDArray[Any]:
-    """Rows that tell their position; the first has no surprisal."""
+    """Rows whose values follow from their positions; the first has no surprisal."""
     at = np.arange(positions.start, positions.stop)
     rows = np.zeros(len(at), ROW)
     rows["token_id"], rows["surprisal"], rows["decay"] = at, at / 7, -at / 3
@@ -78,14 +78,14 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def elsewhere(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Another Python process that runs `code`, with what it may need imported."""
+    """Start another Python process that runs `code`, after `PRELUDE` and the functions above."""
     shared = [inspect.getsource(function) for function in (rows_at, head_at, said)]
     command = [sys.executable, "-c", "\n".join([PRELUDE, *shared, code]), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def printed(code: str, *arguments: object) -> str:
-    """What another process prints that runs to its end."""
+    """Run `code` in another process to its end; returns what it prints."""
     with elsewhere(code, *arguments) as process:
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -93,7 +93,7 @@ def printed(code: str, *arguments: object) -> str:
 
 
 def columns(rows: NDArray[Any]) -> list[bytes]:
-    """The bytes of every field: NaNs compare, gaps don't."""
+    """The bytes of every field, so that NaNs compare equal and padding is ignored."""
     return [rows[name].tobytes() for name in rows.dtype.names or ()]
 
 

@@ -1,4 +1,4 @@
-"""An engine driven by hand: read, generate, and check that it is whole."""
+"""Single steps of an engine: read, generate, and check that its parts agree."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
 
 def feed(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
-    place = TurnRef(turn, turn // 2)
-    return list(engine.feed(ids, [Role.USER] * len(ids), place, **options))
+    turn_ref = TurnRef(turn, turn // 2)
+    return list(engine.feed(ids, [Role.USER] * len(ids), turn_ref, **options))
 
 
 def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:
@@ -46,7 +46,7 @@ def evicted(records: list[Record]) -> list[list[int]]:
 
 
 def check_whole(engine: Engine) -> None:
-    """Cache and ledger say the same, within the budget."""
+    """Cache and ledger hold the same rows, within the budget."""
     held = engine.ledger.held_positions
     assert engine.resident == engine.cache.length == engine.ledger.held_count == len(held)
     assert engine.resident <= engine.budget
@@ -64,7 +64,7 @@ def state_of(engine: Engine) -> tuple[Any, ...]:
 
 @dataclass
 class failing:
-    """Within, the model raises when this layer writes."""
+    """As a context: the model raises ZeroDivisionError when this layer writes to the cache."""
 
     model: BigramModel
     layer: int

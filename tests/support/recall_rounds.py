@@ -1,4 +1,4 @@
-"""Conversations that forget, and search what they have archived."""
+"""Rounds of an engine that evicts tokens and recalls archived ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Searc
 
 
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
-    """A turn as a session reads it: search, bring back, read."""
+    """Read a turn as a session does: search the archive, recall, read."""
     ids = some_ids(turn, count)
     engine.release()
     found = find(engine, model, ids, turn) if engine.settings.recall else None

@@ -1,7 +1,7 @@
-"""Chats that come up at once: forked from a server that has imported what a chat needs.
+"""Chats that start fast: forked from a server process that has imported what a chat needs.
 
-The imports take most of a start, some seconds of processor time. `python -m sirchat`, run by other
-tests, shows that a chat comes up from nothing as well.
+Imports take most of a start, some seconds of processor time. Other tests run `python -m sirchat`,
+so a normal start is tested too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SERVER.set_forkserver_preload(
 )
 
 
-class Warm(fdspawn):  # type: ignore[misc]
-    """`sirchat ARGUMENTS` in a pseudo-terminal of its own, with pexpect's ways.
+class ForkedChat(fdspawn):  # type: ignore[misc]
+    """`sirchat ARGUMENTS` in a pseudo-terminal of its own, with pexpect's interface.
 
-    `exitstatus` and `signalstatus` tell, once it is closed, how it ended.
+    Once it is closed, `exitstatus` or `signalstatus` says how it ended.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Warm(fdspawn):  # type: ignore[misc]
     ) -> None:
         ours, its = os.openpty()
         termios.tcsetwinsize(its, size)
-        told = (_Terminal(its), list(arguments), dict(env), os.getcwd())
-        self._process = _SERVER.Process(target=_chat, args=told, daemon=True)
+        passed = (_Terminal(its), list(arguments), dict(env), os.getcwd())
+        self._process = _SERVER.Process(target=_chat, args=passed, daemon=True)
         self._process.start()
         os.close(its)
         super().__init__(ours, timeout=timeout)
@@ -45,7 +45,7 @@ class Warm(fdspawn):  # type: ignore[misc]
         termios.tcsetwinsize(self.child_fd, (rows, columns))
 
     def close(self, force: bool = False) -> None:
-        """Close the terminal; a chat that does not end of that is killed, if `force`."""
+        """Close the terminal; with `force`, a chat that does not end then is killed."""
         if not self.closed:
             super().close()
             self._process.join(1 if force else 30)
@@ -58,7 +58,7 @@ class Warm(fdspawn):  # type: ignore[misc]
 
 
 class _Terminal:
-    """The chat's end of a pseudo-terminal, on its way to another process."""
+    """The chat's end of a pseudo-terminal, pickled for another process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -72,7 +72,7 @@ def _number_of(passed: Any) -> int:
 
 
 def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str) -> NoReturn:
-    """What `python -m sirchat` does, behind its imports."""
+    """What `python -m sirchat` does after its imports."""
     os.login_tty(terminal)
     os.chdir(folder)
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""Counts what a conversation holds, from nothing but its events."""
+"""Counts the held tokens of a conversation from its events alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Count:
         self.ends: list[int] = []
         self.roles: list[str] = []
 
-    def see(self, events: list[Event]) -> None:
+    def add(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Restored | Evicted | TurnDone):
                 assert event.tokens is not None

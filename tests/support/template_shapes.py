@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates of the common shapes, built here: no network."""
+"""Tokenizers with the common shapes of chat templates, built here without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CORPUS = [
     "[INST] [/INST] Remember the name Anna, 12 eggs and (B) a library. What was on my list? \n\n",
 ] * 20
 
-# Line breaks are pieces of their own, as in the tokenizers that these templates come with.
+# Line breaks are tokens of their own, as in the tokenizers that these templates come with.
 _WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|\s+(?!\S)|\s+"
 
 _HEAD = "{% for m in messages %}"
@@ -84,7 +84,7 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
 """Template and control tokens by shape; the first token ends a reply, the second may be a BOS."""
 
 TEXT_TOKENS = ["<tool>", "    "]
-"""Added tokens that no template writes, one of them plain blanks."""
+"""Added tokens that no template writes; one of them is four spaces."""
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 
 from chatting import babbler, tiny
 from command import run
-from shelved import SAYINGS, Chat, completions, refusal, resumed, saved
+from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave, saved_profile, take_up
@@ -42,10 +42,10 @@ def opens_elsewhere(path: Path) -> bool:
 def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(folder: Path) -> None:
     chat = Chat()
     chat.say(*SAYINGS[:2])
-    told = chat.do("/save")
+    shown = chat.do("/save")
     (one,) = list_sessions(folder).sessions
-    assert one.id in told
-    assert "with keys and values" in told
+    assert one.id in shown
+    assert "with keys and values" in shown
     chat.do("/stats")  # the disk is brought up to date after it, as after every line
     chat.crash()
     assert resumed(folder, one.id)[1]
@@ -55,8 +55,8 @@ def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(fold
 def test_save_keeps_keys_and_values_as_the_setting_says(folder: Path, save_kv: str) -> None:
     chat = Chat(save_kv=save_kv)
     chat.say(SAYINGS[0])
-    told = chat.do("/save")
-    assert ("without" in told) == (save_kv == "off")
+    shown = chat.do("/save")
+    assert ("without" in shown) == (save_kv == "off")
     assert bool(list(folder.glob("*.safetensors"))) == (save_kv == "on")
 
 
@@ -66,7 +66,7 @@ def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder:
     assert not folder.exists()
     chat.do("/save")
     chat.say(SAYINGS[2])
-    chat.shelving.close()
+    chat.saved_chat.close()
     again, _ = resumed(folder, "last")
     assert again.turns == chat.session.turns
     assert again.profile.save
@@ -91,7 +91,7 @@ def test_after_a_failure_save_tries_again_and_goes_on_in_the_same_file(
         assert "can't be saved: no room" in refusal(chat, "/save")
     chat.do("/save")
     chat.say(SAYINGS[2])
-    chat.shelving.close()
+    chat.saved_chat.close()
     (one,) = list_sessions(folder).sessions
     assert resumed(folder, one.id)[0].turns == chat.session.turns
 
@@ -104,10 +104,10 @@ def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed
     one.path.unlink()
     if is_noticed:
         chat.say(SAYINGS[1])
-    told = chat.do("/save")
-    assert f"session {one.id} takes no more" in told
+    shown = chat.do("/save")
+    assert f"session {one.id} takes no more" in shown
     chat.say(SAYINGS[2])
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert resumed(folder, "last")[0].turns == chat.session.turns
 
 
@@ -136,7 +136,7 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
     chat.say(SAYINGS[4])
     list(again.ask(SAYINGS[4]))
     assert chat.session.turns == again.turns
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert resumed(folder, ident)[0].turns == again.turns
 
 
@@ -191,27 +191,29 @@ def test_a_chat_that_is_not_to_be_saved_stays_so_until_it_is_asked_for(folder: P
     assert "not saved" in chat.do(f"/load {ident}")
     chat.say(SAYINGS[4])
     assert len(list_sessions(folder).sessions) == 1
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert path.read_bytes() == before
     chat = Chat(save=False)
     chat.do(f"/load {ident}")
     chat.say(SAYINGS[4])
     assert ident in chat.do("/save")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert resumed(folder, ident)[0].turns == chat.session.turns
 
 
 def test_one_of_another_model_is_refused_and_the_chat_goes_on(folder: Path) -> None:
-    ident = saved(folder, budget=3000)  # more than the other allows: the model is told all the same
+    ident = saved(
+        folder, budget=3000
+    )  # more than the other allows: the model is shown all the same
     chat = Chat(tiny())
     chat.say("Hello!")
     before, profile = chat.session.turns[:], chat.session.profile
-    told = refusal(chat, f"/load {ident}")
-    assert f"sirchat --resume {ident} --model babbler" in told
+    shown = refusal(chat, f"/load {ident}")
+    assert f"sirchat --resume {ident} --model babbler" in shown
     assert (chat.session.turns, chat.session.profile) == (before, profile)
     assert opens_elsewhere(find_session(folder, ident))
     chat.say("What is my name?")
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert list_sessions(folder).sessions[0].turns == 4
 
 
@@ -241,7 +243,7 @@ def test_a_failure_in_the_middle_loses_neither_chat(
     chat.say(SAYINGS[4])
     chat.do(f"/load {ident}")
     assert chat.texts == SAYINGS[:2]
-    chat.shelving.close()
+    chat.saved_chat.close()
     assert {one.turns for one in list_sessions(folder).sessions} == {4}
 
 
@@ -255,9 +257,9 @@ def test_a_chat_that_cannot_be_saved_is_not_left(
     with monkeypatch.context() as full:
         full.setattr(SessionStore, step, _full)
         chat.say(SAYINGS[3])
-        told = refusal(chat, f"/load {ident}")
-        assert "nothing is loaded" in told
-        assert "/reset" in told
+        shown = refusal(chat, f"/load {ident}")
+        assert "nothing is loaded" in shown
+        assert "/reset" in shown
         assert chat.texts == SAYINGS[2:4]
         chat.do("/reset")
         chat.do(f"/load {ident}")
@@ -298,8 +300,8 @@ def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> Non
         chat.wait_prompt()
         chat.ask("/budget 128")
         assert "/128 held" in _toolbar(chat)
-        told = chat.ask("/load anna")
-        assert "goes on after 2 turns" in told
+        shown = chat.ask("/load anna")
+        assert "goes on after 2 turns" in shown
         assert "/128 held" not in _toolbar(chat)
         assert "Anna" in chat.ask("What is my name?")
         assert chat.leave() == 0

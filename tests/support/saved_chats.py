@@ -1,4 +1,4 @@
-"""Chats that are put on the shelf and taken from it, as the prompt's commands do."""
+"""Chats that are saved and loaded by the slash commands, without a terminal."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]
 
 
 class Chat:
-    """The commands as the prompt gives them, with what they show; a line ends as it does there."""
+    """A chat with its slash commands; each line ends with an autosave, as at the prompt."""
 
     def __init__(self, model: LoadedModel | None = None, **settings: Any) -> None:
         self.session = session(model or babbler(), **{**SMALL, **settings})
         self._out = io.StringIO()
         self._screen = Screen(self._out, self._out)
-        self.shelving = SavedChat(self.session, self._screen)
+        self.saved_chat = SavedChat(self.session, self._screen)
         self._history = InMemory()
 
     def say(self, *texts: str) -> None:
         for text in texts:
             list(self.session.ask(text))
-            self.shelving.update()
+            self.saved_chat.update()
 
     def do(self, line: str) -> str:
-        """What a command shows."""
+        """Run a command; returns what it shows."""
         before = len(self._out.getvalue())
-        commands = Commands(self.session, self._screen, self._history, self.shelving)
+        commands = Commands(self.session, self._screen, self._history, self.saved_chat)
         try:
             commands.run(line)
         except Another as other:
             self.session = other.session
-        self.shelving.update()
+        self.saved_chat.update()
         return self._out.getvalue()[before:]
 
     def crash(self) -> None:
-        self.shelving._saving.let_go()
+        self.saved_chat._saving.let_go()
 
     @property
     def texts(self) -> list[str]:
@@ -62,16 +62,16 @@ class Chat:
 
 
 def saved(folder: Path, name: str = "", **settings: Any) -> str:
-    """The id of a chat that was saved, left, and said `SAYINGS[:2]`."""
+    """Save and leave a chat in which the user said `SAYINGS[:2]`; returns its id."""
     chat = Chat(**settings)
     chat.say(*SAYINGS[:2])
     chat.do(f"/save {name}".strip())
-    chat.shelving.close()
+    chat.saved_chat.close()
     return list_sessions(folder).sessions[0].id
 
 
 def resumed(folder: Path, ident: str) -> tuple[Session, bool]:
-    """A session as `--resume` takes it up, and whether its keys and values were there."""
+    """A session as `--resume` restores it, and whether its keys and values were saved."""
     with SessionStore.open(find_session(folder, ident)) as store:
         head = store.head()
         assert head is not None

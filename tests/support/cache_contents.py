@@ -1,4 +1,4 @@
-"""What an engine holds, to compare one with another."""
+"""The rows that an engine holds, with their keys and values, to compare two engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sirchat.engine.engine import Engine
 
 
 def contents(engine: Engine) -> list[Tensor]:
-    """Everything that attention sees, and the rows it belongs to."""
+    """Positions of the held rows, then keys and values of each layer."""
     layers = range(len(engine.cache.layers))
     views = [
         view(n) for n in layers for view in (engine.cache.layer_keys, engine.cache.layer_values)

@@ -1,0 +1,77 @@
+"""What `/why` reports of a score: its factors, its rank, and the threshold to stay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from chatting import session
+
+
+def test_why_tells_what_a_score_is_the_product_of() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    everything = [chat.why(f"turn {number}") for number in range(8)]
+    rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
+    assert {tuple(one.factors) for one in rows} == {("attention", "novelty", "company")}
+    for one in rows:
+        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.decayed_to
+        assert one.row.score == pytest.approx(factors)
+        assert one.row.attention is not None
+    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank or 0)
+    assert [one.row.score for one in held] == sorted(
+        [one.row.rank_key for one in held], reverse=True
+    )
+    assert chat.snapshot().unit == ""
+
+
+def test_why_ranks_what_is_held_as_the_policy_does() -> None:
+    """Whatever is asked for beside it: tokens of a turn that are gone keep nobody company."""
+    chat = session(policy="salience", budget=64, recent=8)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    worth = {row.position: row.score for row in chat.snapshot().rows}
+    everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
+    assert {one.state for one in everything} == {"held", "archived"}
+    held = {one.row.position: one.row.score for one in everything if one.state == "held"}
+    assert held == pytest.approx({position: worth[position] for position in held})
+
+
+def test_what_came_back_is_worth_the_same_whatever_is_asked_for() -> None:
+    chat = session(policy="salience", budget=64, recent=8, recall="mips", recall_n=12)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    assert chat.recalled
+    worth = {row.position: row.score for row in chat.snapshot().rows}
+    for number in range(8):
+        for one in chat.why(f"turn {number}"):
+            if one.state == "held":
+                assert one.row.score == pytest.approx(worth[one.row.position])
+
+
+def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
+    chat = session(policy="salience", budget=64, recent=8)
+    assert chat.snapshot().threshold is None
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    now = chat.snapshot()
+    leaving = [row.score for row in now.rows if row.position in now.next_to_go]
+    assert now.threshold == max(one for one in leaving if one is not None)
+    assert {one.threshold for one in chat.why("last")} == {now.threshold}
+
+
+def test_without_any_switch_only_the_decays_are_left() -> None:
+    chat = session(
+        policy="salience",
+        budget=64,
+        recent=8,
+        decay=0.5,
+        policy_options=dict.fromkeys(("surprisal", "attention", "novelty", "spans"), False),
+    )
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    for one in chat.why("turn 4"):
+        assert one.factors == {}
+        assert one.row.score == pytest.approx(one.decayed_to)

@@ -1,0 +1,96 @@
+"""Whether a sampling policy keeps every token of a stream with the same probability."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+
+from families import BigramModel
+from ledger_rows import append_rows
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.policies import policy_class
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.reservoir import Reservoir
+
+SEED = 7
+STREAM, BUDGET, SINKS = 20_000, 1604, 4
+CHUNK = (BUDGET - SINKS) // 4
+ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
+UNEVEN_ROUNDS = [60, 5000, 30, 30, 7000, 90, 10, 1234, 17, 3000, 5] + [51] * 70
+
+
+@pytest.mark.parametrize("rounds", [ONE_ROUND, SHORT_ROUNDS], ids=["one round", "short rounds"])
+def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) -> None:
+    assert evenness(Reservoir(), rounds, seeds=150) > 0.01
+
+
+def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
+    """The same measurement finds the bias of `random`, with a tenth of the streams."""
+    assert evenness(policy_class("random")(), SHORT_ROUNDS, seeds=40) < 1e-6
+
+
+@pytest.mark.parametrize("rounds", [UNEVEN_ROUNDS, SHORT_ROUNDS], ids=["uneven", "short"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
+    rounds: list[int], seed: int
+) -> None:
+    """It holds the largest keys of the whole stream; which keys are largest knows no position."""
+    size = CHUNK - 20
+    held, end = read_stream(Reservoir(sample=size), rounds, seed)
+    keys = uniform(seed, Purpose.ARRIVAL, np.arange(end))
+    keys[:SINKS] = -1
+    assert set(keys.argsort()[-size:]) <= set(held)
+
+
+def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
+    keys = np.stack([uniform(seed, Purpose.ARRIVAL, np.arange(STREAM)) for seed in range(400)])
+    largest = np.argpartition(keys, -CHUNK, axis=1)[:, -CHUNK:]
+    assert chisquare(np.histogram(largest, bins=10, range=(0, STREAM))[0]).pvalue > 0.01
+
+
+def test_the_measurement_forgets_as_the_engine_does() -> None:
+    policy, rounds = Reservoir(), [2500, 500, 120, 1700]
+    model = BigramModel()
+    engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)
+    for number, length in enumerate(rounds):
+        ids = [5] * length
+        list(engine.feed(ids, [Role.USER] * length, TurnRef(number, number)))
+    held, _ = read_stream(policy, rounds, SEED)
+    assert engine.ledger.held_positions.tolist() == held.tolist()
+
+
+def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
+    """Chi-square p of the kept tokens in each tenth of the stream, but for sinks and the newest."""
+    counts = np.zeros(10)
+    for seed in range(seeds):
+        held, end = read_stream(policy, rounds, seed)
+        old = held[(held >= SINKS) & (held < end)]
+        counts += np.histogram(old, bins=10, range=(SINKS, end))[0]
+    return float(chisquare(counts).pvalue)
+
+
+def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[np.int64], int]:
+    """Read rounds of these lengths as the engine does.
+
+    Returns the positions held at the end, and where the tokens begin that the last eviction kept
+    for being new.
+    """
+    ledger, room, end = Ledger(seed), BUDGET - SINKS, 0
+    recent = getattr(policy, "recent", 0)
+    for number, length in enumerate(rounds):
+        opened = ledger.seen
+        for start in range(0, length, room // 4):
+            count = min(room // 4, length - start)
+            if ledger.held_count + count > BUDGET:
+                newest = max(opened, ledger.seen - room // 2)
+                at = ledger.held_positions
+                held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
+                ledger.keep(policy.keep(held, BUDGET - count))
+                end = min(newest, held.seen - recent)
+            append_rows(ledger, [1.0] * count, number)
+    return ledger.held_positions, end

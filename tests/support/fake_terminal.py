@@ -1,0 +1,102 @@
+"""A terminal without a process, and a live view that shows a reply on it."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pyte
+import pytest
+
+from sirchat.chat.events import Delta, TokenRow
+from sirchat.chat.snapshot import Snapshot, TurnShare
+from sirchat.config.profile import Profile
+from sirchat.ui.live import LiveTurn
+from sirchat.ui.screen import Screen
+from terminal import resize
+
+
+class FakeTerminal(io.StringIO):
+    """A stream that `Screen` takes for a terminal, read by a terminal emulator."""
+
+    def __init__(self, rows: int = 30, columns: int = 80) -> None:
+        super().__init__()
+        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self.screen.set_mode(pyte.modes.LNM)
+        self._stream = pyte.Stream(self.screen)
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._stream.feed(text)
+        return super().write(text)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the window."""
+        resize(self.screen, rows, columns)
+
+    def size(self, *descriptor: int) -> os.terminal_size:
+        """Replaces `os.get_terminal_size`."""
+        return os.terminal_size((self.screen.columns, self.screen.lines))
+
+
+def stub_session(panel: str = "live", text: str = "held") -> Any:
+    """The parts of a session that a live view uses; it holds one token with this text."""
+    row = TokenRow(0, 1, text, 0, "user", 2.0, 1.0, 1.0, 0.5, ())
+    view = Snapshot(
+        model="model",
+        policy="entropy",
+        decay=1.0,
+        budget=64,
+        resident=1,
+        seen=1,
+        recalled=0,
+        speed=1.0,
+        threshold=1.0,
+        next_to_go=(0,),
+        rows=(row,),
+        slots=(0,),
+        turns=(TurnShare(0, "user", 1, 1, 2.0),),
+        histogram=None,
+    )
+    return SimpleNamespace(
+        profile=Profile(panel=panel),  # type: ignore[arg-type]
+        budget=64,
+        snapshot=lambda strongest=None: view,
+        tokens=lambda positions: (row,),
+    )
+
+
+def show_reply(
+    terminal: FakeTerminal, chunks: list[str], panel: str = "live", *sizes: tuple[int, int]
+) -> None:
+    """Show a reply that comes in these chunks; the window changes to these sizes on the way."""
+    changes = {(i + 1) * len(chunks) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
+    with LiveTurn(stub_session(panel), Screen(terminal, terminal)) as view:
+        for i, chunk in enumerate(chunks):
+            if i in changes:
+                terminal.resize(*changes[i])
+            view.show(Delta(chunk))
+
+
+def fake_terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    """A fake terminal of the size that the system reports, and an environment for colours."""
+    terminal = FakeTerminal()
+    monkeypatch.setattr("os.get_terminal_size", terminal.size)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "COLUMNS", "LINES", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    return terminal
+
+
+@contextmanager
+def every_frame_drawn() -> Iterator[None]:
+    """Within, a live view draws after every event, however fast they come."""
+    with patch("sirchat.ui.live.Pace.is_due", lambda self: True):
+        yield

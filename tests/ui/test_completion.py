@@ -1,0 +1,94 @@
+"""What the prompt shows while the user types: completions, and the toolbar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from terminal import Shared, Terminal
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path) -> Iterator[Shared]:
+    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120))
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    return shared.anew()
+
+
+def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
+    """Type, and wait until the menu shows each of these; then empty the line again."""
+    chat.wait_prompt()
+    chat.send(typed)
+    for pattern in wanted:
+        chat.wait_screen(pattern, 20)
+    chat.send("\x15")
+    chat.wait_prompt()
+
+
+def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
+    _menu(chat, "/", r" help +list the commands", r" budget +how many tokens are held")
+    _menu(chat, "/pro", r" profile +apply a whole profile")
+    _menu(chat, "/help po", r" policy +what the model remembers by")
+
+
+def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
+    _menu(chat, "/policy ", r" entropy +\S+", r" interval +\S+")
+    _menu(chat, "/policy reservoir ", r" sample= +members of the sample")
+    _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
+    _menu(chat, "/panel ", r" live +while the model speaks", r" off ", r" turn ", r" full ")
+    _menu(chat, "/tokens ", r" turn +those of one turn", r" top ", r" next ")
+    _menu(chat, "/set max", r" max_new_tokens +The most tokens of one reply")
+    _menu(chat, "/set panel ", r" off", r" turn", r" live")
+    _menu(chat, "/set protect ", r" on", r" off")
+    _menu(chat, "/set policy ran", r" random +\S+")
+    _menu(chat, "/show dec", r" decay +What surprisal and attention")
+    _menu(chat, "/recall ", r" off", r" mips", r" on +the measure that recalls best")
+    _menu(chat, "/decay a", r" auto")
+
+
+def test_options_of_the_present_policy_are_completed(chat: Terminal) -> None:
+    chat.ask("/policy reservoir")
+    _menu(chat, "/set sa", r" sample +members of the sample")
+    chat.ask("/policy entropy")
+    chat.send("/set sa")
+    chat.settle(0.3)
+    assert "members of the sample" not in chat.text
+    chat.send("\x15")
+
+
+def test_tab_completes(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("/budg")
+    chat.wait_screen(r" budget +how many")
+    chat.send("\t")
+    chat.wait_screen(r"(?m)^> /budget$")
+    chat.submit(" 64\r")
+    chat.wait("budget: 1024 -> 64")
+
+
+def test_a_message_is_not_completed(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("//pol")
+    chat.wait_screen("> //pol")
+    chat.settle(0.3)
+    assert "what the model remembers by" not in chat.text
+    chat.send("\x15")
+
+
+def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
+    chat.wait_prompt()
+    assert chat.text.endswith(" tiny · entropy · 0/1,024 held · decay 1")
+    chat.ask("Hello.")
+    assert re.search(r" tiny · entropy · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
+    chat.ask("/policy reservoir")
+    chat.ask("/budget 64")
+    chat.ask("/decay 0.5")
+    assert re.search(r" tiny · reservoir · (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text)

@@ -1,0 +1,178 @@
+"""Stopped turns, failed turns, and typing during a reply: the conversation stays well-formed."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from terminal import Shared, Terminal, pager_into
+
+ESCAPE, ENTER, UP, CTRL_C = "\x1b", "\r", "\x1b[A", "\x03"
+
+
+@pytest.fixture(scope="module")
+def paged(home: Path) -> Path:
+    """What the pager was given last."""
+    return home / "paged"
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path, paged: Path, endless: str) -> Iterator[Shared]:
+    environ = {"PAGER": pager_into(paged)}
+    chats = Shared(lambda: Terminal("--model", endless, home=home, environ=environ))
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    """A chat whose replies are of three tokens."""
+    chat = shared.anew()
+    chat.ask("/set max_new_tokens 3")
+    return chat
+
+
+@pytest.fixture
+def speaker(shared: Shared) -> Terminal:
+    """A chat whose replies go on and on."""
+    chat = shared.anew()
+    chat.ask("/set max_new_tokens 100000")
+    return chat
+
+
+def _held(chat: Terminal, paged: Path) -> str:
+    """The held tokens, one after the other."""
+    chat.ask("/tokens")
+    table = paged.read_text(encoding="utf-8") if "position" not in chat.shown else chat.shown
+    table = re.sub(r"\x1b\[[\d;]*m", "", table)
+    return "".join(re.findall(r'^ *\d+ +\d+ +\w+ +"(.*?)" +\d+ ', table, re.M))
+
+
+@pytest.mark.parametrize("key", [CTRL_C, ESCAPE], ids=["Ctrl-C", "Esc"])
+def test_a_key_stops_a_reply_and_keeps_it(speaker: Terminal, paged: Path, key: str) -> None:
+    speaker.begin_reply()
+    speaker.send(key)
+    speaker.wait("interrupted")
+    speaker.wait_prompt()
+    words = re.findall(r"[a-z]{4,}", speaker.shown)[:20]
+    held = _held(speaker, paged)
+    assert sum(word in held for word in words) > 5
+    speaker.begin_reply("And then?")
+    speaker.send(key)
+    speaker.wait("interrupted")
+
+
+def test_arrow_keys_do_not_stop_a_reply(speaker: Terminal) -> None:
+    speaker.ask("/set max_new_tokens 1500")
+    speaker.begin_reply()
+    for key in ("A", "B", "C", "D", "H", "F", "3~"):
+        speaker.send(f"\x1b[{key}")
+    speaker.wait_prompt()
+    assert " 1,500 out" in speaker.shown
+    assert "cut at the length limit" in speaker.shown
+
+
+def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.submit(CTRL_C)
+    chat.wait_prompt()
+    assert chat.text.count("Ctrl-D or /exit leaves") == 1
+
+
+def test_ctrl_c_empties_the_prompt_and_up_brings_it_back(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("nearly lost")
+    chat.wait_screen("> nearly lost")
+    chat.send(CTRL_C)
+    chat.wait_prompt()
+    chat.send(UP)
+    chat.wait_screen("> nearly lost")
+    chat.send(CTRL_C)
+
+
+def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -> None:
+    chat.wait_prompt()
+    text = " ".join(f"word{i}" for i in range(8000))
+    chat.paste(text)
+    chat.wait_screen("word7999")
+    chat.submit(ENTER)
+    chat.wait_screen(r"reading [█▏▎▍▌▋▊▉]* +[\d,]+ of [\d,]{6} tokens")
+    chat.send(CTRL_C)
+    chat.wait_prompt()
+    read = re.search(r"([\d,]+) in, 0 out, .*interrupted", chat.text)
+    assert read
+    assert int(read[1].replace(",", "")) < 30_000  # of 38,895
+    assert "reading" not in chat.text
+    assert "3 out" in chat.ask("Hello.")
+
+
+def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
+    chat: Terminal, paged: Path
+) -> None:
+    moments = random.Random(7)
+    chat.ask("/set max_new_tokens 200")
+    chat.ask("/budget 4000")
+    for _ in range(10):
+        chat.wait_prompt()
+        chat.send("one two three four five six seven eight nine ten " * moments.choice([1, 12]))
+        chat.submit(ENTER)
+        time.sleep(moments.uniform(0, 0.25))
+        chat.send(CTRL_C)
+        chat.wait_prompt()
+    assert " 200 out" in chat.ask("Hello.")
+    turns = re.split(r"<\|(?:user|assistant)\|>", _held(chat, paged))
+    assert len(turns) == 1 + 2 * 11
+    assert turns[0] == "<|bos|>"
+    assert all(turn.count("<|end|>") == 1 and turn.endswith("<|end|>") for turn in turns[1:])
+
+
+def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(
+    speaker: Terminal,
+) -> None:
+    speaker.begin_reply()
+    speaker.send("zzqq")
+    speaker.read_on()
+    assert b"zzqq" not in speaker.raw[-6000:]
+    speaker.send(CTRL_C)
+    speaker.wait_screen("(?m)^> zzqq$")
+    assert speaker.everything.count("zzqq") == 1
+    speaker.send(CTRL_C)
+
+
+def test_a_line_typed_ahead_is_sent(speaker: Terminal) -> None:
+    speaker.begin_reply()
+    speaker.send("/budget 64\r")
+    speaker.read_on()
+    speaker.send(CTRL_C)
+    speaker.wait("budget: 1024 -> 64")
+    speaker.wait_prompt()
+
+
+def test_a_paste_ahead_stays_one_message(speaker: Terminal) -> None:
+    speaker.begin_reply()
+    speaker.paste("/reset\nzzqq")
+    speaker.read_on()
+    speaker.send(ESCAPE)
+    speaker.wait_screen("> /reset\n  zzqq")
+    speaker.wait_screen("pasted: sent as it is, never a command")
+    speaker.send(CTRL_C)
+
+
+def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(chat: Terminal) -> None:
+    chat.ask("Hello.")
+    chat.ask("/policy full")
+    held = re.search(r"([\d,]+)/4,096 held", chat.text)
+    assert held
+    chat.wait_prompt()
+    chat.paste("word " * 5000)
+    chat.wait_screen("pasted")
+    chat.submit(ENTER)
+    chat.wait_prompt()
+    assert "sirchat: " in chat.text.split("word")[-1]
+    assert f"{held[1]}/4,096 held" in chat.text
+    assert "3 out" in chat.ask("Hello again.")

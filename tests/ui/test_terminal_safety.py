@@ -1,0 +1,176 @@
+"""Shown text cannot control the terminal: escape sequences are filtered out everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chatting import save_babbler
+from command import run
+from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply, stub_session
+from sirchat.chat.events import Evicted, Reading
+from sirchat.chat.snapshot import EDGES, Histogram
+from sirchat.ui.live import LiveTurn
+from sirchat.ui.panel import draw_panel
+from sirchat.ui.screen import Screen
+from sirchat.ui.tables import draw_tokens
+from terminal import Terminal
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    return fake_terminal(monkeypatch)
+
+
+@pytest.fixture
+def every_frame() -> Iterator[None]:
+    with every_frame_drawn():
+        yield
+
+
+_CONTROLS = {
+    **{f"C0 {i:02x}": chr(i) for i in range(32) if chr(i) not in "\t\n"},
+    "DEL": "\x7f",
+    **{f"C1 {i:02x}": chr(i) for i in range(0x80, 0xA0)},
+    **{f"bidi {ord(c):04x}": c for c in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e"},
+    **{f"bidi {ord(c):04x}": c for c in "\u2066\u2067\u2068\u2069"},
+    "colour": "\x1b[31m",
+    "clear": "\x1b[2J",
+    "cursor": "\x1b[10A",
+    "private mode": "\x1b[?1049h",
+    "title": "\x1b]0;owned\x07",
+    "link": "\x1b]8;;http://example.com\x1b\\link\x1b]8;;\x1b\\",
+    "clipboard": "\x1b]52;c;b3duZWQ=\x07",
+    "device control": "\x1bP1$r0m\x1b\\",
+    "privacy message": "\x1b^owned\x1b\\",
+    "application command": "\x1b_owned\x1b\\",
+    "start of string": "\x1bXowned\x1b\\",
+    "charset": "\x1b(0",
+    "reset": "\x1bc",
+    "8-bit CSI": "\x9b2J",
+    "8-bit OSC": "\x9d0;owned\x9c",
+    "8-bit DCS": "\x90owned\x9c",
+    "broken off": "\x1b]0;owned\x1b[2J",
+}
+
+_OURS = re.compile(r"\x1b\[(?:[\d;]*m|\?25[lh]|\d*A|2K)|\r")
+"""What the chat itself writes: styles, the cursor shown, hidden or moved up, rows erased."""
+
+_HARM = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+    "|owned|b3duZWQ|example"
+)
+
+
+def _harm(written: str) -> list[str]:
+    """What is in there that the chat did not write."""
+    return _HARM.findall(_OURS.sub("", written))
+
+
+@pytest.mark.parametrize("name", _CONTROLS)
+def test_a_reply_cannot_steer_the_terminal_wherever_it_is_split(
+    terminal: FakeTerminal, name: str
+) -> None:
+    text = f"before{_CONTROLS[name]}\nafter"
+    for panel in ("live", "off"):
+        for cut in range(len(text) + 1):
+            show_reply(terminal, [text[:cut], text[cut:]], panel)
+        show_reply(terminal, list(text), panel)
+    screen = Screen(terminal, terminal)
+    for char in text:
+        screen.stream(char)
+    assert not _harm(terminal.getvalue())
+    assert terminal.getvalue().count("after") >= 2 * len(text) + 5
+
+
+@pytest.mark.usefixtures("every_frame")
+def test_what_is_held_cannot_steer_the_terminal(terminal: FakeTerminal) -> None:
+    for control in _CONTROLS.values():
+        text = f"before{control}after"
+        talk, screen = stub_session(text=text), Screen(terminal, terminal)
+        with LiveTurn(talk, screen) as view:
+            view.show(Reading(1, 2))
+            view.show(Evicted(turn=0, positions=(0,), resident=1, seen=1))
+        snapshot = replace(talk.snapshot(), model=text, policy=text)
+        histogram = Histogram(*([(0,) * (len(EDGES) - 1)] * 2))
+        screen.show(draw_panel(replace(snapshot, histogram=histogram), screen.theme, 80))
+        screen.show(draw_tokens(snapshot.rows, screen.theme))
+    written = re.sub("owned|b3duZWQ|example", "", terminal.getvalue())  # as text they may be shown
+    assert not _harm(written)
+
+
+def test_notices_and_errors_cannot_steer_the_terminal(terminal: FakeTerminal) -> None:
+    screen = Screen(terminal, terminal)
+    for control in _CONTROLS.values():
+        screen.note(f"before{control}")
+        screen.error(f"before{control}")
+    assert not _harm(terminal.getvalue())
+
+
+_EVIL = "evil\x1b]0;owned\x07\x1b[2J\u202e\x9b2J"
+
+
+def test_names_in_errors_and_lists_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "profiles"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"description: {json.dumps(_EVIL)}\n", encoding="utf-8")
+    variables = {"SIRCHAT_HOME": str(tmp_path), "NO_COLOR": "1"}
+    for arguments in (
+        ["replay", _EVIL],
+        ["--model", _EVIL],
+        ["--policy", _EVIL],
+        ["--budget", _EVIL],
+        ["--profile", _EVIL],
+        [f"--{_EVIL}"],
+        [_EVIL],
+        ["profiles", "list"],
+        ["profiles", "show", "mine"],
+        ["profiles", "path", _EVIL],
+        ["policies", "check", _EVIL],
+    ):
+        done = run(*arguments, **variables)
+        assert "evil" in done.stdout + done.stderr, arguments
+        written = (done.stdout + done.stderr).replace("owned", "")  # as text it may be shown
+        assert not _harm(written), arguments
+
+
+def test_a_transcript_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    texts = [f"before{control}after" for control in _CONTROLS.values()]
+    turns = [{"role": role, "content": text} for text in texts for role in ("user", "assistant")]
+    file.write_text("".join(json.dumps(turn) + "\n" for turn in turns), encoding="utf-8")
+    done = run("replay", "--feed", str(file))
+    assert done.stdout.count("before") == len(turns)
+    assert not _harm(done.stdout + done.stderr)
+
+
+def test_a_file_name_in_an_error_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    program = (sys.executable, "-m", "sirchat", "replay", _EVIL)
+    with Terminal(*program, home=tmp_path) as terminal:
+        assert terminal.ended() == 2
+        assert "evil cannot be read" in terminal.text
+        assert not _harm(terminal.raw.decode())
+
+
+def test_a_model_name_and_a_profile_cannot_steer_a_chat(tmp_path: Path) -> None:
+    model = save_babbler(tmp_path / _EVIL)
+    folder = tmp_path / "config" / "profiles"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"description: {json.dumps(_EVIL)}\n", encoding="utf-8")
+    with Terminal("--model", str(model), home=tmp_path) as chat:
+        chat.ask("Hello.")
+        chat.send("/profile m")
+        chat.wait_screen("mine +evil")
+        chat.submit("\x03\x03")
+        chat.paste(_EVIL)
+        chat.wait_screen("> evil·")
+        chat.submit()
+        assert chat.leave() == 0
+    for harm in (b"\x1b]", b"\x07", b"\x1b[2J", "\u202e".encode(), "\x9b".encode()):
+        assert harm not in chat.raw

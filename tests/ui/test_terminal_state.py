@@ -1,0 +1,165 @@
+"""The terminal's state after the chat is suspended, ended or killed, and while a pager runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from sirchat.ui.interrupt import insistent
+from terminal import Terminal
+
+CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
+
+
+class _Shell(Terminal):
+    """A shell with job control, and a chat in it."""
+
+    def __init__(self, folder: Path, model: str, program: str = "-m sirchat") -> None:
+        flags = ("--norc", "--noprofile", "--noediting", "-i")
+        super().__init__("bash", *flags, home=folder, environ={"PS1": "READY# "})
+        self._folder = folder
+        self.command(f"cd {folder}; stty -a > before")
+        self.command(f"{sys.executable} {program} --model {model} --max-new-tokens 100000")
+
+    def command(self, line: str) -> None:
+        """Type a command line, at the shell's prompt."""
+        self.wait_screen(r"READY#$")
+        before = len(self.raw)
+        self.send(f"clear; {line}\r")
+        # Until the screen was cleared, behind the line's echo; the command may have ended by then.
+        self.until(lambda: b"\x1b[" in self.raw[before:].partition(b"\n")[2])
+
+    def signal(self, number: int) -> None:
+        """Signal whatever runs in the foreground."""
+        os.killpg(os.tcgetpgrp(self.child.child_fd), number)
+
+    def code(self) -> int:
+        """How the chat ended; whether it left the terminal as it found it."""
+        self.wait_screen(r"READY#$")
+        assert "Traceback" not in self.everything
+        assert not self.screen.cursor.hidden
+        assert self.raw.rfind(b"\x1b[?2004l") >= self.raw.rfind(b"\x1b[?2004h")
+        self.send("echo code $?; stty -a > after\r")
+        self.wait_screen(r"(?m)^code \d+\nREADY#$")
+        before, after = (self._folder / name for name in ("before", "after"))
+        assert after.read_text(encoding="utf-8") == before.read_text(encoding="utf-8")
+        found = re.search(r"(?m)^code (\d+)$", self.text)
+        return int(found[1]) if found else -1
+
+
+@pytest.fixture
+def shell(tmp_path: Path, endless: str) -> Iterator[_Shell]:
+    if shutil.which("bash") is None or shutil.which("stty") is None:
+        pytest.skip("no bash, or no stty")
+    shell = _Shell(tmp_path, endless)
+    with shell:
+        yield shell
+
+
+def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> None:
+    shell.wait_prompt()
+    shell.send(CTRL_Z)
+    shell.command("stty -a | diff - before && echo no difference")
+    shell.wait_screen("no difference")
+    shell.command("fg")
+    shell.wait_prompt()
+    shell.begin_reply()
+    shell.send(CTRL_Z)
+    shell.wait_screen("READY#$")
+    assert not shell.screen.cursor.hidden
+    assert shell.raw.rfind(b"\x1b[?2004l") > shell.raw.rfind(b"\x1b[?2004h")
+    shell.command("stty -a | diff - before && echo no difference")
+    shell.wait_screen("no difference")
+    shell.command("fg")
+    shell.settle(0.2)
+    shell.send("zzqq")
+    shell.read_on()
+    assert b"zzqq" not in shell.raw
+    for _ in range(3):
+        shell.send(CTRL_C)
+    shell.wait_screen("(?m)^> zzqq$")
+    shell.send(CTRL_C)
+    shell.wait_prompt()
+    shell.send(CTRL_D)
+    assert shell.code() == 0
+
+
+def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
+    shell: _Shell, endless: str
+) -> None:
+    shell.wait_screen(rf"^loading {endless} ")
+    shell.wait_prompt()
+    assert shell.lines[0].startswith(f"{endless}, policy entropy")
+    shell.say("/exit")
+    assert shell.code() == 0
+
+
+def test_sigterm_ends_a_reply(shell: _Shell) -> None:
+    shell.begin_reply()
+    shell.signal(signal.SIGTERM)
+    assert shell.code() == 128 + signal.SIGTERM
+
+
+def test_sigterm_ends_a_prompt(shell: _Shell) -> None:
+    shell.wait_prompt()
+    shell.signal(signal.SIGTERM)
+    assert shell.code() == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\nimport sirchat.__main__ as program\nimport sirchat.models.model as model\n"
+        "model.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
+    )
+    shell = _Shell(tmp_path, endless, str(slow))
+    with shell:
+        shell.wait_screen(r"(?m)^loading ")
+        shell.send(CTRL_C)
+        assert shell.code() == 130
+        assert "loading" not in shell.text
+
+
+def test_an_interrupt_that_an_import_swallows_is_raised_behind_it() -> None:
+    with pytest.raises(KeyboardInterrupt), insistent(), suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
+    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
+        assert chat.ended() == 1
+        line = " ".join(chat.text.split())
+        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
+        assert not chat.screen.cursor.hidden
+
+
+def test_ctrl_c_in_the_pager_is_the_pagers_own(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
+    pager.write_text(f"#!/bin/sh\n{waits}\n", encoding="utf-8")
+    pager.chmod(0o700)
+    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
+        chat.say("/set")
+        chat.wait("here")
+        chat.send(CTRL_C)
+        chat.wait("caught")
+        chat.wait_prompt()
+        assert chat.leave() == 0
+
+
+def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text("no program")
+    pager.chmod(0o700)
+    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
+        assert "max_new_tokens" in chat.ask("/set")
+        assert chat.leave() == 0

@@ -1,0 +1,196 @@
+"""Typing at the prompt: lines, history, the editor, and pasted text."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import DummyCompleter
+from prompt_toolkit.history import DummyHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from sirchat.ui.prompt import Line, Prompt
+from terminal import Shared, Terminal, pager_into
+
+ENTER, UP, CTRL_C, CTRL_R = "\r", "\x1b[A", "\x03", "\x12"
+NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path, endless: str) -> Iterator[Shared]:
+    editor = home / "editor.sh"
+    editor.write_text('#!/bin/sh\necho "and edited" >> "$1"\n', encoding="utf-8")
+    editor.chmod(0o755)
+    environ = {"PAGER": pager_into(home / "paged"), "EDITOR": str(editor), "VISUAL": ""}
+    chats = Shared(lambda: Terminal("--model", endless, home=home, environ=environ))
+    yield chats
+    chats.close()
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    """A chat whose replies are of three tokens."""
+    chat = shared.anew()
+    chat.ask("/set max_new_tokens 3")
+    return chat
+
+
+def _message(chat: Terminal, turn: int = 0) -> str:
+    """The user's text as the model got it in a turn."""
+    table = chat.ask(f"/tokens turn {turn}")
+    return "".join(re.findall(r'^ *\d+ +\d+ +you +"(.*?)" +\d+ ', table, re.M)).replace("⏎", "\n")
+
+
+@pytest.mark.parametrize("keys", NEW_LINES.values(), ids=NEW_LINES)
+def test_enter_submits_and_these_keys_begin_a_new_line(chat: Terminal, keys: str) -> None:
+    chat.wait_prompt()
+    chat.send(f"one{keys}two{keys}three")
+    chat.wait_screen(r"> one\n  two\n  three")
+    chat.submit(ENTER)
+    assert _message(chat) == "one\ntwo\nthree"
+
+
+def test_a_block_in_triple_quotes_goes_over_several_enters(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send('"""one\r/reset\r\rtwo\\\rthree"""')
+    chat.wait_screen(r'> """one\n  /reset\n\n  two\\\n  three"""')
+    chat.submit(ENTER)
+    assert _message(chat) == "one\n/reset\n\ntwo\\\nthree"
+
+
+def test_up_recalls_and_the_history_is_private(chat: Terminal, home: Path) -> None:
+    chat.ask("first words")
+    chat.ask("second words")
+    chat.send(UP)
+    chat.wait_screen("> second words\n")
+    chat.send(UP)
+    chat.wait_screen("> first words\n(?!.*tok/s)")
+    chat.send(CTRL_C)
+    chat.wait_prompt()
+    file = home / "state" / "history"
+    assert "+second words" in file.read_text(encoding="utf-8")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_ctrl_r_searches_what_was_typed(chat: Terminal) -> None:
+    chat.ask("a needle in here")
+    chat.ask("some hay")
+    chat.send(CTRL_R + "needle")
+    chat.wait_screen("I-search backward.*needle")
+    chat.submit("\r\r")
+    chat.wait_prompt()
+    assert _message(chat, 4) == "a needle in here"
+
+
+def test_ctrl_x_ctrl_e_opens_the_editor_and_its_text_comes_back(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("typed\x18\x05")
+    chat.wait_screen("(?m)^> typedand edited$")
+    chat.send("!")
+    chat.submit(ENTER)
+    assert _message(chat) == "typedand edited!"
+
+
+def test_a_paste_of_several_lines_is_one_message_and_never_a_command(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.paste("/policy sink\r\n/reset\nand this\n")
+    chat.wait_screen("pasted: sent as it is, never a command")
+    chat.submit(ENTER)
+    assert _message(chat) == "/policy sink\n/reset\nand this\n"
+    assert " · entropy · " in chat.text
+
+
+def test_a_pasted_command_is_a_message_too(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.paste("/reset")
+    chat.wait_screen("> /reset")
+    chat.submit(ENTER)
+    assert _message(chat) == "/reset"
+
+
+def test_a_paste_behind_typed_words_is_added_to_them(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send("see: ")
+    chat.paste("one\n/two")
+    chat.wait_screen("> see: one\n  /two")
+    chat.submit(ENTER)
+    assert _message(chat) == "see: one\n/two"
+
+
+def test_what_is_pasted_cannot_steer_the_terminal(chat: Terminal) -> None:
+    chat.wait_prompt()
+    before = len(chat.raw)
+    chat.paste("a\x1b]0;title\x07b\u202ec\x9bd")
+    chat.wait_screen("> a·")
+    chat.submit(ENTER)
+    chat.wait_prompt()
+    for control in (b"\x1b]0;title", b"\x07", "\u202e".encode(), "\x9b".encode()):
+        assert control not in chat.raw[before:]
+
+
+def test_an_empty_paste_is_none_and_a_paste_edited_away_neither(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.paste("")
+    assert "turns" in chat.ask("/stats")
+    chat.wait_prompt()
+    chat.paste("/")
+    chat.send("\x7f")
+    assert "turns" in chat.ask("/stats")
+
+
+def test_quotes_around_nothing_say_nothing_and_text_may_follow_a_block(chat: Terminal) -> None:
+    chat.ask("/reset")
+    chat.wait_prompt()
+    chat.send('""""""' + ENTER)
+    chat.settle()
+    assert " 0/" in chat.lines[-1]
+    assert " out" in chat.ask('"""hi""" he said')
+
+
+def test_the_toolbar_follows_the_theme(chat: Terminal) -> None:
+    chat.ask("/set theme none")
+    chat.settle()
+    before = len(chat.raw)
+    chat.ask("/stats")
+    chat.settle()
+    assert b"\x1b[0;90m" not in chat.raw[before:]
+    chat.ask("/set theme auto")
+
+
+def test_a_history_that_can_no_longer_be_written_is_done_without(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.wait_prompt()
+        shutil.rmtree(tmp_path / "state")
+        (tmp_path / "state").write_text("in the way", encoding="utf-8")
+        assert "turns" in chat.ask("/stats")
+        assert "turns" in chat.ask("/stats")
+        assert "Exception" not in chat.everything
+        assert chat.leave() == 0
+
+
+def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with create_pipe_input() as keys:
+        prompt = Prompt(
+            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
+        )
+        closes = PromptSession.prompt
+
+        def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
+            closes(self, *args, **options)
+            raise KeyboardInterrupt
+
+        keys.send_text("Hello.\r")
+        assert prompt.read() == Line("Hello.", is_command=False)
+        monkeypatch.setattr(PromptSession, "prompt", closed_too_late)
+        keys.send_text("Hello.\r")
+        assert prompt.read() == Line("Hello.", is_command=False, is_stopped=True)
+        keys.send_text("\x03")
+        with pytest.raises(KeyboardInterrupt):
+            prompt.read()
