@@ -1,4 +1,4 @@
-"""What a session reports: typed, frozen records. `--json` prints the same records, one a line."""
+"""The records that a session yields; `--json` prints the same records, one per line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reading(Event):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """New text of the reply under way."""
+    """New text of the current reply."""
 
     text: str
 
@@ -103,7 +103,7 @@ class TurnDone(Event):
 
 @dataclass(frozen=True)
 class Evicted(Event):
-    """Tokens at these stream positions left the cache, while turn `turn` was read or generated."""
+    """Tokens at these stream positions were evicted while turn `turn` was read or generated."""
 
     kind: ClassVar[str] = "evict"
     turn: int
@@ -115,7 +115,7 @@ class Evicted(Event):
 
 @dataclass(frozen=True)
 class Restored(Event):
-    """Tokens at these stream positions are held again, after turn `turn`."""
+    """Archived tokens at these stream positions are held again, after turn `turn`."""
 
     kind: ClassVar[str] = "restore"
     turn: int
@@ -146,7 +146,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """A setting changed; `restored` tokens came back."""
+    """A setting changed; `restored` archived tokens are held again."""
 
     kind: ClassVar[str] = "switch"
     what: str
@@ -158,7 +158,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """So many tokens are `pinned` now, or no longer."""
+    """`tokens` tokens were pinned, or unpinned."""
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -168,7 +168,7 @@ class Pinned(Event):
 
 @dataclass(frozen=True)
 class Forgotten(Event):
-    """So many tokens are gone for good, from memory, archive and the saved text."""
+    """`tokens` tokens were erased, from cache, archive and the saved text."""
 
     kind: ClassVar[str] = "forget"
     tokens: int
@@ -177,7 +177,7 @@ class Forgotten(Event):
 
 @dataclass(frozen=True)
 class Undone(Event):
-    """Turn `turn` and all after it have never been; `text` is what the user had said."""
+    """Turn `turn` and all later ones were undone; `text` is what the user had said."""
 
     kind: ClassVar[str] = "undo"
     turn: int

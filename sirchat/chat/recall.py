@@ -41,14 +41,14 @@ class TurnRecall:
             return []
         events: list[Event] = []
         released, start = engine.recalled_positions, time.perf_counter()
-        engine.release()
+        engine.clear_reserve()
         try:
             found = search(engine, self._model, ids.ids, ids.roles, turn.ref)
         except LookupError as error:
             events.append(Notice(f"nothing can be recalled: {error}; choose another /recall"))
             found = None
         if found is not None:
-            engine.bring(found)
+            engine.fill_reserve(found)
         turn.tally.seconds_prefill += time.perf_counter() - start
         chosen = engine.recalled_positions
         scores = _scores(found, chosen)

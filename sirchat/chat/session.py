@@ -65,7 +65,10 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self.template.stop_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
-        self.epoch = self.erasures = 0
+        self.epoch = 0
+        """Number of conversations begun here; `reset` begins another."""
+        self.erasures = 0
+        """Number of times that `forget` erased something; saved text must then be rewritten."""
         check_profile(profile, model)
         self.reset()
 
@@ -246,7 +249,7 @@ class Session:
         Archived tokens are restored. Raises UsageError if nothing is meant, and SettingError,
         changing nothing, if the pins would leave too little room.
         """
-        positions = self._meant(target, self._engine.store.reachable())
+        positions = self._positions_of(target, self._engine.store.reachable())
         moves = self._engine.pin(positions, pinned)
         events = self._reports.moved(self._now.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
@@ -276,12 +279,12 @@ class Session:
         return standings(
             self._engine,
             self._texts,
-            self._meant(target, np.arange(self.seen)),
+            self._positions_of(target, np.arange(self.seen)),
             self.snapshot(strongest=0),
             sinks=self.profile.sinks,
         )
 
-    def _meant(self, target: str, among: Positions) -> Positions:
+    def _positions_of(self, target: str, among: Positions) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles
         return positions_of(target, ledger, self._texts, roles, among)
 

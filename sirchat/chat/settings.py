@@ -1,4 +1,4 @@
-"""What a profile means to the engine: the policy with its options, memory, sampling."""
+"""Translates a profile into the engine's settings, and checks it against the model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def options_of(policy: str) -> list[Field[Any]]:
-    """The options of a policy, but that which is a setting of its own."""
+    """The options of a policy, without `recent`, which is a setting of its own."""
     return [f for f in fields(policy_class(policy)) if f.name != "recent"]
 
 

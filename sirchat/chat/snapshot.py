@@ -19,7 +19,7 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""Ids and their stream positions to the text of each; see `detokenize.TokenTexts`."""
+"""Ids and their stream positions to the text of each; see `text.detokenizer.TokenTexts`."""
 
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
@@ -86,18 +86,18 @@ class Snapshot:
     slots: tuple[int, ...]
     turns: tuple[TurnShare, ...]
     histogram: Histogram | None
-    apart: int = 0
+    in_single_layers: int = 0
     unit: str = ""
 
     @property
-    def in_common(self) -> int:
+    def in_all_layers(self) -> int:
         """Tokens that all layers hold."""
-        return self.resident - self.apart
+        return self.resident - self.in_single_layers
 
     @property
     def forgotten(self) -> int:
         """Tokens that were read and are no longer held by all layers."""
-        return self.seen - self.in_common
+        return self.seen - self.in_all_layers
 
 
 def take_snapshot(
@@ -138,7 +138,7 @@ def take_snapshot(
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
-        apart=engine.cache.inserted_count,
+        in_single_layers=engine.cache.inserted_count,
     )
 
 

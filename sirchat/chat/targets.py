@@ -1,4 +1,4 @@
-"""What a user means by a part of the conversation: some words, a turn, what was said last."""
+"""Which tokens a command means: some words, a turn, or the last user turn."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 def positions_of(
     target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
 ) -> Positions:
-    """The tokens [k], ascending, that `target` means, of those `among` [n] the stream's positions.
+    """Positions [k], ascending, of the tokens that `target` means, among the positions [n] given.
 
-    `last` is the last user turn, `turn N` any turn; everything else, and what stands in quotes, is
-    a text, wherever it was said, in any case. `roles` has one entry for each turn. What the chat
-    template wrote is never meant. Raises UsageError where nothing is.
+    `last` is the last user turn, `turn N` any turn. Everything else, and whatever is in quotes, is
+    a text, which is searched everywhere, ignoring case. Tokens of the chat template never match.
+
+    Args:
+        target: what the user typed.
+        ledger: of the conversation.
+        texts: gives the text of each token.
+        roles: of the turns.
+        among: candidates.
+
+    Raises:
+        UsageError: nothing matches.
     """
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
-    turn = turn_meant(target, roles)
+    turn = turn_of_target(target, roles)
     if turn is None:
-        positions = _occurrences(unquoted(target), ledger, texts, said)
+        positions = _occurrences(without_quotes(target), ledger, texts, said)
     else:
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
@@ -34,7 +43,7 @@ def positions_of(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """The tokens that `text` touches wherever it stands in tokens that follow one another."""
+    """The tokens of every occurrence of `text` within runs of neighbouring tokens."""
     if not text:
         raise UsageError("say what", hint="some words, last, or turn N")
     at = said.tolist()
@@ -51,13 +60,13 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     return said[chosen]
 
 
-def without(target: str, text: str) -> str:
-    """`text` with all that `target`, a text, names taken out."""
-    return re.sub(re.escape(unquoted(target)), "", text, flags=re.IGNORECASE)
+def with_target_removed(target: str, text: str) -> str:
+    """`text` without the occurrences of `target`, which is a text too."""
+    return re.sub(re.escape(without_quotes(target)), "", text, flags=re.IGNORECASE)
 
 
-def turn_meant(target: str, roles: Sequence[str]) -> int | None:
-    """The turn that `target` means; None where it is a text; -1 for the last where none is."""
+def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
+    """The turn that `target` means; None if it is a text; -1 for `last` if there is no user turn."""
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
         return None
@@ -65,8 +74,8 @@ def turn_meant(target: str, roles: Sequence[str]) -> int | None:
     return int(found[1]) if found[1] else max(users, default=-1)
 
 
-def unquoted(target: str) -> str:
-    """A text as it is meant, without the quotes around it."""
+def without_quotes(target: str) -> str:
+    """A text without the quotes around it, if any."""
     text = target.strip()
     quoted = len(text) > 2 and text[0] == text[-1] == '"'
     return text[1:-1] if quoted else text

@@ -39,9 +39,9 @@ def policies_check(
     name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
 ) -> None:
     """Check that a policy keeps the contract, on random ledgers."""
-    from sirchat.memory.contract import broken_promises
+    from sirchat.memory.contract import contract_violations
 
-    broken = broken_promises(policy_class(name)())
+    broken = contract_violations(policy_class(name)())
     for promise in broken:
         typer.echo(displayable_line(f"{name}: {promise}"))
     typer.echo(displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract"))

@@ -86,7 +86,7 @@ class CacheContents:
             if rows is not None:
                 evicted.append(self._keep_rows(rows))
         if self.recalled > budget.reserve:  # new pins have taken some of the reserve
-            self.release()
+            self.clear_reserve()
         if budget.policy_rows + count > budget.policy_budget:
             evicted.append(self._keep(budget.policy_budget - count, round))
         return evicted
@@ -191,7 +191,7 @@ class CacheContents:
             return self._hold(self._choice(round))
         return []
 
-    def bring(self, found: SearchResult) -> Moves:
+    def fill_reserve(self, found: SearchResult) -> Moves:
         """Fill the reserve with the best of what was found; earlier recalled rows leave."""
         recall, own = self.budget.settings.recall, self.budget.policy_positions
         if recall is None:
@@ -203,7 +203,7 @@ class CacheContents:
         layers = tuple(one(scores) for scores in found.layers)
         return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
 
-    def release(self) -> Moves:
+    def clear_reserve(self) -> Moves:
         """Empty the reserve."""
         if not self.recalled:
             return []

@@ -214,13 +214,13 @@ class Engine:
         self._reader.logits, self._round = to.logits, to.round
         return moves
 
-    def bring(self, found: SearchResult) -> Moves:
+    def fill_reserve(self, found: SearchResult) -> Moves:
         """Fill the reserve with the best of what was found; see `CacheContents.bring`."""
-        return self.contents.bring(found)
+        return self.contents.fill_reserve(found)
 
-    def release(self) -> Moves:
+    def clear_reserve(self) -> Moves:
         """Empty the reserve."""
-        return self.contents.release()
+        return self.contents.clear_reserve()
 
     def forget(self, positions: Positions) -> None:
         """Erase rows from cache, archive and ledger."""

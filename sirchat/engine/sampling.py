@@ -1,4 +1,4 @@
-"""Choose the next token: transformers' own logits processors, and draws that can be repeated."""
+"""Chooses the next token: transformers' logits processors, and repeatable random draws."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sampling:
 
 
 class Sampler:
-    """Picks one token from logits; another `attempt` at the same place draws otherwise."""
+    """Picks one token from logits; another `attempt` at the same position draws other numbers."""
 
     def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling

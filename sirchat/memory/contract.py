@@ -12,7 +12,7 @@ from sirchat.memory.policies.base import Policy, ScorePolicy
 _CASES = 50
 
 
-def broken_promises(policy: Policy) -> list[str]:
+def contract_violations(policy: Policy) -> list[str]:
     """What the policy does wrong, one line each; an empty list when it keeps the contract.
 
     On random ledgers `keep` must return sorted, unique int64 row numbers, exactly as many as asked

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows
 
-REPEATED = 0.7
+REPEAT_FACTOR = 0.7
 """Factor on a row for each later held row of the same token."""
 
-BEST = 8
+TOP_ROWS_PER_ROUND = 8
 """Rows of a round that count for it: with more, a long round would outweigh a short one."""
 
-POWER = 2
+ROUND_SCORE_POWER = 2
 """Power to which the score of a row's round counts."""
 
 
@@ -35,7 +35,7 @@ def with_relative_factors(
         found["novelty"] = log_novelty(rows.token_id)
     if spans:
         undecayed = product_of(found) - rows.log_decay_since
-        found["company"] = POWER * log_round_score(undecayed, rows.round)
+        found["company"] = ROUND_SCORE_POWER * log_round_score(undecayed, rows.round)
     return found
 
 
@@ -50,7 +50,7 @@ def log_novelty(token_id: Tensor) -> Tensor:
     order = torch.argsort(token_id, stable=True)
     later, _ = _others(token_id[order])
     out = torch.empty(len(order), dtype=torch.float64)
-    out[order] = math.log(REPEATED) * later.double()
+    out[order] = math.log(REPEAT_FACTOR) * later.double()
     return out
 
 
@@ -68,7 +68,7 @@ def log_round_score(log_score: Tensor, round: Tensor) -> Tensor:
     highest = log_score[order[before == 0]]  # of each round
     highest = torch.where(highest.isinf(), 0.0, highest)
     shares = (log_score - highest[group]).exp()
-    best = torch.where(before < BEST, shares[order], 0.0)
+    best = torch.where(before < TOP_ROWS_PER_ROUND, shares[order], 0.0)
     sums = torch.zeros(len(highest), dtype=torch.float64).index_add(0, group[order], best)
     return (highest + sums.log())[group]
 

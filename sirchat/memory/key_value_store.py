@@ -93,7 +93,7 @@ class KeyValueStore:
             if len(stored):
                 self._archive.add(old.fetch(stored))
         else:
-            self.ledger.lose(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+            self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
         old.close()
         self._shrink()
 
@@ -216,7 +216,7 @@ class KeyValueStore:
         self.cache.keep(torch.from_numpy(stays))
         self.ledger.keep(torch.from_numpy(stays), State.GONE)
         self._archive.remove(positions)
-        self.ledger.lose(positions)
+        self.ledger.mark_gone(positions)
 
     @property
     def _evicted_state(self) -> State:
@@ -246,7 +246,7 @@ class KeyValueStore:
 
     def _shrink(self) -> None:
         dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
-        self.ledger.lose(dropped)
+        self.ledger.mark_gone(dropped)
         if len(dropped) and self._archiving and not self._is_full_reported:
             self._is_full_reported = True
             self._problems.append(

@@ -230,7 +230,7 @@ class Ledger:
         flags[positions] |= np.uint8(Flag.RECALLED)
         self._recalled = positions
 
-    def lose(self, positions: NDArray[np.int64]) -> None:
+    def mark_gone(self, positions: NDArray[np.int64]) -> None:
         """Note that archived rows at these positions can't come back."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE

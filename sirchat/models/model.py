@@ -40,7 +40,7 @@ BUNDLED = {"tiny", "tiny-anchor"}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that can live under a budget.
+    """A causal language model with its tokenizer and the rotations of its layers.
 
     Attributes:
         name: as the user gave it.

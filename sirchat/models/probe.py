@@ -1,4 +1,4 @@
-"""Can this model live under a budget? Find every layer's rotation, or say why not."""
+"""Finds the rotation of every layer, or refuses a model whose cache can't be evicted from."""
 
 from __future__ import annotations
 

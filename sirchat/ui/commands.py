@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sirchat.chat.events import Forgotten, TokenRow, Undone
 from sirchat.chat.session import Session
-from sirchat.chat.targets import turn_meant, unquoted
+from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.autosave import SavedChat
@@ -240,13 +240,13 @@ class Commands:
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""
-        self._shelving.save(unquoted(rest) if rest else None)
+        self._shelving.save(without_quotes(rest) if rest else None)
 
     def do_load(self, rest: str) -> None:
         """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
         if not rest:
             self._shelving.show()
-        elif (session := self._shelving.load(unquoted(rest))) is not None:
+        elif (session := self._shelving.load(without_quotes(rest))) is not None:
             raise Another(session)
 
     def do_reset(self, rest: str) -> None:
@@ -265,9 +265,9 @@ class Commands:
     def _forget_beside(self, target: str) -> tuple[int, bool]:
         """Erase from what was typed, and from the chat's name; lines, and whether it had it."""
         turns = self._session.turns
-        turn = turn_meant(target, [one.role for one in turns])
+        turn = turn_of_target(target, [one.role for one in turns])
         if turn is None:
-            said = unquoted(target)
+            said = without_quotes(target)
             typed = self._history.forget(said) - 1  # this command is among them
             return typed, self._shelving.unname(said, whole=False)
         if not 0 <= turn < len(turns):

@@ -215,7 +215,7 @@ def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> It
     """The tokens' pieces, and a mark where others stood between them."""
     position = slot = -1
     waiting: list[StyledRun] = []
-    end = _Token(snapshot.seen, snapshot.in_common, StyledRun("", Style.null()), 0.0)
+    end = _Token(snapshot.seen, snapshot.in_all_layers, StyledRun("", Style.null()), 0.0)
     for token in (*tokens, end):
         if token.slot is None:
             waiting.append(token.piece)

@@ -75,7 +75,7 @@ def _gaps(snapshot: Snapshot) -> list[int]:
     """Forgotten tokens before each row, and after the last one."""
     places = [(-1, -1)]
     places += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
-    places.append((snapshot.seen, snapshot.in_common))
+    places.append((snapshot.seen, snapshot.in_all_layers))
     return [(b - a) - (to - of) for (a, of), (b, to) in pairwise(places)]
 
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from sirchat.cli.eval import eval_app
 from sirchat.config.profile_files import list_profiles
-from sirchat.memory.contract import broken_promises
+from sirchat.memory.contract import contract_violations
 from sirchat.memory.policies import ALIASES, policy_names
 from sirchat.ui.commands import Commands
 
@@ -114,4 +114,4 @@ def test_the_example_policy_keeps_the_contract(path: Path) -> None:
     (example,) = re.findall(r"^```python\n(# mine\.py\n.*?)^```", text_of(path), re.M | re.S)
     defined: dict[str, type] = {"__name__": "mine"}  # type: ignore[dict-item]
     exec(example, defined)
-    assert broken_promises(defined["Loud"]()) == []
+    assert contract_violations(defined["Loud"]()) == []

@@ -129,7 +129,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            engine.bring(SearchResult(gone, scores.mean(0), scores))
+            engine.fill_reserve(SearchResult(gone, scores.mean(0), scores))
             assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums

@@ -105,14 +105,14 @@ def test_what_comes_back_is_what_the_equations_choose(
     family: str, scope: Scope, measure: Measure
 ) -> None:
     engine, model = talked(memory(measure=measure, scope=scope), family=family)
-    engine.release()
+    engine.clear_reserve()
     ids = some_ids(99, 12)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
     layers = by_the_equations(measure, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
-    engine.bring(found)
+    engine.fill_reserve(found)
     if scope == "token":
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
         chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
@@ -140,7 +140,7 @@ def test_what_comes_back_is_what_the_equations_choose(
 @pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measure) -> None:
     engine, model = talked(memory(measure=measure, query="recent"))
-    engine.release()
+    engine.clear_reserve()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -159,7 +159,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measur
 
 def test_attention_is_what_the_queries_would_look_at() -> None:
     engine, model = talked(memory(measure="attention"))
-    engine.release()
+    engine.clear_reserve()
     ids = some_ids(99, 7)
     asked: dict[int, Tensor] = {}
 
@@ -191,7 +191,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
 def test_a_search_leaves_everything_as_it_was(policy: str, measure: Measure, scope: Scope) -> None:
     engine, model = talked(memory(policy, measure=measure, scope=scope))
-    engine.release()
+    engine.clear_reserve()
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
     assert same(contents(engine), before)
@@ -223,7 +223,7 @@ def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> 
         ids = some_ids(77, 9)
         found = find(engine, model, ids, 77)
         if found is not None:
-            engine.bring(found)
+            engine.fill_reserve(found)
         list(engine.feed(ids, [Role.USER] * 9, TurnRef(77, 77)))
     assert roomy.resident == never.resident == 129
     assert roomy.logits is not None
@@ -239,21 +239,21 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: S
     assert with_recall.recalled == 30
     held = set(with_recall.ledger.held_positions.tolist())
     assert set(without.ledger.held_positions.tolist()) <= held
-    with_recall.release()
+    with_recall.clear_reserve()
     assert with_recall.recalled == 0
     assert with_recall.resident == with_recall.ledger.held_count <= 66
 
 
 def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
-    engine.release()
+    engine.clear_reserve()
     before = contents(engine)
     found = find(engine, model, some_ids(50, 10), 50)
     assert found is not None
-    engine.bring(found)
+    engine.fill_reserve(found)
     assert engine.resident == engine.ledger.held_count + 20
     assert not same(contents(engine)[1:3], before[1:3])
-    engine.release()
+    engine.clear_reserve()
     assert same(contents(engine), before)
 
 

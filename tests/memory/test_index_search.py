@@ -41,7 +41,7 @@ def test_a_search_by_index_changes_nothing(
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 5)
     engine, model = talked(memory("entropy", measure=measure, index="on"))
-    engine.release()
+    engine.clear_reserve()
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
     assert found is not None

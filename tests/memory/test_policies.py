@@ -20,7 +20,7 @@ from torch import Tensor
 from ledger_rows import append_rows
 from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.contract import broken_promises
+from sirchat.memory.contract import contract_violations
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, HeldRows, Ledger
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
@@ -334,8 +334,8 @@ class Odd(Sink):
 
 
 def test_scores_and_factors_are_a_number_for_each_row() -> None:
-    assert not broken_promises(Sink())
-    assert broken_promises(Odd()) == [
+    assert not contract_violations(Sink())
+    assert contract_violations(Odd()) == [
         "score() and log_factors() must return tensors, a number for each row"
     ]
 
