@@ -66,7 +66,7 @@ def with_target_removed(target: str, text: str) -> str:
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """The turn that `target` means; None if it is a text; -1 for `last` if there is no user turn."""
+    """The turn that `target` means; None if it is a text; -1 for a `last` that does not exist."""
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
         return None
