@@ -1,4 +1,4 @@
-"""A bar of how far something long has come."""
+"""A progress bar of one row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sirchat.ui.theme import Theme
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def draw_bar(what: str, done: int, total: int, theme: Theme, width: int) -> Text:
+def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
     """One row: `reading ████▌      512 of 4,096 tokens`."""
-    head, tail = f"{what} ", f" {done:,} of {total:,} tokens"
+    head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
     room = max(4, min(40, width - 1 - len(head) - len(tail)))
     eighths = 8 * room * min(done, total) // max(1, total)
     bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()

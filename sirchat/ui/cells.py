@@ -1,8 +1,8 @@
-"""Text in columns: every character takes a known number of cells, so that rows line up.
+"""Text in terminal cells: every character has a known width, so that columns line up.
 
 Terminals disagree about joined emoji, flags, skin tones and the spacing marks of Indic scripts, so
-these are shown in a form that all of them measure alike. Text of right-to-left scripts stays in the
-order in which it was said.
+these are replaced by forms that have one width on all of them. Right-to-left text stays in logical
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from sirchat.ui.text import displayable
 
 BASE: Final = "◌"
-"""Carries a combining mark that has nothing to stand on; stands in for a spacing mark."""
+"""Base for a combining mark without a letter; also replaces a spacing mark."""
 
 NEWLINE: Final = "⏎"
 TAB: Final = "→"
@@ -36,7 +36,7 @@ _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 
 class StyledRun(NamedTuple):
-    """A styled run of shown text; a `whole` one is not broken across lines."""
+    """Shown text in one style; if `whole`, it is not broken across lines."""
 
     text: str
     style: Style
@@ -45,14 +45,14 @@ class StyledRun(NamedTuple):
 
 @lru_cache(maxsize=32768)
 def shown(text: str) -> str:
-    """A token's text as it is drawn: filtered, on one line, and of determinate width."""
+    """A token's text as it is drawn: filtered, on one line, every width known."""
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
 
 
 def shown_line(text: str) -> str:
-    """A name, for a title: as `shown`, with single spaces for any white space."""
+    """A name for a title: as `shown`, with white space reduced to single spaces."""
     return shown(" ".join(displayable(text).split()))
 
 
@@ -62,12 +62,12 @@ def significant(score: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """A token's text between quotes, so that its spaces are seen."""
+    """A token's text between quotes, so that its spaces show."""
     return f'"{shown(text)}"'
 
 
 def grid_safe(text: str) -> str:
-    """The text with every character's width known; a mark without a letter gets a `BASE`."""
+    """The text with characters of known width only; a mark without a letter gets a `BASE`."""
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"
@@ -80,7 +80,7 @@ def grid_safe(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _safe(char: str) -> str:
-    """What is drawn for one character; nothing for those that have no agreed width."""
+    """The text drawn for one character; empty for characters without an agreed width."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
         return NEWLINE
@@ -94,7 +94,7 @@ def _safe(char: str) -> str:
         return _UNKNOWN
     if category == "Mc" or code == 0x1171E:
         return BASE
-    if unicodedata.combining(char) == _VIRAMA:  # it would join its neighbours into one shape
+    if unicodedata.combining(char) == _VIRAMA:  # would join its neighbours into one glyph
         return char + _NON_JOINER
     return char
 
@@ -110,7 +110,7 @@ def _modifies(code: int) -> bool:
 
 
 def cut(text: str, width: int) -> str:
-    """Shown text, at most `width` cells of it, with an ellipsis where it was cut."""
+    """Shown text, cut to `width` cells with an ellipsis."""
     if cell_len(text) <= width:
         return text
     return _split(text, max(0, width - 1))[0] + "…"[:width]
@@ -119,8 +119,8 @@ def cut(text: str, width: int) -> str:
 def line_of(runs: Iterable[StyledRun]) -> Text:
     """One line; neighbours of the same style are joined, which keeps a frame small."""
     line = Text(no_wrap=True, overflow="ignore")
-    for style, run in groupby(runs, key=lambda piece: piece.style):
-        line.append("".join(piece.text for piece in run), style or None)
+    for style, parts in groupby(runs, key=lambda part: part.style):
+        line.append("".join(part.text for part in parts), style or None)
     return line
 
 
@@ -132,21 +132,21 @@ def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
         if size > room and size <= min(_LONGEST_WORD, width):
             lines.append([])
             room = width
-        for piece in word:
-            room = _place(piece, lines, room, width)
+        for part in word:
+            room = _append(part, lines, room, width)
     return [line_of(line) for line in lines if line]
 
 
-def _place(piece: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
-    """Put a piece on the last line, cut where it must be; returns the cells left on it."""
-    text = piece.text
+def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
+    """Append a run to the last line, broken where needed; returns the cells left there."""
+    text = run.text
     while (size := cell_len(text)) > room:
         head, text = _split(text, room)
         if head:
-            lines[-1].append(piece._replace(text=head))
+            lines[-1].append(run._replace(text=head))
         lines.append([])
         room = width
-    lines[-1].append(piece._replace(text=text))
+    lines[-1].append(run._replace(text=text))
     return room - size
 
 
@@ -161,15 +161,15 @@ def _split(text: str, width: int) -> tuple[str, str]:
 
 
 def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """The pieces in groups after which a line may break, and the cells of each group."""
+    """The runs in groups after which a line may break, and the cells of each group."""
     word: list[StyledRun] = []
     size = 0
-    for piece in runs:
-        if piece.whole and word:
+    for run in runs:
+        if run.whole and word:
             yield word, size
             word, size = [], 0
-        for part, ends in [(piece.text, True)] if piece.whole else _parts(piece.text):
-            word.append(piece._replace(text=part))
+        for part, ends in [(run.text, True)] if run.whole else _parts(run.text):
+            word.append(run._replace(text=part))
             size += cell_len(part)
             if ends:
                 yield word, size
@@ -179,7 +179,7 @@ def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
 
 
 def _parts(text: str) -> list[tuple[str, bool]]:
-    """The text cut where a line may break, and whether one may break after the part."""
+    """Parts of a text between which a line may break, and whether it may break after each."""
     if text.isascii():
         return [(part, part[-1] == " ") for part in _ASCII_PARTS.findall(text)]
     parts: list[tuple[str, bool]] = []

@@ -1,7 +1,7 @@
 """The slash commands: one method each, found by name; the docstring is the help.
 
-The first line of a docstring is `ARGUMENTS: what it does`. A command is one whole word; what is not
-one is an error that names the nearest, and is never sent to the model.
+The first line of a docstring is `ARGUMENTS: what it does`. An unknown command is an error that
+names the nearest one; it is never sent to the model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.ui.autosave import SavedChat
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
+from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
@@ -36,11 +36,11 @@ class Leave(Exception):
 
 
 class Retry(Exception):
-    """The user wants another reply to what was said last."""
+    """The user wants another reply to the last message."""
 
 
 class Another(Exception):
-    """The user has gone on to another session."""
+    """The user has loaded another session."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class Commands:
     """The commands of one chat."""
 
     def __init__(
-        self, session: Session, screen: Screen, history: Typed, shelving: SavedChat
+        self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
     ) -> None:
         self._session = session
         self._history = history
-        self._shelving = shelving
+        self._saved_chat = saved_chat
         self._screen = screen
         self._switching = Switching(session, screen)
 
@@ -67,15 +67,15 @@ class Commands:
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
-        """A command's arguments and what it does."""
+        """The arguments of a command, and its description."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
-        arguments, _, what = text.partition(":")
-        return arguments.strip().strip("-"), " ".join(what.split())
+        arguments, _, description = text.partition(":")
+        return arguments.strip().strip("-"), " ".join(description.split())
 
     def run(self, line: str) -> None:
-        """Run one command line, slash included; raises UsageError for a wrong one."""
+        """Run one command line, slash included; raises UsageError for an invalid one."""
         word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
@@ -98,9 +98,9 @@ class Commands:
         names = [self._known(rest)] if rest else [n for n in self.names() if n not in _ALIASES]
         table = Table.grid(padding=(0, 2))
         for name in names:
-            arguments, what = self.help_of(name)
-            others = "".join(f", /{alias}" for alias, is_for in _ALIASES.items() if is_for == name)
-            table.add_row(Text(f"/{name}{others} {arguments}", style="bold"), Text(what))
+            arguments, description = self.help_of(name)
+            others = "".join(f", /{alias}" for alias, target in _ALIASES.items() if target == name)
+            table.add_row(Text(f"/{name}{others} {arguments}", style="bold"), Text(description))
         self._screen.page(table)
         if not rest:
             self._screen.note(
@@ -115,8 +115,8 @@ class Commands:
             name, *options = rest.split()
             self._switching.policy(name, options)
         else:
-            present, others = self._session.profile.policy, ", ".join(policy_choices())
-            self._screen.note(f"policy is {present}; others: {others}")
+            current, others = self._session.profile.policy, ", ".join(policy_choices())
+            self._screen.note(f"policy is {current}; others: {others}")
 
     def do_budget(self, rest: str) -> None:
         """[TOKENS]: how many tokens are held at most."""
@@ -136,12 +136,12 @@ class Commands:
 
     def do_recall(self, rest: str) -> None:
         """[on|off|MEASURE]: bring archived tokens back for each turn; alone, what came back."""
-        came = self._session.recalled
-        if rest or not came:
+        recalled = self._session.recalled
+        if rest or not recalled:
             self._switching.setting("/recall", "recall", rest)
         else:
             self._screen.page(
-                draw_recalled(self._session.tokens(list(came)), came, self._screen.theme)
+                draw_recalled(self._session.tokens(list(recalled)), recalled, self._screen.theme)
             )
 
     def do_set(self, rest: str) -> None:
@@ -170,15 +170,15 @@ class Commands:
     def do_panel(self, rest: str) -> None:
         """[full|live|turn|on|off]: show all that is held, now; or when to show a glance of it."""
         if rest in ("", "full"):
-            view, screen = self._session.snapshot(), self._screen
-            screen.page(draw_panel(view, screen.theme, screen.width))
+            snapshot, screen = self._session.snapshot(), self._screen
+            screen.page(draw_panel(snapshot, screen.theme, screen.width))
         else:
             _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_tokens(self, rest: str) -> None:
         """[all|turn N|top [N]|next]: held tokens with their numbers."""
-        rows = self._chosen(*(rest.split() or ["all"]))
+        rows = self._rows_asked_for(*(rest.split() or ["all"]))
         if rows:
             self._screen.page(draw_tokens(rows, self._screen.theme))
         else:
@@ -205,7 +205,7 @@ class Commands:
 
     def do_forget(self, rest: str) -> None:
         """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
-        typed, unnamed = self._forget_beside(rest)
+        typed, unnamed = self._forget_typed(rest)
         try:
             events = list(self._session.forget(rest))
         except UsageError:
@@ -240,13 +240,13 @@ class Commands:
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""
-        self._shelving.save(without_quotes(rest) if rest else None)
+        self._saved_chat.save(without_quotes(rest) if rest else None)
 
     def do_load(self, rest: str) -> None:
         """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
         if not rest:
-            self._shelving.show()
-        elif (session := self._shelving.load(without_quotes(rest))) is not None:
+            self._saved_chat.show()
+        elif (session := self._saved_chat.load(without_quotes(rest))) is not None:
             raise Another(session)
 
     def do_reset(self, rest: str) -> None:
@@ -262,48 +262,48 @@ class Commands:
         """-: leave; Ctrl-D does, too."""
         raise Leave
 
-    def _forget_beside(self, target: str) -> tuple[int, bool]:
-        """Erase from what was typed, and from the chat's name; lines, and whether it had it."""
+    def _forget_typed(self, target: str) -> tuple[int, bool]:
+        """Erase from the input history and the chat's name; returns lines, and if it had it."""
         turns = self._session.turns
         turn = turn_of_target(target, [one.role for one in turns])
         if turn is None:
-            said = without_quotes(target)
-            typed = self._history.forget(said) - 1  # this command is among them
-            return typed, self._shelving.unname(said, whole=False)
+            text = without_quotes(target)
+            typed = self._history.forget(text) - 1  # this command is among them
+            return typed, self._saved_chat.unname(text, whole=False)
         if not 0 <= turn < len(turns):
             return 0, False
         if turns[turn].role == "user":
             self._history.forget(turns[turn].text, whole=True)
-        return 0, self._shelving.unname(turns[turn].text, whole=True)
+        return 0, self._saved_chat.unname(turns[turn].text, whole=True)
 
-    def _chosen(self, kind: str, *numbers: str) -> list[TokenRow]:
-        """The rows that `/tokens` was asked for."""
-        view = self._session.snapshot()
+    def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
+        """The held tokens that `/tokens KIND NUMBER` selects."""
+        snapshot = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:
             raise SettingError(f"/tokens {kind} takes no number", hint="turn N and top N do")
         if kind == "turn":
             turn = _number("/tokens turn", *numbers, least=0)
-            return [row for row in view.rows if row.turn == turn]
+            return [row for row in snapshot.rows if row.turn == turn]
         if kind == "top":
             count = _number("/tokens top", *(numbers or ("20",)), least=1)
-            return sorted(view.rows, key=lambda row: -row.rank_key)[:count]
+            return sorted(snapshot.rows, key=lambda row: -row.rank_key)[:count]
         if kind == "next":
-            leaving = set(view.next_to_go)
-            return [row for row in view.rows if row.position in leaving]
-        return list(view.rows)
+            leaving = set(snapshot.next_to_go)
+            return [row for row in snapshot.rows if row.position in leaving]
+        return list(snapshot.rows)
 
 
-def _one_of(what: str, word: str, allowed: tuple[str, ...]) -> None:
+def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
     if word not in allowed:
         raise SettingError(
-            f"{what}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
+            f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
             hint=nearest(word, allowed),
         )
 
 
-def _number(what: str, *words: str, least: int) -> int:
+def _number(command: str, *words: str, least: int) -> int:
     if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < least:
         given = displayable_line(" ".join(words))
-        raise SettingError(f"{what}: {given!r} is not allowed; allowed: a number from {least}")
+        raise SettingError(f"{command}: {given!r} is not allowed; allowed: a number from {least}")
     return int(words[0])

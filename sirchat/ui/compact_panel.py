@@ -1,7 +1,7 @@
-"""The small live panel: at most eight rows, none of which wraps, and few bytes a frame.
+"""The compact panel: at most eight rows, none of which wraps, and few bytes per frame.
 
-Pure: a snapshot in, something to print out. It is drawn several times a second beside a running
-model, over a connection that may be slow.
+Pure functions from a snapshot to something rich can print. It is drawn several times a second
+while a model runs, perhaps over a slow connection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROWS = 3
 """Rows of held text."""
 
 _BYTES_A_COLUMN = 12
-"""Bytes of held text, colours included, that a frame may spend for each column of the screen."""
+"""Most bytes of held text per frame and column of the screen, colours included."""
 
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NOTHING: Final = "·"
@@ -44,7 +44,10 @@ _ALL: Final = "█"
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, flash: Sequence[TokenRow] = ()
 ) -> RenderableType:
-    """Title, gauge, turns, who goes next, and the strongest held text; `flash` has just left."""
+    """Title, gauge, turns, next tokens to leave, and the held text of highest score.
+
+    `flash`: tokens that were evicted since the last frame; they are struck out.
+    """
     width -= 1  # a full row would make some terminals wrap
     lines = [
         _title(snapshot, theme, width),
@@ -63,7 +66,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A short rule: one across the whole screen would be a tenth of a frame's bytes."""
+    """The rule is short: across the whole screen it would be a tenth of a frame's bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)
@@ -74,7 +77,7 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """How full the memory is, and the counts, as many as there is room for."""
+    """How full the cache is, and as many counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -84,23 +87,23 @@ def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         counts.append(f"{snapshot.recalled:,} recalled")
     while len(counts) > 1 and len("  ".join(counts)) > width - 10:
         counts.pop(1)
-    told = cut("  ".join(counts), width - 2)
-    bar_width = min(max(width // 3, 8), width - len(told) - 2)
+    summary = cut("  ".join(counts), width - 2)
+    bar_width = min(max(width // 3, 8), width - len(summary) - 2)
     runs = bar(bar_width, snapshot.resident / max(1, snapshot.budget), theme)
-    return line_of([*runs, StyledRun(f"  {told}", theme.quiet)])
+    return line_of([*runs, StyledRun(f"  {summary}", theme.quiet)])
 
 
 def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
-    """A bar of `width` cells; full and empty part differ in weight, not only in colour."""
+    """A bar of `width` cells; its full and empty parts differ in weight as well as colour."""
     full = round(width * min(1.0, max(0.0, share)))
     return [StyledRun("━" * full, theme.gauge), StyledRun("─" * (width - full), theme.rest)]
 
 
 def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
-    """One cell a turn, the later ones: how much of the turn is still held."""
+    """One cell per turn, the latest ones: how much of the turn is still held."""
     alive = sum(1 for turn in turns if turn.held)
-    told = f"  {alive} of {len(turns)} still hold something" if width >= 72 else ""
-    room = width - len("turns ") - len(told)
+    summary = f"  {alive} of {len(turns)} still hold something" if width >= 72 else ""
+    room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
         room = max(1, room - len(f"⋯{len(turns)} "))
@@ -111,13 +114,13 @@ def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
         [
             StyledRun(f"turns {left_out}", theme.quiet),
             *cells,
-            StyledRun(told if cells else "", theme.quiet),
+            StyledRun(summary if cells else "", theme.quiet),
         ]
     )
 
 
 def share_glyph(turn: TurnShare) -> str:
-    """Nothing and all have glyphs of their own; the rest by share."""
+    """The glyph for the held share of a turn; none and all have their own."""
     if not turn.held:
         return _NOTHING
     if turn.held >= turn.tokens:
@@ -126,37 +129,37 @@ def share_glyph(turn: TurnShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """What a token needs to stay, and who goes next, as far as their text is at hand."""
-    told = []
+    """The threshold to stay, and the next tokens to leave, if the snapshot has their text."""
+    parts = []
     if snapshot.threshold is not None and snapshot.unit:
-        told.append(f"a token needs {snapshot.threshold:.2f} {snapshot.unit} to stay")
+        parts.append(f"a token needs {snapshot.threshold:.2f} {snapshot.unit} to stay")
     elif snapshot.threshold is not None:
-        told.append(f"a token needs a score of {significant(snapshot.threshold)} to stay")
+        parts.append(f"a token needs a score of {significant(snapshot.threshold)} to stay")
     elif not snapshot.forgotten:
-        told.append("nothing forgotten yet")
+        parts.append("nothing forgotten yet")
     if not snapshot.next_to_go and snapshot.resident < snapshot.budget:
-        told.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
+        parts.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
     weakest = set(snapshot.next_to_go)
     texts = [
         quoted(row.text) for row in snapshot.rows if row.position in weakest and shown(row.text)
     ]
     if texts:
-        told.append(f"next to go: {' '.join(texts[: width // 3])}")
-    return line_of([StyledRun(cut("; ".join(told), width), theme.quiet)])
+        parts.append(f"next to go: {' '.join(texts[: width // 3])}")
+    return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
 
 
 class _Token(NamedTuple):
-    """A token to draw; `slot` among the held ones, null for one that has just left."""
+    """A token to draw; `slot` is its index among the held rows, None if it was just evicted."""
 
     position: int
     slot: int | None
-    piece: StyledRun
+    run: StyledRun
     score: float
 
 
 def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow]) -> list[Text]:
-    """The strongest held text that fits in the rows, with the strongest that just left."""
-    left = _flashes(flash, theme, width)
+    """The held text of highest score that fits, with the highest of what was just evicted."""
+    evicted = _flashes(flash, theme, width)
     tokens = [
         _Token(row.position, slot, StyledRun(shown(row.text), theme.token(row)), row.rank_key)
         for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
@@ -164,14 +167,14 @@ def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow
     ranked = sorted(tokens, key=lambda token: -token.score)
 
     def runs(count: int) -> list[StyledRun]:
-        chosen = sorted([*ranked[:count], *left], key=lambda token: token.position)
+        chosen = sorted([*ranked[:count], *evicted], key=lambda token: token.position)
         return list(_with_gaps(chosen, snapshot, theme))
 
     return _most(runs, len(ranked), width)
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines of nearly as many of `count` tokens as fit; each try guesses from the one before."""
+    """Lines of nearly as many of `count` tokens as fit; each try corrects the one before."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
@@ -188,19 +191,19 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """How much of the rows' cells, or of a frame's bytes if that is more, the pieces take."""
+    """Share of the rows' cells that the runs take, or of a frame's bytes if that is more."""
     cells, size, style = 0, 0, Style.null()
-    for piece in runs:
-        if piece.style is not style:
-            style = piece.style
+    for run in runs:
+        if run.style is not style:
+            style = run.style
             size += _switch(style)
-        cells += cell_len(piece.text)
-        size += len(piece.text.encode())
+        cells += cell_len(run.text)
+        size += len(run.text.encode())
     return max(cells / (_ROWS * width), size / (_BYTES_A_COLUMN * width))
 
 
 def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token]:
-    """Tokens that just left, the strongest ones, a row's worth at most."""
+    """The just evicted tokens of highest score, at most one row of them."""
     tokens: list[_Token] = []
     for row in nlargest(width, flash, key=lambda row: row.rank_key):
         text = shown(row.text)
@@ -212,17 +215,17 @@ def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token
 
 
 def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """The tokens' pieces, and a mark where others stood between them."""
+    """The tokens' runs, with a mark where tokens between them are missing."""
     position = slot = -1
     waiting: list[StyledRun] = []
     end = _Token(snapshot.seen, snapshot.in_all_layers, StyledRun("", Style.null()), 0.0)
     for token in (*tokens, end):
         if token.slot is None:
-            waiting.append(token.piece)
+            waiting.append(token.run)
             continue
         unseen = token.slot - slot - 1
         forgotten = token.position - position - 1 - unseen - len(waiting)
-        waiting.append(token.piece)
+        waiting.append(token.run)
         yield from gap(forgotten, unseen, waiting[0].text, theme)
         yield from waiting
         waiting.clear()
@@ -232,13 +235,13 @@ def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> It
 def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
     """`⋯n` for n forgotten tokens, else `…` for held ones that are not shown, else nothing."""
     mark = f"⋯{forgotten}" if forgotten > 0 else "…" if left_out > 0 else ""
-    if mark and following[:1].isdigit():  # or the count would run on into the text
+    if mark and following[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
     return [StyledRun(mark, theme.gap, whole=True)] if mark else []
 
 
 def _switch(style: Style) -> int:
-    """Bytes that switching a style on and off takes, in 256 colours."""
+    """Bytes to switch a style on and off, in 256 colours."""
     # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
     weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
     codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)

@@ -1,4 +1,4 @@
-"""Completion at the prompt: the commands, and what can follow each, with their help."""
+"""Completion at the prompt: the commands and their values, with help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sirchat.ui.commands import Commands
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
-"""A value and what it means."""
+"""A value and its meaning."""
 
 _PANEL = (
     ("full", "everything that is held, now"),
@@ -40,12 +40,12 @@ _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash; `session` gives the one of the present chat."""
+    """Completes a line that begins with a slash; `session` returns the current session."""
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
-        self._profiles: list[Selection] = []  # as read when their place in the line was reached
-        self._saved: list[Selection] = []  # in the same way
+        self._profiles: list[Selection] = []  # read when the line reaches them
+        self._saved: list[Selection] = []  # likewise
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -65,7 +65,7 @@ class SlashCompleter(Completer):
                 )
 
     def _choices(self, before: list[str]) -> Iterator[Selection]:
-        """What can come after these words; the first is the command."""
+        """Values that can follow these words; the first word is the command."""
         before = [word for word in before if word]
         match before:
             case []:
@@ -93,7 +93,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Selection]:
-        """Asked for once: each policy's help reads the registry of plugins."""
+        """Read once: the help of each policy reads the registry of plugins."""
         return [(name, _policy_help(name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
@@ -112,7 +112,7 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Names and ids of the chats that can be loaded, newest first, with how they begin."""
+    """Names and ids of the chats that can be loaded, newest first, each with its first message."""
     yield "last", "the one written to last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
     for one in sessions:
@@ -131,7 +131,7 @@ def _policy_help(name: str) -> str:
 
 
 def _options(policy: str) -> Iterator[Selection]:
-    """The options of a policy, but those that are settings of their own."""
+    """The options of a policy that are not also settings."""
     try:
         options = options_of(policy)
     except SirchatError:

@@ -1,4 +1,4 @@
-"""What was typed before: a private file, out of which a text can be erased."""
+"""The input history: a private file from which a text can be erased."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sirchat import paths
 
 
 class Typed(History):
-    """Lines typed at the prompt, of this chat and of those before."""
+    """Lines typed at the prompt, in this chat and in earlier ones."""
 
     def forget(self, text: str, *, whole: bool = False) -> int:
-        """Erase every entry that contains `text`, in any case, or that is it as a `whole`.
+        """Erase each entry that contains `text`, ignoring case; if `whole`, each that equals it.
 
-        Returns how many there were. Raises OSError.
+        Returns the number of entries. Raises OSError.
         """
         before = len(self._loaded_strings)
         self._loaded_strings = [x for x in self._loaded_strings if not _has(x, text, whole)]
@@ -25,7 +25,7 @@ class Typed(History):
 
 
 class InMemory(Typed, InMemoryHistory):
-    """Lost when the chat ends."""
+    """A history that is lost when the chat ends."""
 
     def forget(self, text: str, *, whole: bool = False) -> int:
         self._storage = [one for one in self._storage if not _has(one, text, whole)]
@@ -33,7 +33,7 @@ class InMemory(Typed, InMemoryHistory):
 
 
 class _Private(Typed, FileHistory):
-    """A file that stays private even when made anew; one that can't be written is done without."""
+    """A file with private permissions, also when recreated; errors of writing are ignored."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):
@@ -61,7 +61,7 @@ def _has(entry: str, text: str, whole: bool) -> bool:
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
-    """A private file; a folder that can't be written costs the history, not the chat."""
+    """The history file; in memory, with a complaint, if the folder can't be written."""
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)

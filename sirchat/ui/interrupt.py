@@ -1,4 +1,4 @@
-"""Ctrl-C while the model is loaded, and while it speaks."""
+"""Ctrl-C while the model loads, and while it generates."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import FrameType, TracebackType
 
 @contextmanager
 def insistent() -> Iterator[None]:
-    """Let Ctrl-C end imports for sure: what cleans up behind each of them may swallow it."""
-    usual, came = signal.default_int_handler, False
+    """Make Ctrl-C end imports: an import's cleanup may swallow the KeyboardInterrupt."""
+    usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:
         yield
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal pressed
+        pressed = True
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, note)
@@ -28,15 +28,15 @@ def insistent() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        if came:  # whatever became of it on its way
+        if pressed:  # even if the first one was swallowed
             raise KeyboardInterrupt from None
 
 
 class Interrupt:
-    """As a context, turns Ctrl-C into a flag, for the engine to look at between tokens.
+    """As a context, turns Ctrl-C into a flag, which the engine checks between tokens.
 
-    Called, says whether it is set. So a forward pass is never cut in the middle. A third Ctrl-C
-    raises KeyboardInterrupt, for a model that takes too long to look.
+    A call returns whether the flag is set. So a forward pass is never cut short. A third Ctrl-C
+    raises KeyboardInterrupt, in case the next check takes too long.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The keys while no prompt reads them: not echoed, kept for the next prompt; Esc is a wish to stop.
+"""Keys typed while no prompt reads them: not echoed, kept for the next prompt; Esc stops a reply.
 
-The terminal's own mode is put back on leaving, on being suspended, and on being told to end.
+The terminal's mode is restored on exit, on suspension, and on a signal to end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if sys.platform != "win32":
     import termios
 
 _ESCAPE_SECONDS = 0.05
-"""An Esc that nothing follows for so long was pressed alone, and is no arrow key."""
+"""An Esc without further bytes for this long is the Esc key, not the start of an arrow key."""
 
 _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
@@ -31,11 +31,11 @@ _CURSOR_ON = "\x1b[?25h"
 
 
 class Keyboard:
-    """As a context, keeps the terminal quiet; Ctrl-C stays a signal.
+    """As a context, switches the echo of the terminal off; Ctrl-C stays a signal.
 
     Args:
-        keys: where keys are read, shared with the prompt.
-        out: the terminal, for asking it to mark pastes; None asks nothing.
+        keys: the source of keys, shared with the prompt.
+        out: the terminal, for switching bracketed paste; None switches nothing.
     """
 
     def __init__(self, keys: Input, out: Any = None) -> None:
@@ -43,7 +43,7 @@ class Keyboard:
         self._out = out
         self._marks_pastes = False
         self._typed: list[KeyPress] = []
-        self._last = 0.0  # when a key came last, in seconds
+        self._last = 0.0  # time of the last key, in seconds
         self._before: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -69,26 +69,26 @@ class Keyboard:
         self._restore()
 
     def mark_pastes(self, on: bool) -> None:
-        """Let the terminal mark what is pasted, so that it stays one message."""
+        """Switch bracketed paste, so that pasted text stays one message."""
         self._marks_pastes = on
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Take the keys that were typed; whether Esc alone was among them."""
+        """Read the keys typed so far; returns whether Esc alone was among them."""
         if sys.platform == "win32":
             return False
-        return self._took_escape(self._keys.read_keys())
+        return self._read_escape(self._keys.read_keys())
 
     def keep_typed(self) -> None:
-        """Hand what was typed to the next prompt."""
+        """Pass the keys typed so far to the next prompt."""
         if sys.platform != "win32":
-            self._took_escape(self._keys.read_keys())
+            self._read_escape(self._keys.read_keys())
             self._typed += self._keys.flush_keys()
         typed = [press for press in self._typed if press.key not in _DROPPED]
         self._typed = []
         store_typeahead(self._keys, typed)
 
-    def _took_escape(self, presses: list[KeyPress]) -> bool:
+    def _read_escape(self, presses: list[KeyPress]) -> bool:
         now = time.monotonic()
         if presses:
             self._last = now
@@ -103,7 +103,7 @@ class Keyboard:
             self._out.flush()
 
     def _quiet(self) -> None:
-        """No echo, keys at once, Enter as the prompt reads it; Ctrl-C and Ctrl-Z are signals."""
+        """No echo, no line buffering, Enter as CR as in the prompt; Ctrl-C, Ctrl-Z are signals."""
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
             mode[0] &= ~termios.ICRNL
@@ -116,7 +116,7 @@ class Keyboard:
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: give the terminal back as it was, stop, and go on quiet."""
+        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards."""
         self._restore()
         self._write(_PASTE_OFF + _CURSOR_ON)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -127,5 +127,5 @@ class Keyboard:
             self._write(_PASTE_ON)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Leave through the stack, so that everything is put back."""
+        """Exit by an exception, so that every context restores what it changed."""
         sys.exit(128 + number)

@@ -1,7 +1,7 @@
-"""One turn on the terminal: the answer as it comes and, beneath it, the memory as it changes.
+"""One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-Full rows of the answer are printed for good above the live region, which holds the row under way
-and the drawing. On a plain terminal, or with the panel off, the answer is streamed as it is.
+Full rows of the reply are printed above the live region, which holds the unfinished row and the
+panel. On a plain terminal, or with the panel off, the reply is streamed as it is.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from sirchat.ui.summary import describe_round
 from sirchat.ui.text import DisplayFilter
 
 FLASHES = 200
-"""Tokens that have just left, of which a frame shows the strongest, struck out."""
+"""Number of the latest evicted tokens that a frame considers; it draws the highest scores."""
 
 
 class LiveTurn:
-    """As a context, shows the events of one turn; in it, nobody else writes to the terminal."""
+    """As a context, shows the events of one turn; nothing else may write to the terminal."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
         self._screen = screen
         self._filter = DisplayFilter()
-        self._line = ""  # the answer's text since the last row that was printed
-        self._streams = False  # the answer goes straight to the terminal; its line is unfinished
+        self._line = ""  # the reply's text after the last printed row
+        self._streams = False  # the reply is streamed; its line is unfinished
         self._reading: Reading | None = None
         self._user: TurnDone | None = None
         self._notes: list[str] = []
-        self._gone: list[int] = []  # positions that left since the last frame
+        self._evicted_positions: list[int] = []  # positions evicted since the last frame
         self._pace = Pace()
         self._region = _Region()
         self._live: Live | None = None
@@ -54,40 +54,40 @@ class LiveTurn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end_answer()
+        self._end_reply()
 
     def show(self, event: Event) -> None:
-        """Show what has happened."""
+        """Show one event."""
         if isinstance(event, Delta):
             self._delta(event.text)
         elif isinstance(event, Reading):
             self._reading = event if event.done < event.total else None
-            if self._reading or self._draws_memory:
+            if self._reading or self._draws_panel:
                 self._draw_when_due()
         elif isinstance(event, Evicted):
-            self._forgot(event)
+            self._evicted(event)
         elif isinstance(event, Notice):
             self._note(event.text)
         elif isinstance(event, TurnDone):
             self._done(event)
 
     @property
-    def _draws_memory(self) -> bool:
+    def _draws_panel(self) -> bool:
         return self._session.profile.panel == "live" and not self._screen.is_plain
 
     def _delta(self, text: str) -> None:
         self._line += self._filter.push(text)
         if self._streams or self._session.profile.panel != "live":
             self._stream()
-        elif self._pace.is_due():  # asked first: it costs nothing, and this is every token's way
+        elif self._pace.is_due():  # checked first: it is cheap, and runs for every token
             if self._screen.is_plain:
-                self._stream()  # once begun it goes on to the end, so that no row is broken
+                self._stream()  # and so on to the end, so that no row is broken
             else:
                 self._draw_in_time()
 
-    def _forgot(self, event: Evicted) -> None:
-        if self._draws_memory:
-            self._gone = [*self._gone, *event.positions][-FLASHES:]
+    def _evicted(self, event: Evicted) -> None:
+        if self._draws_panel:
+            self._evicted_positions = [*self._evicted_positions, *event.positions][-FLASHES:]
             self._draw_when_due()
 
     def _done(self, turn: TurnDone) -> None:
@@ -96,11 +96,11 @@ class LiveTurn:
             self._user = turn
         if turn.role != "assistant":
             return
-        self._end_answer()
+        self._end_reply()
         self._note(describe_round(self._user, turn, self._session.budget))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             self._screen.show(
-                draw_compact_panel(self._glance(), self._screen.theme, self._screen.width)
+                draw_compact_panel(self._snapshot(), self._screen.theme, self._screen.width)
             )
 
     def _note(self, text: str) -> None:
@@ -119,7 +119,7 @@ class LiveTurn:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the rows that are full, and draw the region anew, in one go."""
+        """Print the full rows, and redraw the region, in one write."""
         console = self._screen.console
         rows = self._take_rows()
         self._region.content = Group(*self._parts())
@@ -131,9 +131,9 @@ class LiveTurn:
             self._live.refresh()
 
     def _take_rows(self) -> str:
-        """The rows of the answer that are full, each ended; one cell is spared for the cursor.
+        """Remove and return the full rows of the reply; one cell is left for the cursor.
 
-        Tabs become spaces, or nobody would know how wide a row is.
+        Tabs become spaces, so that the width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -145,18 +145,18 @@ class LiveTurn:
             parts.append(Text(self._line, no_wrap=True, overflow="crop"))
         if self._reading is not None:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
-        if self._draws_memory:
-            flash = self._session.tokens(sorted(self._gone))
-            parts.append(draw_compact_panel(self._glance(), theme, width, flash=flash))
-            self._gone = []
+        if self._draws_panel:
+            flash = self._session.tokens(sorted(self._evicted_positions))
+            parts.append(draw_compact_panel(self._snapshot(), theme, width, flash=flash))
+            self._evicted_positions = []
         return parts
 
-    def _glance(self) -> Snapshot:
-        """The memory, with as many of its tokens as three rows may have room for."""
+    def _snapshot(self) -> Snapshot:
+        """A snapshot with at most as many tokens as three rows can hold."""
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Take the region away, and write what it still held of the answer."""
+        """Remove the region, and write the part of the reply that it held."""
         if self._live is not None:
             self._region.content = Text("")
             self._live.stop()
@@ -166,7 +166,7 @@ class LiveTurn:
             self._screen.stream(self._line)
             self._streams, self._line = True, ""
 
-    def _end_answer(self) -> None:
+    def _end_reply(self) -> None:
         self._stream()
         if self._streams:
             self._screen.line()
@@ -177,7 +177,7 @@ class LiveTurn:
 
 
 class _Region:
-    """What the live region shows; it can change without being drawn twice."""
+    """The content of the live region; replacing it does not redraw it."""
 
     content: RenderableType = ""
 

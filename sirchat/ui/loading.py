@@ -1,4 +1,4 @@
-"""A progress bar while a model loads; on a terminal only, and gone once it is loaded."""
+"""A progress bar while a model loads: on a terminal only, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sirchat.ui.text import displayable_line
 
 @contextmanager
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
-    """Show a bar for loading `name`; gives the function to report to, or None without a bar."""
+    """Show a bar for loading `name`; yields the progress callback, or None without a bar."""
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
         return
@@ -22,7 +22,7 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
     with bars.Progress(*columns, console=screen.notes, transient=True) as shown:
         task = shown.add_task(f"loading {displayable_line(name)}", total=None)
 
-        def report(what: str, done: int, total: int | None) -> None:
-            shown.update(task, description=displayable_line(what), completed=done, total=total)
+        def report(step: str, done: int, total: int | None) -> None:
+            shown.update(task, description=displayable_line(step), completed=done, total=total)
 
         yield report

@@ -1,4 +1,4 @@
-"""How often the region beneath an answer is drawn again."""
+"""How often the live region is redrawn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 
 FRAME_SECONDS = 1 / 8
 BYTES_PER_SECOND = 12_000
-"""What the frames may write; the answer's own text comes on top."""
+"""Most bytes of frames per second, besides the reply's own text."""
 TIME_SHARE = 1 / 50
-"""Of the time, drawing takes no more than this."""
+"""Largest share of the time spent drawing."""
 
 
 class Pace:
-    """Says when the next frame is due: 8 a second, fewer when they are long or slow."""
+    """When the next frame is due: 8 per second, fewer if frames are large or slow."""
 
     def __init__(self) -> None:
         self._due = 0.0
@@ -22,6 +22,6 @@ class Pace:
         return time.monotonic() >= self._due
 
     def drew(self, seconds: float, size: int) -> None:
-        """A frame took so many seconds and bytes."""
+        """Record that a frame took so many seconds and bytes."""
         wait = max(FRAME_SECONDS, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

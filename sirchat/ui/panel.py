@@ -1,4 +1,4 @@
-"""The large panel: the whole memory, drawn. Pure: a snapshot in, something to print out."""
+"""The large panel, which draws every held token: pure functions from a snapshot to rich objects."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _BESIDE = 110
-"""Columns from which on sections stand side by side."""
+"""Least width in columns for sections side by side."""
 
 _RANKED = 10
 """Tokens in each of the two rankings."""
 
 _MARGIN = 13
-"""Cells of the column that says whose turn it is."""
+"""Cells of the column with the turn's number and role."""
 
-_SINK, _PIN, _CAME_BACK = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
+_SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Gauge, the whole held text, rankings, histogram and turns, in a box `width` cells wide."""
+    """Gauge, all held text, rankings, histogram and turns, in a box `width` cells wide."""
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
@@ -53,7 +53,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """One block for each turn that still holds anything."""
+    """One block for each turn that still has held tokens."""
     lines: list[Text] = []
     roles = {turn.index: turn.role for turn in snapshot.turns}
     gaps = _gaps(snapshot)
@@ -72,29 +72,29 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Forgotten tokens before each row, and after the last one."""
-    places = [(-1, -1)]
-    places += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
-    places.append((snapshot.seen, snapshot.in_all_layers))
-    return [(b - a) - (to - of) for (a, of), (b, to) in pairwise(places)]
+    """Number of evicted tokens before each row, and after the last one."""
+    pairs = [(-1, -1)]  # position and slot
+    pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
+    pairs.append((snapshot.seen, snapshot.in_all_layers))
+    return [(b - a) - (slot_b - slot_a) for (a, slot_a), (b, slot_b) in pairwise(pairs)]
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """A turn's tokens with the gaps before them; brackets for sinks, pins, and what came back."""
-    open_run: tuple[str, str] | None = None
+    """A turn's tokens with the gaps before them; brackets around sinks, pins, recalled tokens."""
+    opened: tuple[str, str] | None = None
     for row, forgotten in rows:
-        run = _brackets(row)
-        if open_run and (run != open_run or forgotten):
-            yield StyledRun(open_run[1], theme.mark)
-            open_run = None
+        brackets = _brackets(row)
+        if opened and (brackets != opened or forgotten):
+            yield StyledRun(opened[1], theme.mark)
+            opened = None
         text = shown(row.text)
         yield from gap(forgotten, 0, text, theme)
-        if run and not open_run:
-            yield StyledRun(run[0], theme.mark)
-        open_run = run
+        if brackets and not opened:
+            yield StyledRun(brackets[0], theme.mark)
+        opened = brackets
         yield StyledRun(text, theme.token(row))
-    if open_run:
-        yield StyledRun(open_run[1], theme.mark)
+    if opened:
+        yield StyledRun(opened[1], theme.mark)
 
 
 def _brackets(row: TokenRow) -> tuple[str, str] | None:
@@ -102,7 +102,7 @@ def _brackets(row: TokenRow) -> tuple[str, str] | None:
         return _SINK
     if "pinned" in row.flags:
         return _PIN
-    return _CAME_BACK if "recalled" in row.flags else None
+    return _RECALLED if "recalled" in row.flags else None
 
 
 def _label(turn: int, role: str, theme: Theme) -> Text:
@@ -121,7 +121,7 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 
 
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """The strongest held tokens, and those that go next."""
+    """The held tokens of highest score, and the next to leave."""
     leaving = set(snapshot.next_to_go)
     strongest = sorted(snapshot.rows, key=lambda row: -row.rank_key)[:_RANKED]
     weakest = sorted(
@@ -129,26 +129,26 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     )[:_RANKED]
     half = _half(width)
     return _pair(
-        Group(heading(_strongest_by(snapshot), theme, half), draw_ranking(strongest, theme, half)),
+        Group(heading(_ranked_by(snapshot), theme, half), draw_ranking(strongest, theme, half)),
         Group(heading("next to go", theme, half), draw_ranking(weakest, theme, half)),
         width,
     )
 
 
-def _strongest_by(snapshot: Snapshot) -> str:
-    """A policy without scores has no strongest tokens."""
+def _ranked_by(snapshot: Snapshot) -> str:
+    """The heading of the first ranking; without scores, tokens are ranked by surprisal."""
     has_scores = any(row.score is not None for row in snapshot.rows)
     return "strongest" if has_scores or not snapshot.rows else "most surprising"
 
 
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Surprisal of what is held and forgotten, and all turns."""
+    """Surprisal of held and evicted tokens, and all turns."""
     half = _half(width)
     turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
     if snapshot.histogram is None:
         return turns
-    stays = snapshot.threshold if snapshot.unit == "nats" else None
-    bars = draw_histogram(snapshot.histogram, stays, theme, half)
+    threshold = snapshot.threshold if snapshot.unit == "nats" else None
+    bars = draw_histogram(snapshot.histogram, threshold, theme, half)
     return _pair(Group(heading("surprisal", theme, half), *bars), turns, width)
 
 
@@ -157,7 +157,7 @@ def _half(width: int) -> int:
 
 
 def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Side by side where there is room, else one under the other."""
+    """Side by side if they fit, else one below the other."""
     half = _half(width)
     if half == width:
         return Group(left, Text(), right)
@@ -169,7 +169,7 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
-    """What colours and marks mean."""
+    """The meaning of colours and marks."""
     space = StyledRun("  ", theme.quiet)
     runs = [StyledRun("nats ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
@@ -179,7 +179,7 @@ def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style, whole=True), space]
     runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" forgotten  ", theme.quiet)]
-    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_CAME_BACK, "recalled")] if recalled else [])]
+    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
         runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
         runs += [StyledRun(closing, theme.mark), space]

@@ -1,4 +1,4 @@
-"""Where the user types: one line or several, with history, completion, an editor and a toolbar."""
+"""The prompt: one line or several, with history, completion, an editor and a toolbar."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"}
 
 @dataclass(frozen=True)
 class Line:
-    """What was typed: a command, slash included, or a message.
+    """One input: a command, slash included, or a message.
 
-    `is_stopped` where Ctrl-C came before anything could be done about it.
+    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed.
     """
 
     text: str
@@ -39,15 +39,15 @@ class Line:
 
 
 class Prompt:
-    """Reads what the user types.
+    """Reads the user's input.
 
     Args:
-        keys: the keyboard, which others may read between prompts.
+        keys: the source of keys; others may read it between prompts.
         output: the terminal.
         completer: completes commands.
-        toolbar: the text beneath the prompt, asked for whenever it is drawn.
-        history: what was typed before.
-        has_colours: whether anything may be coloured, asked for whenever something is drawn.
+        toolbar: returns the text below the prompt, at every redraw.
+        history: earlier input.
+        has_colours: returns whether colours may be used, at every redraw.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Prompt:
                 if self._entered is None:
                     raise
                 text, stopped = self._entered, True  # the prompt was about to close
-            line = self._meaning(text)
+            line = self._parsed(text)
             if line.text.strip():
                 return replace(line, is_stopped=stopped)
 
-    def _meaning(self, text: str) -> Line:
+    def _parsed(self, text: str) -> Line:
         if self._is_literal(text):
             return Line(text, is_command=False)
         stripped = text.strip()
@@ -113,11 +113,11 @@ class Prompt:
         return Line(stripped, is_command=stripped.startswith("/"))
 
     def _is_literal(self, text: str) -> bool:
-        """Whether the text began as a paste: then it is a message, whatever it looks like."""
+        """Whether the text begins with pasted text: then it is always a message."""
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """A paste that was edited away, even in part, was none."""
+        """Text that was pasted and then edited no longer counts as pasted."""
         if not self._is_literal(buffer.text):
             self._pasted = None
 
@@ -149,7 +149,7 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            event.current_buffer.open_in_editor()  # what was written comes back to the prompt
+            event.current_buffer.open_in_editor()  # the edited text comes back to the prompt
 
         @keys.add(Keys.BracketedPaste, filter=typing)
         def _paste(event: KeyPressEvent) -> None:
@@ -158,7 +158,7 @@ class Prompt:
         return keys
 
     def _enter(self, buffer: Buffer) -> None:
-        """Submit; or go on in a new line, after a backslash and inside a fence."""
+        """Submit; or insert a line break, after a backslash and inside triple quotes."""
         text = buffer.text
         is_open = text.lstrip().startswith(_FENCE) and text.count(_FENCE) % 2 == 1
         continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
@@ -171,7 +171,7 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Empty the line, which stays in the history; at an empty one, say so to the caller."""
+        """Empty the line, and keep it in the history; if it is empty, raise KeyboardInterrupt."""
         buffer = event.current_buffer
         if not buffer.text:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
@@ -186,12 +186,12 @@ class Prompt:
         if begins:
             buffer.reset()
         buffer.insert_text(data)
-        if begins:  # set last: every change of the text is held against it
+        if begins:  # set last: every change of the text is compared with it
             self._pasted = data
 
 
 class _Filtered(Processor):
-    """Shows a dot for what must not reach the terminal; the text itself stays as it was typed."""
+    """Shows a dot for each filtered character; the text itself is unchanged."""
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""The chat: prompt-toolkit owns the terminal while the user types, a live view while they read."""
+"""The chat loop: prompt-toolkit owns the terminal for input, a live view during a reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
 from sirchat.saved.store import SessionStore
-from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Another, Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import input_history
@@ -23,6 +22,7 @@ from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.toolbar import toolbar
 
@@ -38,18 +38,18 @@ def chat(
     store: SessionStore | None = None,
     debug: bool = False,
 ) -> None:
-    """Load the model called `name` and talk until the user leaves.
+    """Load the model called `name`, and chat until the user leaves.
 
-    The chat is saved where its settings say so; `store` is what it was taken up from.
+    The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
 
-    An error of one turn is shown, and the chat goes on; with `debug` an unexpected one is raised.
+    An error in a turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
     """
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        shelving = SavedChat(session, screen, store, debug=debug)
-        _Chat(session, screen, keys, keyboard, shelving, debug).run()
+        saved_chat = SavedChat(session, screen, store, debug=debug)
+        _Chat(session, screen, keys, keyboard, saved_chat, debug).run()
 
 
 class _Chat:
@@ -61,16 +61,16 @@ class _Chat:
         screen: Screen,
         keys: Input,
         keyboard: Keyboard,
-        shelving: SavedChat,
+        saved_chat: SavedChat,
         debug: bool,
     ) -> None:
         self._session = session
         self._screen = screen
         self._keyboard = keyboard
-        self._shelving = shelving
+        self._saved_chat = saved_chat
         self._debug = debug
         self._history = input_history(screen.note)
-        self._commands = Commands(session, screen, self._history, shelving)
+        self._commands = Commands(session, screen, self._history, saved_chat)
         self._prompt = Prompt(
             keys,
             _output(screen),
@@ -88,18 +88,18 @@ class _Chat:
                 try:
                     self._keyboard.keep_typed()
                     line = self._prompt.read()
-                    if line is None or not self._goes_on_after(line):
+                    if line is None or not self._act_on(line):
                         return
-                    with Interrupt():  # one that comes too late for the reply
-                        self._shelving.update()
+                    with Interrupt():  # ignores a Ctrl-C that comes after the reply
+                        self._saved_chat.update()
                 except KeyboardInterrupt:
                     self._screen.note("Ctrl-D or /exit leaves")
         finally:
-            self._shelving.close()
+            self._saved_chat.close()
 
-    def _go_on_with(self, session: Session) -> None:
+    def _switch_to(self, session: Session) -> None:
         self._session = session
-        self._commands = Commands(session, self._screen, self._history, self._shelving)
+        self._commands = Commands(session, self._screen, self._history, self._saved_chat)
         self._screen.use_theme(session.profile.theme)
         self._greet()
 
@@ -118,8 +118,8 @@ class _Chat:
                 f"seen, {self._session.resident:,} held"
             )
 
-    def _goes_on_after(self, line: Line) -> bool:
-        """Act on a line; whatever goes wrong, the conversation is kept."""
+    def _act_on(self, line: Line) -> bool:
+        """Run a command or a turn; an error keeps the conversation. False if the user leaves."""
         try:
             if line.is_command:
                 try:
@@ -127,7 +127,7 @@ class _Chat:
                 except Retry:
                     self._turn(self._session.retry)
                 except Another as other:
-                    self._go_on_with(other.session)
+                    self._switch_to(other.session)
             else:
                 self._turn(lambda stops: self._session.ask(line.text, stops), line.is_stopped)
         except Leave:
@@ -156,14 +156,14 @@ class _Chat:
 
 
 def _output(screen: Screen) -> Output:
-    """Where the prompt is drawn; a dumb terminal gets no escape sequences."""
+    """The prompt's output; a dumb terminal gets no escape sequences."""
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
 
 
 def _stops(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """Whether the user wants the reply to end; once they do, they still do."""
+    """A function that returns whether the user wants to stop the reply; it stays true."""
 
     def stops() -> bool:
         nonlocal wanted

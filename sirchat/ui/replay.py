@@ -1,4 +1,4 @@
-"""Replay a transcript: the user's turns are answered, or the transcript's own replies are read."""
+"""Replay a transcript: generate replies to its user turns, or read its own replies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def replay(
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session and print what happens.
+    """Run the turns through the session, and print its events.
 
-    Ctrl-C during a turn ends it early, well-formed; between turns, or after it, it ends the replay.
+    Ctrl-C closes the current turn early, and ends the replay.
 
-    Raises TranscriptError for a turn out of place, KeyboardInterrupt when stopped in between; what
-    was said until then has been printed.
+    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; the
+    turns before that have been printed.
     """
     show = screen.json if options.json else _Dialogue(screen, session).show
     for event in session.start():
@@ -85,32 +85,32 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Each turn with the one after it; without look-ahead at once, for input that is typed."""
+    """Each turn with the next one; without look-ahead each at once, for typed input."""
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
         return
-    held: TranscriptTurn | None = None
+    previous: TranscriptTurn | None = None
     for turn in turns:
-        if held is not None:
-            yield held, turn
-        held = turn
-    if held is not None:
-        yield held, None
+        if previous is not None:
+            yield previous, turn
+        previous = turn
+    if previous is not None:
+        yield previous, None
 
 
 class _Dialogue:
-    """Prints the dialogue to stdout, as text that can be replayed, and status to stderr."""
+    """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr."""
 
     def __init__(self, screen: Screen, session: Session) -> None:
         self._screen = screen
         self._session = session
-        self._speaking = False
+        self._is_replying = False
 
     def show(self, event: Event) -> None:
         if isinstance(event, Delta):
-            if not self._speaking:
+            if not self._is_replying:
                 self._screen.stream("ASSISTANT: ")
-            self._speaking = True
+            self._is_replying = True
             self._screen.stream(event.text)
         elif isinstance(event, TurnDone):
             self._turn(event)
@@ -118,9 +118,9 @@ class _Dialogue:
             self._screen.note(event.text)
 
     def _turn(self, turn: TurnDone) -> None:
-        if turn.role == "assistant" and self._speaking:
+        if turn.role == "assistant" and self._is_replying:
             self._screen.line()
-            self._speaking = False
+            self._is_replying = False
         else:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         self._screen.note(describe_turn(turn, self._session.budget))

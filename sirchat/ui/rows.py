@@ -1,4 +1,4 @@
-"""A line that grows, cut into rows of the window's width as soon as they are full."""
+"""Cut a growing line into rows of the window's width."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rich.cells import cell_len
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """The full rows of a line, and the rest; their concatenation is the line.
+    """The full rows of a line, and the rest; concatenated, they are the line.
 
-    Rows end behind a space where there is one. Lines that are finished, by a line break, come out
-    with it.
+    Rows end after a space if they contain one. A line that ends with a line break is all rows, the
+    last with the break.
     """
     *finished, rest = line.split("\n")
     rows: list[str] = []

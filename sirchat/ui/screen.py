@@ -1,4 +1,4 @@
-"""Where everything is printed: answers to stdout, all else to stderr, all of it filtered."""
+"""All output: replies to stdout, everything else to stderr, all of it filtered."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
 LEAST_ROWS, LEAST_COLUMNS = 14, 50
-"""A window smaller than this gets plain text only."""
+"""Least window for drawings; a smaller one gets plain text."""
 
 
 class Screen:
-    """The terminal, or what stands in for it.
+    """The output streams, and the theme.
 
     Args:
-        out: answers; standard output by default.
-        err: notices, progress, errors; standard error by default.
-        theme: the setting of that name; see `sirchat.ui.theme`.
+        out: stream for replies; standard output by default.
+        err: stream for notices, progress and errors; standard error by default.
+        theme: name of a theme, or "auto"; see `sirchat.ui.theme`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Screen:
     def use_theme(self, name: str) -> None:
         """Draw in these colours from now on."""
         self.theme: Theme = theme_named(name, os.environ)
-        self._alarm = "red" if self.has_colours else "bold"
+        self._error_style = "red" if self.has_colours else "bold"
 
     @property
     def has_colours(self) -> bool:
@@ -53,27 +53,27 @@ class Screen:
 
     @property
     def terminal(self) -> TextIO | None:
-        """Where answers go, if that is a terminal that knows escape sequences."""
+        """The stream for replies, if it is a terminal that supports escape sequences."""
         return cast(TextIO, self._out) if self._out.isatty() and not self.is_dumb else None
 
     @property
     def is_dumb(self) -> bool:
-        """Whether the terminal knows no escape sequences."""
+        """Whether the terminal supports no escape sequences."""
         return self.console.is_dumb_terminal
 
     @property
     def width(self) -> int:
-        """Columns of the window, now."""
+        """Current width of the window, in columns."""
         return self.console.size.width
 
     @property
     def written(self) -> int:
-        """Bytes that went to where answers go."""
+        """Bytes written to the stream for replies."""
         return self._out.written
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be drawn by itself: no terminal, a plain or a small one."""
+        """Whether replies come as plain text: no terminal, a dumb or small one, or NO_COLOR."""
         return (
             not self._out.isatty()
             or self.is_dumb
@@ -83,33 +83,33 @@ class Screen:
 
     @property
     def is_small(self) -> bool:
-        """Whether the window has no room for drawings."""
+        """Whether the window is too small for drawings."""
         size = self.console.size
         return size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
 
     def stream(self, text: str) -> None:
-        """A piece of an answer, as it comes."""
+        """Print a part of a reply."""
         self._out.write(self._filter.push(text))
         self._out.flush()
 
     def line(self, text: str = "") -> None:
-        """End a line of an answer."""
+        """Print the rest of a line of a reply, and end it."""
         self._filter = DisplayFilter()
         self._out.write(DisplayFilter().push(text) + "\n")
         self._out.flush()
 
     def json(self, event: Event) -> None:
-        """A record as one line of JSON; control characters come out escaped."""
+        """Print an event as one line of JSON; control characters are escaped."""
         if event.kind:
             self._out.write(json.dumps(to_json(event)) + "\n")
             self._out.flush()
 
     def show(self, drawing: RenderableType) -> None:
-        """Something drawn, such as the panel; its text has been filtered by who drew it."""
+        """Print a drawing, such as the panel; whoever draws must filter its text."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Something drawn that may be long: in the pager when it is taller than the window."""
+        """Print a drawing; in the pager if it is taller than the window."""
         options = self.console.options
         rows = len(self.console.render_lines(drawing, options, pad=False))
         pager = shlex.split(os.environ.get("PAGER") or "less")
@@ -127,18 +127,18 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """One quiet line beside the answers."""
+        """Print one dim line to stderr."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def error(self, text: str) -> None:
-        """One line that says what went wrong."""
-        self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._alarm))
+        """Print one line with an error to stderr."""
+        self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
 
 
 def _paged(pager: list[str], text: str) -> bool:
-    """Show a text in the pager, whose own Ctrl-C is; false where it can't be started."""
+    """Show a text in the pager, which handles Ctrl-C; False if it can't be started."""
     environ = {"LESS": "FRX", **os.environ}  # colours, and leave the text on the screen
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # a program that is run starts afresh
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         subprocess.run(pager, input=text.encode(), env=environ, check=False)
     except OSError:

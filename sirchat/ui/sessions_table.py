@@ -13,7 +13,7 @@ from sirchat.ui.text import displayable_line
 
 
 def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
-    """A row each, in the order given; `present` is the id of the chat in which this is asked."""
+    """One row per session, in the given order; `present` is the id of the current chat."""
     table = Table("id", "name", "changed", "model", "turns", "begins", box=None)
     for one in sessions:
         whose = "(this chat) " if one.id == present else "(open) " if one.in_use else ""

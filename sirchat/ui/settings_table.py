@@ -1,4 +1,4 @@
-"""The settings in force, as a table."""
+"""The current settings, as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sirchat.ui.theme import Theme
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Name, value and meaning; a star marks what is not as built in, a dot what can't change."""
+    """Name, value and meaning; a star marks a changed default, a dot a setting that is fixed."""
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)

@@ -1,4 +1,4 @@
-"""Change settings in the middle of a conversation, and say what changed, what left, what came."""
+"""Change settings in a running conversation, and report what changed and what was evicted."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
 
-_OF_THE_SCREEN = ("panel", "theme")
+_SCREEN_SETTINGS = ("panel", "theme")
 """Settings that another profile leaves alone unless it names them."""
 
-_OF_THE_MEMORY = (
+_CACHE_SETTINGS = (
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 )
-"""Settings after whose change it is said what is held."""
+"""Settings that can change what is held; a report of it follows their change."""
 
 
 class Switching:
-    """Applies what a command asked for and reports it."""
+    """Applies the changes that a command asks for, and reports them."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
         self._screen = screen
 
     def setting(self, source: str, name: str, text: str) -> None:
-        """Give a setting, or an option of the policy, the value that `text` means.
+        """Set a setting, or an option of the policy, to the value in `text`.
 
-        Without text, tell the present value. Raises SettingError, blaming `source`.
+        Without text, show the current value. Raises SettingError, which names `source`.
         """
         profile = self._session.profile
         self._refuse_unknown(name)
@@ -47,50 +47,50 @@ class Switching:
             self._apply(source, f"{name} is {as_typed(value)} already", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
-        """Remember by another policy, or by the same one with other options."""
+        """Switch to another policy, or change the options of the current one."""
         updates: dict[str, object] = {"policy": name}
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
         self._apply("/policy", f"policy is {name} already", **updates)
 
     def profile(self, name: str) -> None:
-        """Apply a whole profile: what it does not set goes back to the user's default.
+        """Apply a whole profile; settings it does not name go back to the user's default.
 
-        What holds for the whole conversation stays, and is said; so do panel and theme, silently.
+        Settings fixed for the conversation stay, with a note; so do panel and theme, without one.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
             self._screen.note(f"profiles: {names}")
             return
         named = load_profile(name)
-        profile, present = resolve(name, {}, {}), self._session.profile
-        kept = {*FIXED, *(key for key in _OF_THE_SCREEN if key not in named)}
+        profile, current = resolve(name, {}, {}), self._session.profile
+        kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
         self._apply("/profile", f"the settings are those of {name} already", **values)
         for key in FIXED:
-            old, new = getattr(present, key), getattr(profile, key)
+            old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
                 self._screen.note(
                     f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
     def pin(self, target: str, *, pinned: bool) -> None:
-        """Pin what `target` means, or let it go, and say what that moved."""
-        gone = back = 0
+        """Pin or unpin the tokens that `target` names, and report what left or came back."""
+        evicted = restored = 0
         for event in self._session.pin(target, pinned):
             if isinstance(event, Evicted):
-                gone += len(event.positions)
+                evicted += len(event.positions)
             elif isinstance(event, Restored):
-                back += len(event.positions)
+                restored += len(event.positions)
             elif isinstance(event, Pinned):
                 what = "pinned" if event.pinned else "no longer pinned"
                 self._screen.note(f"{event.tokens:,} tokens {what}")
             else:
-                self._say(event)
-        self._moved(gone, back)
+                self._report(event)
+        self._report_moved(evicted, restored)
 
     def describe(self, name: str) -> str:
-        """A setting, or an option of the policy: its value, and what it may be."""
+        """A setting, or an option of the policy: its value, and the allowed values."""
         profile = self._session.profile
         self._refuse_unknown(name)
         if name in Profile.model_fields:
@@ -109,31 +109,31 @@ class Switching:
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Switch, and say what changed and what was forgotten; `otherwise` if nothing did."""
+        """Switch, and report changes and evictions; `otherwise` is the note if nothing changed."""
         changed: list[str] = []
-        gone = back = 0
+        evicted = restored = 0
         with Interrupt() as interrupted:
             for event in self._session.switch(source, interrupted, **updates):
-                self._say(event)
+                self._report(event)
                 if isinstance(event, Switched):
                     changed.append(event.what)
-                    back += event.restored
+                    restored += event.restored
                 elif isinstance(event, Evicted):
-                    gone += len(event.positions)
+                    evicted += len(event.positions)
         self._screen.use_theme(self._session.profile.theme)
         if not changed:
             self._screen.note(otherwise)
-        elif set(changed) & set(_OF_THE_MEMORY):
-            self._moved(gone, back)
+        elif set(changed) & set(_CACHE_SETTINGS):
+            self._report_moved(evicted, restored)
 
-    def _moved(self, gone: int, back: int) -> None:
-        """Say how many tokens left and came, and how many are held now."""
+    def _report_moved(self, evicted: int, restored: int) -> None:
+        """Report how many tokens were evicted and restored, and how many are held now."""
         now = f"holds {self._session.resident:,}/{self._session.budget:,}"
-        left = [f"forgot {gone:,}" if gone else "nothing forgotten"]
-        came = [f"{back:,} came back"] if back else []
+        left = [f"forgot {evicted:,}" if evicted else "nothing forgotten"]
+        came = [f"{restored:,} came back"] if restored else []
         self._screen.note(", ".join([*left, *came, now]))
 
-    def _say(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         if isinstance(event, Switched):
             old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
             self._screen.note(f"{event.what}: {old} -> {new}")

@@ -1,4 +1,4 @@
-"""Tables and bars of the large panel, and the table of tokens. Pure, as the panel is."""
+"""Tables and bars of the large panel, and tables of tokens: pure functions, as in `panel`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sirchat.ui.compact_panel import share_glyph
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
-"""Cells from a token to its numbers are few, so that the eye finds across."""
+"""Most cells of a ranking; narrow, so that a token is near its numbers."""
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """Every column of the rows but the arrival key; attention where it is counted."""
-    counted = any(row.attention is not None for row in rows)
+    """All columns of the rows except the arrival key; attention only if it is tracked."""
+    tracked = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("role", no_wrap=True)
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
-    _columns(table, "id", "surprisal", "score", *["attention"] * counted)
+    _columns(table, "id", "surprisal", "score", *["attention"] * tracked)
     table.add_column("flags", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
@@ -41,14 +41,14 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             str(row.id),
             nats(row.surprisal),
             score_text(row.score),
-            *[significant(row.attention or 0.0)] * counted,
+            *[significant(row.attention or 0.0)] * tracked,
             " ".join(row.flags),
         )
     return table
 
 
 def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableType:
-    """The score of each token, what explains it, and its rank among the held tokens."""
+    """Each token's score, the factors it is made of, and its rank among the held tokens."""
     factors = list(standings[0].factors) if standings else []
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -73,7 +73,7 @@ def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableTyp
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """What came back for the last round, the best first: how well each token fitted."""
+    """The tokens recalled for the last round, by falling recall score."""
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -90,7 +90,7 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 
 
 def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> RenderableType:
-    """A few tokens in the given order: where they stand, and what holds them."""
+    """A few tokens in the given order: position, turn, surprisal and score."""
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
     _columns(table, "position", "turn")
@@ -110,7 +110,7 @@ def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> Renderab
 
 
 def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
-    """All turns: how much of each is held, and how surprising it was on average."""
+    """All turns: held tokens, and mean surprisal in nats."""
     table = _table(theme)
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
@@ -132,11 +132,11 @@ def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
 def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
-    """A row for each bin of surprisal: the held part of the bar heavy, the forgotten part light."""
+    """One row per bin of surprisal; the bar's heavy part is held tokens, its light part evicted."""
     lines = [line_of([StyledRun(_bin("nats", "held", "forgotten"), theme.quiet)])]
-    marks = [_stays(threshold, low, high) for low, high in pairwise(EDGES)]
+    marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.forgotten, strict=True))
-    room = width - cell_len(lines[0].plain) - 2  # two for parts that are rounded up
+    room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
     scale = min(
         (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
     )
@@ -157,23 +157,23 @@ def _bin(name: str, held: str, forgotten: str) -> str:
 
 
 def nats(surprisal: float | None) -> str:
-    """Surprisal with two decimals; `-` where there is none."""
+    """Surprisal in nats with two decimals; `-` for None."""
     return "-" if surprisal is None else f"{surprisal:.2f}"
 
 
 def score_text(score: float | None) -> str:
-    """A score with as many digits as matter; `-` where the policy has none."""
+    """A score with three significant digits; `-` for None."""
     return "-" if score is None else significant(score)
 
 
-def _stays(threshold: float | None, low: float, high: float) -> str:
+def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
     if threshold is None or not low <= threshold < high:
         return ""
     return f" ◂ {threshold:.2f} to stay"
 
 
 def _length(cells: float) -> int:
-    """Cells of a bar; something that is there at all shows."""
+    """Cells of a bar; at least one if there is anything to show."""
     return max(1, round(cells)) if cells > 0 else 0
 
 
@@ -182,7 +182,7 @@ def _table(theme: Theme) -> Table:
 
 
 def _columns(table: Table, *names: str) -> None:
-    """Columns of numbers."""
+    """Add columns of numbers."""
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
 

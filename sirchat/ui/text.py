@@ -1,8 +1,8 @@
-"""The display filter: everything shown passes here, and nothing shown can steer the terminal.
+"""The display filter, which everything shown passes, so that no text can control the terminal.
 
 Dropped: C0 controls except newline and tab, DEL, C1 controls, whole escape sequences (CSI, OSC,
-DCS and their kin), and bidirectional controls. A line break ends an open sequence. The filter keeps
-its place across chunks, so a sequence that is split anywhere is dropped as if it had come whole.
+DCS and similar), and bidirectional controls. A line break ends an open sequence. The filter keeps
+its state across chunks, so a sequence that is split between chunks is dropped, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DisplayFilter:
     def _shows(self, char: str) -> bool:
         """Advance by one character; whether it is shown."""
         state = self._state
-        if char == "\n":  # ends any sequence, so that an open one cannot hide what follows
+        if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
             self._state = _State.TEXT
             return True
         if state is _State.TEXT:
@@ -93,16 +93,16 @@ class DisplayFilter:
 
 
 def displayable(text: str) -> str:
-    """A whole text, filtered."""
+    """A complete text, filtered."""
     return DisplayFilter().push(text)
 
 
 def shorten(text: str, length: int) -> str:
-    """A text of at most so many characters on one line."""
+    """The text on one line, cut to `length` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def displayable_line(text: str) -> str:
-    """A whole text on one line: for names, errors and notices."""
+    """A complete text, filtered, on one line: for names, errors and notices."""
     return " ".join(displayable(text).split())

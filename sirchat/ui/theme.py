@@ -1,8 +1,8 @@
-"""Colours and weights: which style a token, a label or a bar is drawn in.
+"""Colours and weights: the styles of tokens, labels and bars.
 
-A token's hue shows its surprisal, its brightness how much of it the decays have left. High
-surprisal is bold and underlined as well, so that it reads without colour. The 256-colour numbers
-are chosen so that each hue stays itself when the terminal has only 16.
+A token's hue shows its surprisal, its brightness the share of it that is left after decay. High
+surprisal is also bold or underlined, so that it shows without colour. The 256-colour numbers are
+chosen so that each hue stays recognizable on a terminal with 16 colours.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rich.style import Style
 from sirchat.chat.events import TokenRow
 
 LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
-"""Surprisal in nats below which a bucket ends."""
+"""Upper limits of the surprisal buckets, in nats."""
 
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""Share of the surprisal that the decays left, from which on an intensity is used."""
+"""Least share of the surprisal left after decay, for each intensity."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
@@ -34,9 +34,9 @@ class Theme:
 
     Attributes:
         tokens: for each surprisal bucket, the style of each intensity.
-        quiet: labels and what need not be read. heading: titles of sections.
+        quiet: labels and secondary text. heading: titles of sections.
         gauge, rest: the full and the empty part of a bar. border: boxes and rules.
-        gap: what was forgotten or left out. flash: a token that just left.
+        gap: mark for evicted or omitted tokens. flash: a token that was just evicted.
         template: text of the chat template. mark: brackets of sinks and pins.
     """
 
@@ -69,18 +69,18 @@ class Theme:
 
 
 def bucket(surprisal: float) -> int:
-    """Index of the bucket that a surprisal in nats falls into."""
+    """Index of the bucket of a surprisal in nats."""
     return bisect_right(LIMITS, surprisal, hi=len(LIMITS) - 1)
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """0 strong, 1 fading, 2 faint: how much of the surprisal the decays left, both in nats."""
+    """0 strong, 1 fading, 2 faint: by the share of surprisal left after decay, both in nats."""
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none"; "auto" asks the terminal's COLORFGBG, else dark."""
+    """The theme "dark", "light" or "none"; "auto" reads COLORFGBG, else dark."""
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]
         name = "light" if background in ("7", "15") else "dark"

@@ -1,4 +1,4 @@
-"""The line beneath the prompt: what the model is, and what it remembers by."""
+"""The line below the prompt: the model, the policy, and how full the cache is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sirchat.ui.text import displayable_line
 
 
 def toolbar(session: Session) -> str:
-    """Model, policy, held of budget, decay, and the speed of the last reply."""
+    """Model, policy, held tokens and budget, decay, and the speed of the last reply."""
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
     parts = [

@@ -52,12 +52,12 @@ def train_with_progress(
 def train_anchor_with_progress(options: AnchorOptions) -> None:
     """Train a model with anchors; progress goes to stderr, the folder's name to stdout.
 
-    Where several processes train together, only the first one writes.
+    If several processes train together, only the first one prints.
     """
     from sirchat.training.anchor import Step, is_first, prepare, train_anchors
 
     with quiet_libraries():
-        training = prepare(options)  # what can't work is said before there is a bar
+        training = prepare(options)  # errors in the options appear before the bar
     with Progress(*_COLUMNS, console=Console(stderr=True), disable=not is_first()) as progress:
         task = progress.add_task("first step", total=None)
 

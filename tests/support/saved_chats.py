@@ -17,10 +17,10 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import saved_profile, take_up
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Another, Commands
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import InMemory
+from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from chatting import session
-from sirchat.ui.autosave import SavedChat
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.history import InMemory
+from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from terminal import Shared, Terminal, pager_into
 

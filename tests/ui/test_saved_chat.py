@@ -235,7 +235,7 @@ def test_a_failure_in_the_middle_loses_neither_chat(
     chat.say(SAYINGS[3])
     present = chat.session
     with monkeypatch.context() as broken:
-        broken.setattr(f"sirchat.ui.autosave.{step}", _interrupted)
+        broken.setattr(f"sirchat.ui.saved_chat.{step}", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.do(f"/load {ident}")
     assert chat.session is present

@@ -1,4 +1,4 @@
-"""The present chat's place on disk: `/save` puts it there, `/load` takes another one from there."""
+"""The current chat as a saved session: autosave, `/save`, and `/load` of another one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.sessions_table import draw_sessions
 
 _OF_THE_SESSION = ("description", "seed")
-"""Of what holds for a whole conversation, all but these belongs to the running program."""
+"""Of the settings in `FIXED`, those that belong to a session; the others belong to the program."""
 
 
 class SavedChat:
-    """Saves the chat, if its settings say so, until a disk that is full prevents it.
+    """Saves the chat if its settings say so, until writing fails (a full disk, for example).
 
     Args:
-        session: the present one.
-        screen: where to say what is saved.
-        store: what the session was taken up from, if from anything.
-        debug: raise what prevents the saving.
+        session: the current one.
+        screen: where messages go.
+        store: the file that the session was resumed from, if any.
+        debug: raise errors of saving instead of showing them.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class SavedChat:
         self._is_on = session.profile.save
 
     def update(self) -> None:
-        """Bring the disk up to date; a disk that is full costs the saving, not the chat."""
+        """Write what is new to disk; an error ends the saving, not the chat."""
         if not self._is_on:
             return
         try:
             self._saving.update()
-        except Exception as error:  # whatever it is, the chat goes on
+        except Exception as error:  # the chat goes on after any error
             self._failed(error, "; /save tries again")
 
     def close(self) -> None:
-        """Save what is not saved yet, and let the session go."""
+        """Save what is not saved yet, and release the session's file."""
         try:
             if self._is_on:
                 self._saving.close()
@@ -60,23 +60,23 @@ class SavedChat:
             self._saving.let_go()
 
     def save(self, name: str | None) -> None:
-        """Save the chat now and from now on, keys and values too; with a name, call it so.
+        """Save the chat now, with keys and values, and from now on; optionally under a name.
 
-        Raises SessionError for a name that is no good, changing nothing, and where nothing can be
+        Raises SessionError for an invalid name, which changes nothing, and where nothing can be
         written.
         """
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
         self._begin()
-        if name is not None:  # asked again: where the old file took no more, that one has its name
+        if name is not None:  # asked again: an old file that was given up keeps its name
             self._saving.name = free_name(sessions_dir(), name, self._saving.id)
             self._saving.update()
-        self._tell_saved()
+        self._report_saved()
 
     def load(self, ident: str) -> Session | None:
-        """Leave the chat for a saved one, and return that; None for the present one itself.
+        """Leave the chat for a saved one, and return its session; None if it is this chat.
 
-        Raises SessionError or SettingError, and then the present chat is as it was.
+        Raises SessionError or SettingError; the current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -84,7 +84,7 @@ class SavedChat:
             return None
         store = SessionStore.open(path)
         try:
-            session = self._taken_up(store)
+            session = self._resumed(store)
             saving = Autosave(session, store)
             self._leave()
         except BaseException:
@@ -92,7 +92,7 @@ class SavedChat:
             raise
         self._saving.let_go()
         self._session, self._saving, self._is_on = session, saving, session.profile.save
-        self._screen.note(f"this is session {saving.id}{_called(saving)}")
+        self._screen.note(f"this is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
             self._screen.note("what follows is not saved, as before; /save begins to")
         return session
@@ -107,9 +107,9 @@ class SavedChat:
         for refused in listing.refused:
             self._screen.error(str(refused))
 
-    def unname(self, said: str, *, whole: bool) -> bool:
-        """Drop the chat's name if it tells of what is to be forgotten; says whether it did."""
-        dropped = self._saving.unname(said, whole=whole)
+    def unname(self, text: str, *, whole: bool) -> bool:
+        """Drop the chat's name if it contains `text`, or is `text` if `whole`; True if it did."""
+        dropped = self._saving.unname(text, whole=whole)
         if dropped:
             self._screen.note("the chat's name told of it and is dropped; /save NAME gives another")
         return dropped
@@ -121,7 +121,7 @@ class SavedChat:
         self._screen.error(f"the chat is not saved any more: {error}{hint}")
 
     def _begin(self) -> None:
-        """Write all that was said, in a new file where the old one takes no more."""
+        """Write the whole chat, to a new file if the old one can't be written."""
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -152,7 +152,7 @@ class SavedChat:
         self._saving = new
         self._screen.note(f"session {old.id} takes no more, and stays as it is")
 
-    def _tell_saved(self) -> None:
+    def _report_saved(self) -> None:
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("nothing is said yet; the chat is saved from its first turn on")
@@ -163,23 +163,23 @@ class SavedChat:
             self._screen.error(str(error))
         handle = format_value(saving.name) if saving.name else saving.id
         self._screen.note(
-            f"saved as {saving.id}{_called(saving)}, {'with' if kept else 'without'} keys and "
+            f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
             f"values; /load {handle} goes on with it, and so does sirchat --resume {handle}"
         )
 
-    def _taken_up(self, store: SessionStore) -> Session:
-        """The saved session under its own settings, with the model that is loaded."""
+    def _resumed(self, store: SessionStore) -> Session:
+        """The saved session under its own settings, with the loaded model."""
         if store.head() is None:
             raise SessionError(f"session {store.id} holds no turn yet")
-        model, present = self._session.model, self._session.profile
-        check_model(store, model)  # first: another model may not allow its settings
-        kept = {name: getattr(present, name) for name in FIXED if name not in _OF_THE_SESSION}
+        model, current = self._session.model, self._session.profile
+        check_model(store, model)  # first: the settings may be invalid for another model
+        kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
         session = Session(model, saved_profile(store).model_copy(update=kept))
         take_up(session, store)
         return session
 
     def _leave(self) -> None:
-        """Save the present chat as at its end, but keep hold of it; where it is to be saved."""
+        """Save the current chat as at its end, if it is to be saved; its file stays open."""
         if not self._session.profile.save:
             return
         try:
@@ -192,5 +192,5 @@ class SavedChat:
             ) from error
 
 
-def _called(saving: Autosave) -> str:
+def _name_part(saving: Autosave) -> str:
     return f", called {format_value(saving.name)}" if saving.name else ""
