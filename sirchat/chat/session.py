@@ -39,7 +39,7 @@ from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream, TokenTexts
 from sirchat.text.template import Template, TurnIds
 
-__all__ = ["Interrupted", "Session"]
+__all__ = ("Interrupted", "Session")
 
 
 class Session:

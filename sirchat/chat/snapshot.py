@@ -213,8 +213,8 @@ def _turns(
     means = _means(ledger, bounds) if whole else [None] * len(roles)
     tokens = np.diff(bounds).tolist()
     return tuple(
-        TurnShare(*turn)
-        for turn in zip(range(len(roles)), roles, tokens, counts, means, strict=True)
+        TurnShare(index=i, role=role, tokens=tokens[i], held=counts[i], surprisal=means[i])
+        for i, role in enumerate(roles)
     )
 
 

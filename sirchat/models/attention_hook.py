@@ -100,7 +100,8 @@ class QueryRecorder:
             ]
             if not parts:
                 break
-            out.append(LayerQueries(torch.cat(parts, dim=1), *self._shape[layer]))
+            scale, heads = self._shape[layer]
+            out.append(LayerQueries(torch.cat(parts, dim=1), scale=scale, heads=heads))
         return out
 
 

@@ -184,7 +184,11 @@ class SessionStore:
     def turns(self) -> list[SavedTurn]:
         """All turns in order."""
         with decoding(self.path):
-            return [SavedTurn(*row) for row in self._all("SELECT * FROM turns ORDER BY turn")]
+            found = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
+            return [
+                SavedTurn(index=index, role=role, text=text, finish=finish)
+                for index, role, text, finish in found
+            ]
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.

@@ -94,8 +94,10 @@ class Retrieval:
     def variants(self) -> tuple[RecallVariant, ...]:
         """Every combination of the settings that makes sense."""
         combinations = (
-            RecallVariant(*one)
-            for one in product(self.measures, self.weights, self.spans, self.soft)
+            RecallVariant(measure=measure, weight=weight, span=span, soft=soft)
+            for measure, weight, span, soft in product(
+                self.measures, self.weights, self.spans, self.soft
+            )
         )
         return tuple(one for one in combinations if one.makes_sense)
 
