@@ -47,15 +47,7 @@ class CausalModel(AttendingModel, Protocol):
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
-
-        Args:
-            ids: token ids.
-            cache: keys and values so far.
-            visible: bool [m, n + m], which rows each id sees; None for causal attention.
-            positions: [m], where each id stands; None for the slots n.. of the cache.
-            observer: records each layer's attention, where the model exposes it.
-        """
+        """Read ids [m] behind the cache's rows; logits [m, V], as of `LoadedModel.forward`."""
 
 
 @dataclass(frozen=True)
