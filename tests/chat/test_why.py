@@ -9,7 +9,7 @@ import pytest
 from chatting import session
 
 
-def test_why_tells_what_a_score_is_the_product_of() -> None:
+def test_why_reports_the_factors_of_a_score() -> None:
     chat = session(policy="salience", budget=64, recent=8)
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
@@ -28,27 +28,27 @@ def test_why_tells_what_a_score_is_the_product_of() -> None:
 
 
 def test_why_ranks_what_is_held_as_the_policy_does() -> None:
-    """Whatever is asked for beside it: tokens of a turn that are gone keep nobody company."""
+    """Evicted tokens of a turn do not change the scores of its held ones."""
     chat = session(policy="salience", budget=64, recent=8)
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
-    worth = {row.position: row.score for row in chat.snapshot().rows}
+    scores = {row.position: row.score for row in chat.snapshot().rows}
     everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
     assert {one.state for one in everything} == {"held", "archived"}
     held = {one.row.position: one.row.score for one in everything if one.state == "held"}
-    assert held == pytest.approx({position: worth[position] for position in held})
+    assert held == pytest.approx({position: scores[position] for position in held})
 
 
-def test_what_came_back_is_worth_the_same_whatever_is_asked_for() -> None:
+def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
     chat = session(policy="salience", budget=64, recent=8, recall="mips", recall_n=12)
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
     assert chat.recalled
-    worth = {row.position: row.score for row in chat.snapshot().rows}
+    scores = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
         for one in chat.why(f"turn {number}"):
             if one.state == "held":
-                assert one.row.score == pytest.approx(worth[one.row.position])
+                assert one.row.score == pytest.approx(scores[one.row.position])
 
 
 def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
@@ -62,7 +62,7 @@ def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
     assert {one.threshold for one in chat.why("last")} == {now.threshold}
 
 
-def test_without_any_switch_only_the_decays_are_left() -> None:
+def test_with_every_factor_off_only_the_decays_are_left() -> None:
     chat = session(
         policy="salience",
         budget=64,

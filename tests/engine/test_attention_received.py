@@ -1,4 +1,4 @@
-"""Attention received: what is counted, compared with what an eager model tells of itself."""
+"""Attention received: the tracked sums equal those of the weights that eager attention returns."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from sirchat.memory.recall import RecallSettings
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 
-UNTOLD = {"falcon"}
-"""Families whose attention can't be chosen."""
+UNTRACKED = {"falcon"}
+"""Families whose attention implementation can't be set, so that it can't be tracked."""
 
 
 @dataclass(frozen=True)
 class Eager(LoadedModel):
-    """Before each pass, runs the same ids over a copy of the cache, and keeps the weights it tells.
+    """Before each pass, runs the same ids on a copy of the cache, and keeps the attention weights.
 
-    Each entry: tokens read so far, rows in the cache, weights [H, m, n] of each layer.
+    Each entry of `passes` is a list of weights [H, m, n], one per layer.
     """
 
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
@@ -51,7 +51,7 @@ class Eager(LoadedModel):
         self.module.set_attn_implementation("eager")
         at = how.get("positions")
         with torch.inference_mode():
-            told = self.module(
+            output = self.module(
                 input_ids=torch.tensor([ids]),
                 position_ids=None if at is None else torch.tensor([list(at)]),
                 past_key_values=deepcopy(cache),
@@ -59,25 +59,25 @@ class Eager(LoadedModel):
                 output_attentions=True,
             )
         self.module.set_attn_implementation(usual)
-        self.told.append([layer[0] for layer in told.attentions])
+        self.passes.append([layer[0] for layer in output.attentions])
         return super().forward(ids, cache, **how)
 
     @property
-    def told(self) -> list[list[Tensor]]:
-        told: list[list[Tensor]] = self.__dict__.setdefault("_told", [])
-        return told
+    def passes(self) -> list[list[Tensor]]:
+        passes: list[list[Tensor]] = self.__dict__.setdefault("_passes", [])
+        return passes
 
 
 class Sums:
-    """What every row received, said once more in plain Python."""
+    """The attention that every row received, computed in plain Python."""
 
     def __init__(self, layers: Sequence[int], window: int) -> None:
         self.total: dict[int, float] = {}
         self.passes: list[tuple[list[int], Tensor]] = []
         self.layers, self.window = layers, window
 
-    def add(self, positions: list[int], told: list[Tensor]) -> None:
-        mean = torch.stack([told[layer].double().mean(0) for layer in self.layers]).mean(0)
+    def add(self, positions: list[int], weights: list[Tensor]) -> None:
+        mean = torch.stack([weights[layer].double().mean(0) for layer in self.layers]).mean(0)
         for row, position in enumerate(positions):
             got = float(mean[:, row].sum())
             self.total[position] = self.total.get(position, 0.0) + got
@@ -94,7 +94,7 @@ class Sums:
 def talk(
     family: str, policy: Policy, decay: float = 0.8, of_layers: int = 0, **more: Any
 ) -> tuple[Engine, Sums]:
-    """Five rounds read and answered under a budget, and the sums that are to be.
+    """Five rounds read and answered under a budget, and the expected sums.
 
     In each round but the first, each layer has `of_layers` archived rows of its own.
     """
@@ -119,12 +119,12 @@ def talk(
         )
         for _ in records:
             sinks, foreign = engine.settings.sinks, engine.cache.inserted_count
-            for told in model.told:  # of the pass that this record is about
+            for weights in model.passes:  # of the pass that this record reports
                 held = engine.ledger.held_positions.tolist()
                 every = range(len(held) + foreign)
                 mine = [row for row in every if not 0 <= row - sinks < foreign]
-                sums.add(held, [one[:, :, mine] for one in told])
-            model.told.clear()
+                sums.add(held, [one[:, :, mine] for one in weights])
+            model.passes.clear()
         engine.close_round()
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
@@ -135,8 +135,8 @@ def talk(
     return engine, sums
 
 
-@pytest.mark.parametrize("family", sorted(set(HELD) - UNTOLD))
-def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(set(HELD) - UNTRACKED))
+def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
     engine, sums = talk(family, Snapkv(recent=8, layers=0, window=20))
     ledger = engine.ledger
     assert ledger.held_count < ledger.seen == len(sums.total)
@@ -158,7 +158,7 @@ def test_what_is_counted_is_what_an_eager_model_tells(family: str) -> None:
         {"evict": "turn"},
     ],
 )
-def test_what_is_counted_is_so_however_rows_are_held(more: dict[str, Any]) -> None:
+def test_tracked_attention_is_right_however_rows_are_held(more: dict[str, Any]) -> None:
     engine, sums = talk("llama", H2o(recent=8, layers=0), **more)
     ledger = engine.ledger
     assert ledger.held_count < ledger.seen
@@ -181,7 +181,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     own = loaded("llama")
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
-        list(feed(engine, 30, 0))  # before anybody counts
+        list(feed(engine, 30, 0))  # before tracking begins
         list(engine.switch(memory(Snapkv(recent=8, window=6), budget=96)))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
         list(feed(engine, 40, 1))
@@ -198,7 +198,7 @@ def test_the_counted_layers_alone_count() -> None:
     assert counted == pytest.approx(np.array(wanted), abs=1e-4)
 
 
-def test_a_policy_that_does_not_look_has_nothing_counted() -> None:
+def test_a_policy_that_needs_no_attention_has_none_tracked() -> None:
     model = loaded("qwen3")
     engine = Engine(model, memory(Sink()))
     usual = model.module.config._attn_implementation
@@ -207,7 +207,7 @@ def test_a_policy_that_does_not_look_has_nothing_counted() -> None:
     assert model.module.config._attn_implementation == usual
 
 
-def test_counting_does_not_change_what_a_model_says() -> None:
+def test_tracking_does_not_change_the_logits() -> None:
     plain, counting = (
         Engine(loaded("gemma3"), memory(Sink())),
         Engine(loaded("gemma3"), replace(memory(Sink()), count_attention=True)),
@@ -221,14 +221,14 @@ def test_counting_does_not_change_what_a_model_says() -> None:
     assert counting.ledger.attention.is_counted
 
 
-def test_what_was_undone_was_never_looked_at() -> None:
+def test_undo_restores_the_tracked_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     for number in range(4):
         list(feed(engine, 23, number))
     before, checkpoint = received(engine), engine.checkpoint()
     for number in range(4, 8):
         list(feed(engine, 23, number))
-    # rows that were archived by then come back, are looked at, and leave again
+    # archived rows come back, receive attention, and leave again
     archived = np.setdiff1d(np.arange(92), checkpoint.cache.held)[:5]
     list(engine.pin(archived, True))
     list(feed(engine, 23, 8))
@@ -239,7 +239,7 @@ def test_what_was_undone_was_never_looked_at() -> None:
     assert same(received(engine), before)
 
 
-def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
+def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(feed(engine, 30, 0))
     checkpoint = engine.checkpoint()
@@ -251,7 +251,7 @@ def test_what_was_undone_before_anybody_counted_was_never_looked_at() -> None:
     assert received(engine)[0].any()
 
 
-def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> None:
+def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
     list(feed(engine, 60, 0))
     list(engine.switch(memory(H2o(recent=8), budget=200)))
@@ -261,7 +261,7 @@ def test_what_was_read_before_anybody_counted_begins_with_what_is_usual() -> Non
     assert counted[:60].min() >= 0.5 * np.median(counted[60:80])
 
 
-def test_rows_that_come_back_turn_after_turn_leave_no_trail() -> None:
+def test_rows_that_come_back_turn_after_turn_keep_the_log_short() -> None:
     column, rows = AttentionStats(), np.arange(4)
     column.add(rows, [PassAttention.from_weights(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
     for _ in range(2000):
@@ -276,7 +276,7 @@ def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
     assert AttentionStatsConfig(0).counted_layers(3, sliding={1}) == [0, 1, 2]
 
 
-def test_what_is_erased_was_never_looked_at() -> None:
+def test_erased_rows_lose_their_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     list(feed(engine, 23, 0))
     at = np.array([5, 6])
@@ -288,31 +288,31 @@ def test_what_is_erased_was_never_looked_at() -> None:
 
 def test_a_row_that_is_held_again_goes_on_where_it_was() -> None:
     column = AttentionStats()
-    column.add(np.array([0, 1]), [looks(0.5, 0.5)], 0.0)
-    column.add(np.array([1]), [looks(1.0)], math.log(0.5))
-    column.add(np.array([0, 1]), [looks(0.25, 0.75)], math.log(0.25))
+    column.add(np.array([0, 1]), [one_query(0.5, 0.5)], 0.0)
+    column.add(np.array([1]), [one_query(1.0)], math.log(0.5))
+    column.add(np.array([0, 1]), [one_query(0.25, 0.75)], math.log(0.25))
     assert column.totals(np.array([0, 1, 7]), math.log(0.25)) == pytest.approx(
         [0.25 * 0.5 + 0.25, 0.25 * 0.5 + 0.5 * 1 + 0.75, 0]
     )
 
 
-def looks(*weights: float) -> PassAttention:
-    """What one query looked at."""
+def one_query(*weights: float) -> PassAttention:
+    """The weights of one query."""
     return PassAttention.from_weights(np.array([weights], np.float32))
 
 
-def test_however_often_rows_come_back_a_moment_can_be_gone_back_to() -> None:
+def test_undo_works_however_often_rows_come_back() -> None:
     column = AttentionStats()
     column.add(np.arange(4), [PassAttention.from_weights(np.eye(4, dtype=np.float32))], 0.0)
     before = column.checkpoint(np.array([0, 1]))
     for _ in range(300):
         column.note_restored(np.array([2, 3]))
-        column.add(np.arange(4), [looks(0.4, 0.3, 0.2, 0.1)], 0.0)
+        column.add(np.arange(4), [one_query(0.4, 0.3, 0.2, 0.1)], 0.0)
     column.undo(before, 4)
     assert column.totals(np.arange(4), 0.0).tolist() == [1, 1, 1, 1]
 
 
-def test_two_listeners_hear_the_same_pass() -> None:
+def test_two_recorders_observe_the_same_pass() -> None:
     model, inner, outer = loaded("llama"), QueryRecorder(), QueryRecorder()
     with observed_by(model.module, outer):
         model.forward([5, 6, 7], model.new_cache(8), observer=inner)
@@ -332,7 +332,7 @@ def feed(engine: Engine, count: int, number: int) -> Iterator[object]:
 
 
 def received(engine: Engine) -> list[np.ndarray]:
-    """Everything that was counted, of all tokens."""
+    """The tracked sums of all tokens."""
     ledger, everything = engine.ledger, np.arange(engine.ledger.seen)
     attention = ledger.attention
     return [attention.totals(everything, ledger.log_decay), attention.recent(everything)]
@@ -342,7 +342,7 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(map(np.array_equal, one, other))
 
 
-def test_a_model_that_can_not_be_heard_is_refused_only_where_nothing_else_counts() -> None:
+def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_them() -> None:
     model = loaded("falcon")
     for changes, instead in (({"policy": "attention"}, "entropy"), ({"attention": "on"}, "auto")):
         with pytest.raises(SettingError, match="can't be counted") as error:
@@ -356,7 +356,7 @@ def test_a_model_that_can_not_be_heard_is_refused_only_where_nothing_else_counts
     assert not engine.ledger.attention.is_counted
 
 
-def test_attention_is_counted_for_whoever_asks() -> None:
+def test_attention_is_tracked_when_the_setting_is_on() -> None:
     chat = session(policy="sink", budget=64)
     list(chat.ask("My name is Anna."))
     assert {row.attention for row in chat.snapshot().rows} == {None}

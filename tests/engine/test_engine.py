@@ -1,4 +1,4 @@
-"""The engine: the budget is a hard bound, and what a policy keeps is what is held."""
+"""The engine: the budget is a hard bound, and the held rows are those that the policy keeps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ steps = st.lists(
         st.tuples(st.just("switch"), settings_),
         st.tuples(st.just("full"), st.none()),
         st.tuples(st.just("fail"), lengths),
-        st.tuples(st.just("mark"), st.none()),
+        st.tuples(st.just("checkpoint"), st.none()),
         st.tuples(st.just("undo"), st.none()),
     ),
     max_size=18,
@@ -82,13 +82,13 @@ def test_no_conversation_ever_exceeds_its_budget(
     model = BigramModel()
     engine = Engine(model, CacheSettings(**first))
     round_number = 0
-    marks: list[tuple[EngineCheckpoint, tuple[Any, ...]]] = []
+    checkpoints: list[tuple[EngineCheckpoint, tuple[Any, ...]]] = []
     for step, what in plan:
-        if step == "mark":
-            marks.append((engine.checkpoint(), whole_of(engine)))
+        if step == "checkpoint":
+            checkpoints.append((engine.checkpoint(), whole_of(engine)))
             continue
-        if step == "undo" and marks:
-            undo(engine, *marks.pop())
+        if step == "undo" and checkpoints:
+            undo(engine, *checkpoints.pop())
             continue
         if step == "close":
             engine.close_round()
@@ -102,23 +102,23 @@ def test_no_conversation_ever_exceeds_its_budget(
 
 
 def records_of(
-    engine: Engine, model: BigramModel, step: str, what: Any, place: TurnRef
+    engine: Engine, model: BigramModel, step: str, what: Any, turn: TurnRef
 ) -> Iterator[Record]:
-    """One step of a conversation; what can't be done changes nothing."""
+    """One step of a conversation; a step that is refused changes nothing."""
     before = state_of(engine)
     ids = some_ids(what, engine.ledger.seen, model.vocab_size) if isinstance(what, int) else []
     roles = [Role.USER] * len(ids)
     try:
         if step == "feed":
-            yield from engine.feed(ids, roles, place)
+            yield from engine.feed(ids, roles, turn)
         elif step == "pin":
             engine.check_pins(len(ids))
-            yield from engine.feed(ids, roles, place, pinned=True)
+            yield from engine.feed(ids, roles, turn, pinned=True)
         elif step == "open":
-            yield from engine.make_room_for_turn(len(ids), 20, place)
+            yield from engine.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
-                SAMPLER, place, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
+                SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
             )
         elif step == "switch":
             yield from engine.switch(CacheSettings(**what))
@@ -126,13 +126,13 @@ def records_of(
             yield from engine.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
-                list(engine.feed(ids[:1], roles[:1], place))
+                list(engine.feed(ids[:1], roles[:1], turn))
     except (SettingError, ContextFullError):
         assert step == "generate" or state_of(engine) == before
 
 
 def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
-    """Go back to a mark, or find that something is gone and change nothing."""
+    """Go back to a checkpoint, or find that rows are lost and change nothing."""
     before = whole_of(engine)
     try:
         engine.undo(to)
@@ -162,7 +162,7 @@ def check_protected(engine: Engine, record: EvictedRows, round_number: int) -> N
 
 
 def whole_of(engine: Engine) -> tuple[Any, ...]:
-    """All that a mark brings back."""
+    """All that a checkpoint restores."""
     ledger = engine.ledger
     columns = ("token_id", "turn", "round", "birth_decay", "arrival_key", "role")
     values = [ledger.column(name).tolist() for name in columns]

@@ -43,7 +43,7 @@ def test_generation_ends_at_its_length_or_when_interrupted() -> None:
     assert records[-1] == Stopped("interrupt")
 
 
-def test_the_same_seed_tells_the_same_conversation() -> None:
+def test_the_same_seed_draws_the_same_conversation() -> None:
     def conversation(seed: int) -> list[int]:
         engine = Engine(
             BigramModel(), CacheSettings(policy_class("random")(), budget=40), seed=seed

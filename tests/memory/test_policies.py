@@ -33,15 +33,12 @@ from sirchat.memory.policies.sink import Sink
 SEED = 7
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 
-# What each policy keeps, said once more in plain Python.
+# Oracles: what each policy keeps, in plain Python.
 
 
 @dataclass(frozen=True)
 class Row:
-    """A held row; its score is its surprisal, halved at the close of every round since.
-
-    So is what was received of attention, from when it was.
-    """
+    """A held row; surprisal and attention received are halved at the close of every round since."""
 
     position: int
     round: int
@@ -87,7 +84,7 @@ def highest_scores(case: Case, recent: int) -> list[int]:
 
 
 def drawn_anew(case: Case) -> list[int]:
-    return case.highest(lambda r: draw(Purpose.EVICTION, r.position, case.held.seen))
+    return case.highest(lambda r: random_draw(Purpose.EVICTION, r.position, case.held.seen))
 
 
 def evenly_spaced(case: Case) -> list[int]:
@@ -168,7 +165,7 @@ def cases(pick: st.DrawFn) -> Case:
     def row(p: int) -> Row:
         is_sink, is_pinned = p < sinks, bool(flags[p] & Flag.PINNED)
         protected = is_sink or is_pinned or p >= len(scores) - newest_protected
-        key, is_anchor = draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
+        key, is_anchor = random_draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
         faded = Fraction(1, 2 ** (rounds - of_round[p]))
         recent = sum((one[p] for one in queries[-2:] if p < len(one)), Fraction(0))
         known = (p, of_round[p], ids[p], scores[p], faded, attention[p], recent)
@@ -191,7 +188,7 @@ def test_a_policy_keeps_what_its_description_says(
 
 
 def salient(case: Case, row: Row, factors: set[str]) -> float:
-    """What salience makes of a row: only of those factors that are named."""
+    """The salience score of a row from the named factors only."""
 
     def alone(one: Row) -> float:
         product = 1.0
@@ -243,7 +240,7 @@ def test_a_score_is_what_its_description_says(
     assert shown.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_what_nobody_counted_ranks_in_the_middle() -> None:
+def test_rows_without_tracked_attention_rank_in_the_middle() -> None:
     ledger = Ledger()
     append_rows(ledger, [1.0] * 4)
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
@@ -253,7 +250,7 @@ def test_what_nobody_counted_ranks_in_the_middle() -> None:
     assert kept.tolist() == [0, 1, 3]
 
 
-def test_of_rounds_alike_that_are_looked_at_alike_the_newest_stays() -> None:
+def test_of_equal_rounds_with_equal_attention_the_newest_stays() -> None:
     ledger = Ledger()
     for number in range(10):
         append_rows(ledger, [3.0, 5.0], number)
@@ -327,7 +324,7 @@ def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
 
 @dataclass(frozen=True)
 class Odd(Sink):
-    """Tells a number for all rows together."""
+    """Returns one number for all rows together."""
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         return {"odd": torch.zeros(())}
@@ -340,5 +337,5 @@ def test_scores_and_factors_are_a_number_for_each_row() -> None:
     ]
 
 
-def draw(purpose: Purpose, position: int, seen: int = 0) -> float:
+def random_draw(purpose: Purpose, position: int, seen: int = 0) -> float:
     return float(uniform(SEED, purpose, np.array([position]), seen)[0])

@@ -39,7 +39,7 @@ def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
 def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
     rounds: list[int], seed: int
 ) -> None:
-    """It holds the largest keys of the whole stream; which keys are largest knows no position."""
+    """It holds the largest keys of the whole stream, and keys do not depend on positions."""
     size = CHUNK - 20
     held, end = read_stream(Reservoir(sample=size), rounds, seed)
     keys = uniform(seed, Purpose.ARRIVAL, np.arange(end))
@@ -77,8 +77,8 @@ def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
 def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[np.int64], int]:
     """Read rounds of these lengths as the engine does.
 
-    Returns the positions held at the end, and where the tokens begin that the last eviction kept
-    for being new.
+    Returns the positions held at the end, and the first position that the last eviction protected
+    as new.
     """
     ledger, room, end = Ledger(seed), BUDGET - SINKS, 0
     recent = getattr(policy, "recent", 0)

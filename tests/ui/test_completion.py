@@ -54,7 +54,7 @@ def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
     _menu(chat, "/decay a", r" auto")
 
 
-def test_options_of_the_present_policy_are_completed(chat: Terminal) -> None:
+def test_options_of_the_current_policy_are_completed(chat: Terminal) -> None:
     chat.ask("/policy reservoir")
     _menu(chat, "/set sa", r" sample +members of the sample")
     chat.ask("/policy entropy")

@@ -1,4 +1,4 @@
-"""A reply on the screen: its text, the compact panel beneath it, and plain text without one."""
+"""A reply on the screen: its text, the compact panel below it, and plain text without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sirchat.ui.text import displayable
 from terminal import Shared, Terminal, everything_on
 
 TOKENS = 900
-"""Of the replies here: more than 300 words."""
+"""Length of a reply: more than 300 words."""
 
 _GAUGE = r"━+─* +[\d,]+/1,024 held"
 
@@ -33,7 +33,7 @@ def shared(home: Path, endless: str) -> Iterator[Shared]:
 
 @pytest.fixture
 def chat(shared: Shared) -> Terminal:
-    """A chat that says `_reply()` when it is told to go on."""
+    """A chat that answers "Go on." with `_reply()`."""
     chat = shared.anew()
     chat.ask(f"/set max_new_tokens {TOKENS}")
     chat.ask("/set repetition_penalty 1.3")
@@ -42,20 +42,20 @@ def chat(shared: Shared) -> Terminal:
 
 @cache
 def _reply(tokens: int = TOKENS) -> str:
-    """What the model of the chat says, as it may be shown."""
+    """The reply that the chat's model generates, filtered for display."""
     settings: dict[str, Any] = {"max_new_tokens": tokens, "repetition_penalty": 1.3}
     return displayable(answer(list(session(babbler(), **settings).ask("Go on."))))
 
 
 def _said(shown: str) -> list[str]:
-    """The words above the quiet line."""
+    """The words above the status line."""
     return shown[: re.search(r"(?m)^\d+ in, ", shown).start()].split()  # type: ignore[union-attr]
 
 
 # --- the live region
 
 
-def test_a_reply_is_streamed_with_the_gauge_beneath_it(chat: Terminal) -> None:
+def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
     chat.ask("/set max_new_tokens 100000")
     chat.say("Go on.")
     chat.wait(re.escape(_reply().split()[0]))

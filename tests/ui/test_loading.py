@@ -1,4 +1,4 @@
-"""A model loads behind one progress bar of ours; no library draws, warns or logs beside it."""
+"""A model loads behind one progress bar; no library draws, warns or logs beside it."""
 
 from __future__ import annotations
 

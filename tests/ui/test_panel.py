@@ -1,4 +1,4 @@
-"""The panels as golden text, and what must hold of them for any text whatever.
+"""Both panels as golden text, and properties that they keep for any text.
 
 `SIRCHAT_WRITE_GOLDEN=1 pytest tests/ui/test_panel.py` writes the golden files anew.
 """
@@ -78,7 +78,7 @@ def test_golden(kind: str, width: int, theme: str, colours: ColorSystem | None) 
     assert now == path.read_text(encoding="utf-8")
 
 
-# --- any text whatever
+# --- any text
 
 ODD = (
     "\u0301\u200d\ufe0f\u20e3👍🏽🏿🇳🇴❤👩👧汉字한ｆ\u1112\u1161\u11ab\u094d\u0915\u093e\u0937\u17d2\u0e33\u202e"
@@ -92,7 +92,7 @@ MARK = re.compile(r"⋯\d+·?|…·?")
 
 @st.composite
 def memories(draw: st.DrawFn) -> Snapshot:
-    """A full snapshot with any texts."""
+    """A full snapshot with arbitrary texts."""
     tokens: list[tuple[TokenRow, bool]] = []
     roles = draw(st.lists(st.sampled_from(("system", "user", "assistant")), min_size=1, max_size=6))
     nats = st.floats(0, 30)
@@ -155,7 +155,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 
 
 @given(memories())
-def test_nothing_from_a_token_steers_the_terminal(snapshot: Snapshot) -> None:
+def test_nothing_from_a_token_controls_the_terminal(snapshot: Snapshot) -> None:
     for drawn in (
         draw_panel(snapshot, DARK, 80),
         draw_compact_panel(compact_view(snapshot), DARK, 80),
@@ -166,7 +166,7 @@ def test_nothing_from_a_token_steers_the_terminal(snapshot: Snapshot) -> None:
         assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def test_every_character_has_a_width_that_is_agreed_on() -> None:
+def test_every_shown_character_has_the_same_width_everywhere() -> None:
     for code in (*range(0x20, 0x32000), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
         text = grid_safe(f"a{char}b") + grid_safe(f"字{char}{char}क")
@@ -207,7 +207,7 @@ def test_lines_break_after_spaces_and_gaps_stay_whole() -> None:
     ]
 
 
-# --- the truth
+# --- counts and marks
 
 
 def held_lines(snapshot: Snapshot, width: int) -> list[str]:
@@ -265,7 +265,7 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
     assert bars[0].count("─") > 3 * bars[7].count("━")
 
 
-def test_strip_tells_nothing_from_little_and_all_from_most() -> None:
+def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
     shares = [(0, 100), (1, 100), (99, 100), (100, 100), (0, 0)]
     turns = [TurnShare(i, "user", tokens, held, None) for i, (held, tokens) in enumerate(shares)]
     assert strip(turns, DARK, 60).plain == "turns ·▁▇█·"

@@ -19,7 +19,7 @@ from terminal import Shared, Terminal, pager_into
 
 @pytest.fixture(scope="module")
 def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pager was given last."""
+    """The file with the pager's last input."""
     return tmp_path_factory.mktemp("pager") / "paged"
 
 
@@ -44,7 +44,7 @@ def _seen(chat: Terminal) -> int:
 
 
 def _plain(paged: Path) -> str:
-    """What the pager was given, without colours."""
+    """The pager's last input, without colours."""
     return re.sub(r"\x1b\[[\d;]*m", "", paged.read_text(encoding="utf-8"))
 
 
@@ -57,7 +57,7 @@ def test_a_fact_is_recalled_and_control_text_stays_text(chat: Terminal) -> None:
     assert "Anna" in chat.ask("What is my name?")
 
 
-def test_a_quiet_line_tells_what_a_round_cost(chat: Terminal) -> None:
+def test_a_status_line_follows_each_round(chat: Terminal) -> None:
     last = chat.ask("Hello.").splitlines()[-1]
     assert re.fullmatch(r"\d+ in, \d+ out, [\d,]+ tok/s, holds \d+/1,024", last)
 
@@ -71,7 +71,7 @@ def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
 # --- commands
 
 
-def test_help_lists_every_command_and_tells_about_one(chat: Terminal, paged: Path) -> None:
+def test_help_lists_every_command_and_describes_one(chat: Terminal, paged: Path) -> None:
     keys = chat.ask("/help")
     listed = paged.read_text("utf-8")  # it is taller than this window
     for name in (
@@ -87,7 +87,7 @@ def test_help_lists_every_command_and_tells_about_one(chat: Terminal, paged: Pat
         assert re.fullmatch(r"/budget \[TOKENS\]\s+how many tokens are held at most\.", one)
 
 
-def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
+def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> None:
     chat.ask("/policy sink")
     chat.ask("/budget 64")
     chat.ask("My name is Anna.")
@@ -100,9 +100,9 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
     chat.ask("/recall")
     table = _plain(paged).splitlines()
     assert table[0].split() == ["position", "turn", "token", "surprisal", "fits"]
-    fits = [float(line.split()[-1]) for line in table[1:]]
-    assert fits == sorted(fits, reverse=True)
-    assert len(fits) == 30
+    scores = [float(line.split()[-1]) for line in table[1:]]
+    assert scores == sorted(scores, reverse=True)
+    assert len(scores) == 30
     assert any("Anna" in line for line in table[1:])
     chat.ask("/panel full")
     assert "⟪" in _plain(paged)
@@ -134,13 +134,13 @@ def test_what_came_back_is_told_best_first(chat: Terminal, paged: Path) -> None:
     ],
     ids=str,
 )
-def test_a_switch_tells_what_changed_from_what_to_what(
+def test_a_switch_reports_the_old_and_the_new_value(
     chat: Terminal, line: str, reported: str
 ) -> None:
     assert reported in chat.ask(line).splitlines()
 
 
-def test_a_switch_tells_what_was_forgotten_and_what_is_held(chat: Terminal) -> None:
+def test_a_switch_reports_evicted_and_held_tokens(chat: Terminal) -> None:
     for _ in range(3):
         chat.ask("Tell me a joke about the sea, please.")
     held = _seen(chat)
@@ -166,7 +166,7 @@ def test_three_words_leave(line: str) -> None:
         Commands(chat, screen, InMemory(), SavedChat(chat, screen)).run(line)
 
 
-def test_without_a_value_the_present_one_is_told(chat: Terminal) -> None:
+def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
     for line, reported in (
         ("/budget", "budget is 1024"),
         ("/decay", "decay is 1.0"),

@@ -1,4 +1,4 @@
-"""Transcripts through the command line: answers, events, every policy held to its definition."""
+"""Transcripts through the command line: replies, events, and evictions against an oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer's rows: nothing is lost, nothing is wider than the window; frames keep their pace."""
+"""Rows of a reply: no text is lost, none is wider than the window; frames keep their pace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 
 
 @given(st.lists(_TEXT | st.just("\n")), st.integers(10, 40))
-def test_rows_and_rest_are_the_text_whatever_the_pieces(runs: list[str], width: int) -> None:
+def test_rows_and_rest_are_the_text_however_it_is_split(runs: list[str], width: int) -> None:
     rows: list[str] = []
     line = ""
     for piece in runs:
@@ -36,7 +36,7 @@ def test_a_wide_character_never_straddles_the_edge() -> None:
     assert rest == "あ"
 
 
-def test_a_row_ends_behind_the_last_space_that_fits() -> None:
+def test_a_row_ends_after_the_last_space_that_fits() -> None:
     assert take_rows("one two three", 7) == (["one two "], "three")
     assert take_rows("one two three", 6) == (["one ", "two "], "three")
     assert take_rows("one\ntwo", 10) == (["one\n"], "two")

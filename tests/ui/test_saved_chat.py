@@ -1,4 +1,4 @@
-"""`/save` and `/load`: one chat is put on the shelf, another is taken from it, and none is lost."""
+"""`/save` and `/load`: a chat is saved, another one is loaded, and neither is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(fold
     (one,) = list_sessions(folder).sessions
     assert one.id in shown
     assert "with keys and values" in shown
-    chat.do("/stats")  # the disk is brought up to date after it, as after every line
+    chat.do("/stats")  # saved after it, as after every line
     chat.crash()
     assert resumed(folder, one.id)[1]
 
@@ -202,9 +202,7 @@ def test_a_chat_that_is_not_to_be_saved_stays_so_until_it_is_asked_for(folder: P
 
 
 def test_one_of_another_model_is_refused_and_the_chat_goes_on(folder: Path) -> None:
-    ident = saved(
-        folder, budget=3000
-    )  # more than the other allows: the model is shown all the same
+    ident = saved(folder, budget=3000)  # invalid for the other model, which is named even so
     chat = Chat(tiny())
     chat.say("Hello!")
     before, profile = chat.session.turns[:], chat.session.profile

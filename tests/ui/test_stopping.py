@@ -17,7 +17,7 @@ ESCAPE, ENTER, UP, CTRL_C = "\x1b", "\r", "\x1b[A", "\x03"
 
 @pytest.fixture(scope="module")
 def paged(home: Path) -> Path:
-    """What the pager was given last."""
+    """The file with the pager's last input."""
     return home / "paged"
 
 

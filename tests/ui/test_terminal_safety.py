@@ -60,7 +60,7 @@ _CONTROLS = {
 }
 
 _OURS = re.compile(r"\x1b\[(?:[\d;]*m|\?25[lh]|\d*A|2K)|\r")
-"""What the chat itself writes: styles, the cursor shown, hidden or moved up, rows erased."""
+"""Sequences that the chat itself writes: styles, cursor shown, hidden or moved, rows erased."""
 
 _HARM = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
@@ -69,12 +69,12 @@ _HARM = re.compile(
 
 
 def _harm(written: str) -> list[str]:
-    """What is in there that the chat did not write."""
+    """Control characters in the output that the chat itself did not write."""
     return _HARM.findall(_OURS.sub("", written))
 
 
 @pytest.mark.parametrize("name", _CONTROLS)
-def test_a_reply_cannot_steer_the_terminal_wherever_it_is_split(
+def test_a_reply_cannot_control_the_terminal_wherever_it_is_split(
     terminal: FakeTerminal, name: str
 ) -> None:
     text = f"before{_CONTROLS[name]}\nafter"
@@ -90,7 +90,7 @@ def test_a_reply_cannot_steer_the_terminal_wherever_it_is_split(
 
 
 @pytest.mark.usefixtures("every_frame")
-def test_what_is_held_cannot_steer_the_terminal(terminal: FakeTerminal) -> None:
+def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
     for control in _CONTROLS.values():
         text = f"before{control}after"
         talk, screen = stub_session(text=text), Screen(terminal, terminal)
@@ -105,7 +105,7 @@ def test_what_is_held_cannot_steer_the_terminal(terminal: FakeTerminal) -> None:
     assert not _harm(written)
 
 
-def test_notices_and_errors_cannot_steer_the_terminal(terminal: FakeTerminal) -> None:
+def test_notices_and_errors_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
     screen = Screen(terminal, terminal)
     for control in _CONTROLS.values():
         screen.note(f"before{control}")
@@ -116,7 +116,7 @@ def test_notices_and_errors_cannot_steer_the_terminal(terminal: FakeTerminal) ->
 _EVIL = "evil\x1b]0;owned\x07\x1b[2J\u202e\x9b2J"
 
 
-def test_names_in_errors_and_lists_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_names_in_errors_and_lists_cannot_control_the_terminal(tmp_path: Path) -> None:
     folder = tmp_path / "config" / "profiles"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"description: {json.dumps(_EVIL)}\n", encoding="utf-8")
@@ -140,7 +140,7 @@ def test_names_in_errors_and_lists_cannot_steer_the_terminal(tmp_path: Path) -> 
         assert not _harm(written), arguments
 
 
-def test_a_transcript_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_a_transcript_cannot_control_the_terminal(tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
     texts = [f"before{control}after" for control in _CONTROLS.values()]
     turns = [{"role": role, "content": text} for text in texts for role in ("user", "assistant")]
@@ -150,7 +150,7 @@ def test_a_transcript_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert not _harm(done.stdout + done.stderr)
 
 
-def test_a_file_name_in_an_error_cannot_steer_a_terminal(tmp_path: Path) -> None:
+def test_a_file_name_in_an_error_cannot_control_a_terminal(tmp_path: Path) -> None:
     program = (sys.executable, "-m", "sirchat", "replay", _EVIL)
     with Terminal(*program, home=tmp_path) as terminal:
         assert terminal.ended() == 2
@@ -158,7 +158,7 @@ def test_a_file_name_in_an_error_cannot_steer_a_terminal(tmp_path: Path) -> None
         assert not _harm(terminal.raw.decode())
 
 
-def test_a_model_name_and_a_profile_cannot_steer_a_chat(tmp_path: Path) -> None:
+def test_a_model_name_and_a_profile_cannot_control_a_chat(tmp_path: Path) -> None:
     model = save_babbler(tmp_path / _EVIL)
     folder = tmp_path / "config" / "profiles"
     folder.mkdir(parents=True)

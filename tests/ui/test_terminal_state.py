@@ -20,7 +20,7 @@ CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
 
 
 class _Shell(Terminal):
-    """A shell with job control, and a chat in it."""
+    """A shell with job control that runs a chat."""
 
     def __init__(self, folder: Path, model: str, program: str = "-m sirchat") -> None:
         flags = ("--norc", "--noprofile", "--noediting", "-i")
@@ -34,7 +34,7 @@ class _Shell(Terminal):
         self.wait_screen(r"READY#$")
         before = len(self.raw)
         self.send(f"clear; {line}\r")
-        # Until the screen was cleared, behind the line's echo; the command may have ended by then.
+        # Until the screen was cleared, after the line's echo; the command may have ended by then.
         self.until(lambda: b"\x1b[" in self.raw[before:].partition(b"\n")[2])
 
     def signal(self, number: int) -> None:
@@ -42,7 +42,7 @@ class _Shell(Terminal):
         os.killpg(os.tcgetpgrp(self.child.child_fd), number)
 
     def code(self) -> int:
-        """How the chat ended; whether it left the terminal as it found it."""
+        """The chat's exit code; asserts that it restored the terminal."""
         self.wait_screen(r"READY#$")
         assert "Traceback" not in self.everything
         assert not self.screen.cursor.hidden
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
         assert "loading" not in shell.text
 
 
-def test_an_interrupt_that_an_import_swallows_is_raised_behind_it() -> None:
+def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:
     with pytest.raises(KeyboardInterrupt), insistent(), suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -142,7 +142,7 @@ def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
         assert not chat.screen.cursor.hidden
 
 
-def test_ctrl_c_in_the_pager_is_the_pagers_own(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
     pager = tmp_path / "pager"
     waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
     pager.write_text(f"#!/bin/sh\n{waits}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Nothing shown can steer the terminal."""
+"""The display filter drops control sequences, however they are split, and nothing else."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sirchat.ui.theme import Theme, bucket, intensity, theme_named
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
-def test_high_surprisal_reads_without_colour(theme: Theme) -> None:
+def test_high_surprisal_shows_without_colour(theme: Theme) -> None:
     row = replace(TALK.rows[0], role="user", flags=(), text="word")
     weights = []
     for surprisal in (0.1, 1.0, 3.0, 5.0, 9.0):
@@ -37,7 +37,7 @@ def test_a_theme_keeps_its_hues_apart_in_16_colours() -> None:
             assert not {0, 15} & set(numbers)
 
 
-def test_light_inks_read_on_white_and_dark_ones_on_black() -> None:
+def test_colours_have_contrast_on_white_and_on_black() -> None:
     for theme, back in ((DARK, 0.0), (LIGHT, 1.0)):
         for shades in theme.tokens:
             for level, least in enumerate((4.0, 3.0, 2.5)):
@@ -58,7 +58,7 @@ def _luminance(style: Style) -> float:
     [({}, "dark"), ({"COLORFGBG": "0;15"}, "light"), ({"COLORFGBG": "0;default;7"}, "light")]
     + [({"COLORFGBG": value}, "dark") for value in ("15;0", "", "x", "0;17", ";")],
 )
-def test_auto_asks_the_terminal(environ: dict[str, str], name: str) -> None:
+def test_auto_reads_colorfgbg(environ: dict[str, str], name: str) -> None:
     assert theme_named("auto", environ).name == name
 
 

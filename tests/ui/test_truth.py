@@ -1,4 +1,4 @@
-"""The panel tells the truth: what is drawn equals a count over the events, read off the drawing."""
+"""Numbers and text read off the drawn panels equal a count over the events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _numbers(lines: list[str]) -> list[int]:
 
 
 def _held_text(count: Count) -> str:
-    """What the panel should spell out, without blanks: held tokens, and gaps before each."""
+    """The expected text of the panel, without blanks: held tokens, and gaps before each."""
     text, before = "", -1
     for position in count.held:
         gap = position - before - 1

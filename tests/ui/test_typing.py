@@ -42,7 +42,7 @@ def chat(shared: Shared) -> Terminal:
 
 
 def _message(chat: Terminal, turn: int = 0) -> str:
-    """The user's text as the model got it in a turn."""
+    """The user's text in a turn, as the model read it."""
     table = chat.ask(f"/tokens turn {turn}")
     return "".join(re.findall(r'^ *\d+ +\d+ +you +"(.*?)" +\d+ ', table, re.M)).replace("⏎", "\n")
 
@@ -115,7 +115,7 @@ def test_a_pasted_command_is_a_message_too(chat: Terminal) -> None:
     assert _message(chat) == "/reset"
 
 
-def test_a_paste_behind_typed_words_is_added_to_them(chat: Terminal) -> None:
+def test_a_paste_after_typed_words_is_added_to_them(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.send("see: ")
     chat.paste("one\n/two")
@@ -124,7 +124,7 @@ def test_a_paste_behind_typed_words_is_added_to_them(chat: Terminal) -> None:
     assert _message(chat) == "see: one\n/two"
 
 
-def test_what_is_pasted_cannot_steer_the_terminal(chat: Terminal) -> None:
+def test_pasted_text_cannot_control_the_terminal(chat: Terminal) -> None:
     chat.wait_prompt()
     before = len(chat.raw)
     chat.paste("a\x1b]0;title\x07b\u202ec\x9bd")
@@ -135,7 +135,7 @@ def test_what_is_pasted_cannot_steer_the_terminal(chat: Terminal) -> None:
         assert control not in chat.raw[before:]
 
 
-def test_an_empty_paste_is_none_and_a_paste_edited_away_neither(chat: Terminal) -> None:
+def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.paste("")
     assert "turns" in chat.ask("/stats")
@@ -164,7 +164,7 @@ def test_the_toolbar_follows_the_theme(chat: Terminal) -> None:
     chat.ask("/set theme auto")
 
 
-def test_a_history_that_can_no_longer_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.wait_prompt()
         shutil.rmtree(tmp_path / "state")
