@@ -168,6 +168,7 @@ def test_what_was_said_but_never_read_is_forgotten_too(home: Path) -> None:
     saving.close()
 
 
+@pytest.mark.slow
 def test_after_a_forget_in_a_chat_no_file_has_it(home: Path) -> None:
     with Terminal(home=home) as chat:
         chat.say(f"The secret word is {SECRET}.")

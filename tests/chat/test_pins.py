@@ -26,6 +26,7 @@ def text_of(chat: Session, target: str) -> str:
     return "".join(one.row.text for one in chat.why(target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HONOURING)
 def test_what_is_pinned_stays_whatever_is_said_and_whichever_policy_rules(policy: str) -> None:
     chat = session(babbler(), policy="entropy", **SMALL)

@@ -23,6 +23,7 @@ from sirchat.models.limitations import require_comparable_queries
 UNHEARD = {"falcon", "deepseek-mla"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(HELD) - UNHEARD))
 def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     model = loaded(family)
@@ -58,6 +59,7 @@ def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
     assert same(contents(engine), before)
 
 
+@pytest.mark.slow
 def test_tiny_answers_from_what_came_back() -> None:
     chat = session(policy="sink", budget=96, seed=1)
     for text in ("My name is Anna.", "I live in Lisbon."):

@@ -22,7 +22,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
 
 
-_NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n >= 10)) for n in range(SESSIONS)]
+_NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n >= 6)) for n in range(SESSIONS)]
 
 
 @pytest.mark.parametrize("number", _NUMBERS)

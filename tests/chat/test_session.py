@@ -142,6 +142,7 @@ def test_full_reads_no_system_prompt_for_a_turn_that_does_not_fit() -> None:
     assert chat.seen == 0
 
 
+@pytest.mark.slow
 def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
     chat = session(babbler(), policy="full", max_new_tokens=10_000)
     events = list(chat.ask("Speak."))

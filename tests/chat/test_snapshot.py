@@ -39,6 +39,7 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
     return chat, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", _POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> None:

@@ -47,6 +47,7 @@ def test_training_compares_masks() -> None:
     assert found["low"] <= found["median"] <= found["high"]
 
 
+@pytest.mark.slow
 def test_archive_says_what_it_took() -> None:
     ram, disk = results("archive", "--tokens", "4000", "--archive-limit", "8MiB")
     assert (ram["place"], disk["place"]) == ("ram", "disk")
@@ -54,6 +55,7 @@ def test_archive_says_what_it_took() -> None:
     assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
 
 
+@pytest.mark.slow
 def test_without_json_a_table_is_printed() -> None:
     done = run("bench", "training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
     assert done.stdout.splitlines()[0] == "tiny on cpu, cache 1024, 2 pairs"

@@ -23,6 +23,7 @@ _LIGHT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", _LIGHT, ids=" ".join)
 def test_help_and_lists_import_no_torch(arguments: list[str]) -> None:
     probe = (
@@ -37,6 +38,7 @@ def test_help_and_lists_import_no_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_help_is_there_in_a_blink() -> None:
     """Half a second on an idle machine; on any, a few times what its libraries take."""
     libraries = seconds_of("-c", "import typer, pydantic, rich.markdown")
@@ -144,6 +146,7 @@ def test_an_outside_policy_is_checked_and_used(
     assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
 
 
+@pytest.mark.slow
 def test_a_policy_in_the_current_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(
         "from sirchat.memory.policies.sink import Sink\nclass Mine(Sink): 'Like sink.'\n",

@@ -74,6 +74,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(settings_, steps)
 @settings(max_examples=150)
 def test_no_conversation_ever_exceeds_its_budget(

@@ -41,6 +41,7 @@ def talk(engine: Engine, turn: int, count: int = 40) -> None:
     engine.close_round()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek-mla", "gemma2"])
 @pytest.mark.parametrize(("one", "other"), list(permutations(BOUNDED, 2)))
 def test_there_and_back_with_nothing_said_is_as_if_never_switched(

@@ -98,6 +98,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
     return ours, theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "deepseek-mla"])
 @pytest.mark.parametrize("scope", ["token", "layer"])
 @pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
@@ -186,6 +187,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
     torch.testing.assert_close(found.scores, torch.stack(layers).mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["token", "layer"])
 @pytest.mark.parametrize("measure", [*MEASURES, "random"])
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
@@ -257,6 +259,7 @@ def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     assert same(contents(engine), before)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:

@@ -33,7 +33,7 @@ def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pas
         records = generate(engine, 15, turn + 1)
         shown += [record.surprisal for record in records if isinstance(record, GeneratedToken)]
         engine.close_round()
-    ids = torch.from_numpy(engine.ledger.column("token_id")).long()
+    ids = torch.tensor(engine.ledger.column("token_id").tolist())
     with torch.inference_mode():
         logits = model.module(ids[None], use_cache=False).logits[0]
     expected = -logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -197,6 +197,7 @@ def test_a_row_that_stands_for_three_counts_as_three() -> None:
     torch.testing.assert_close(found, expected[:, :50])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", MEASURES)
 def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
     archive, recall = filled(), RecallSettings(measure, "surprisal", index="on")

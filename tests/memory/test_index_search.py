@@ -138,6 +138,7 @@ def test_faiss_is_loaded_only_where_it_is_used() -> None:
     assert not any("faiss" in imports(SOURCES[name], at_load=True) for name in users)
 
 
+@pytest.mark.slow
 def test_bench_reports_speed_recall_and_size() -> None:
     done = run("bench", "index", "--archived", "10000", "--rounds", "2", "--json")
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     assert got == [i for i in expected[0, len(ids) :].tolist() if i != EOS]
 
 
+@pytest.mark.slow
 @held
 @pytest.mark.parametrize("seed", range(3))
 def test_after_evictions_the_first_layer_is_that_of_a_fresh_read(name: str, seed: int) -> None:
@@ -65,6 +66,7 @@ def test_after_evictions_the_first_layer_is_that_of_a_fresh_read(name: str, seed
             torch.testing.assert_close(view(cache, 0), view(fresh, 0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @held
 def test_after_evictions_every_layer_holds_first_written_rows_turned_once(name: str) -> None:
     model = loaded(name)

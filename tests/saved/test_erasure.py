@@ -71,6 +71,7 @@ def everything_in(folder: Path) -> bytes:
 turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(turns_and_kinds, st.integers(0, 3))
 @example([(5, True), (9000, True), (0, True), (4000, True)], 1)

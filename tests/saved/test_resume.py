@@ -17,6 +17,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.say("My name is Anna.")
@@ -40,6 +41,7 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     assert "Anna" not in run("sessions", "list").stdout
 
 
+@pytest.mark.slow
 def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
     with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
         for _ in range(2):

@@ -35,6 +35,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])

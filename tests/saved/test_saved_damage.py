@@ -38,6 +38,7 @@ from sirchat.saved.session_list import (
 from sirchat.saved.store import SessionStore
 
 
+@pytest.mark.slow
 def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:
     path, moments, last = new(tmp_path, "turn 0"), random.Random(1), 0
     for _ in range(20):

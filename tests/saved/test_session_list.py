@@ -11,6 +11,7 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
+import pytest
 import torch
 
 from session_files import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
@@ -25,6 +26,7 @@ from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import read_transcript
 
 
+@pytest.mark.slow
 def test_another_process_is_refused_in_one_line_until_the_session_is_closed(tmp_path: Path) -> None:
     code = """
 try:

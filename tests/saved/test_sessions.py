@@ -80,6 +80,7 @@ def in_bfloat16() -> LoadedModel:
     return wrap_model("babbler", module, model.tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
@@ -115,6 +116,7 @@ def test_twenty_turns_equal_ten_and_ten_with_a_resume_between(
     assert state(second) == state(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["token", "layer"])
 def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
@@ -289,6 +291,7 @@ def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> No
     assert fingerprint(wrap_model("copy", other, model.tokenizer)) != fingerprint(model)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_killed_chat_has_every_finished_turn_and_goes_on(folder: Path, tmp_path: Path) -> None:
     """Each run is a process of its own; `SIRCHAT_KILLS` says how many."""

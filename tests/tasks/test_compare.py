@@ -143,6 +143,7 @@ def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) 
         assert result.kept(count) == pytest.approx(of[held].sum() / of.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     result = found().settings[number]
@@ -281,6 +282,7 @@ def test_nothing_shown_steers_the_terminal() -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
 
 
+@pytest.mark.slow
 def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
     turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
@@ -309,6 +311,7 @@ def test_the_command_compares(tmp_path: Path) -> None:
 ROLES = ("user", "assistant")
 
 
+@pytest.mark.slow
 def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
     file.write_text("USER: hello\nASSISTANT: hello\n" * 3_000, "utf-8")

@@ -68,6 +68,7 @@ def test_under_full_a_score_equals_that_of_a_pass_without_a_cache() -> None:
         assert rolled == pytest.approx(float(wanted), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["sink", "entropy", "window", "random"])
 @pytest.mark.parametrize("piece", [None, 40])
 def test_a_context_is_held_under_the_budget(policy: str, piece: int | None) -> None:

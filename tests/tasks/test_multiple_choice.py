@@ -38,6 +38,7 @@ def log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> 
     return [float(scores[len(before) + at - 1, token]) for at, token in enumerate(reply)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "items"), [(babbler, 100), (tiny, 20)])
 def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
@@ -63,6 +64,7 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
     assert len(taken) > 2  # not always the first
 
 
+@pytest.mark.slow
 def test_scoring_a_reply_changes_nothing_and_gives_the_score_of_each_token() -> None:
     chat = session(babbler(), policy="entropy", budget=64)
     for _ in range(4):
@@ -166,6 +168,7 @@ def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) 
         MultipleChoice((FULL,), 2, task="grocery", data=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
     """Every policy of the papers runs without an error on random weights."""
     names = ("window", "sink", "random", "interval", "entropy", "reservoir")
@@ -178,6 +181,7 @@ def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
         assert asked == asked[:2] * len(found)
 
 
+@pytest.mark.slow
 def test_tiny_keeps_its_knowledge_and_forgets_what_the_policy_evicts() -> None:
     study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 3, task="grocery")
     found = run_units(study, tiny())

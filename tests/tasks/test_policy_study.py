@@ -71,6 +71,7 @@ def test_facts_are_of_different_kinds(facts: tuple[int, ...]) -> None:
         Facts((SINK,), 1, facts=facts)
 
 
+@pytest.mark.slow
 def test_of_several_topics_the_last_and_the_first_are_asked_for() -> None:
     study = Topics((FULL, SINK), 3, topics=2, facts=3, between=4)
     rounds, asked = study.conversation(0)
@@ -101,6 +102,7 @@ def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     assert not any(without_each(ENTROPY))
 
 
+@pytest.mark.slow
 def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.tasks.policies._ROUNDS", 4)
     study = Policies((SALIENCE, SINK), 2, facts=(1,), between=(1, 2), at=64)

@@ -53,6 +53,7 @@ class Fatal:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
@@ -62,6 +63,7 @@ def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -
     assert two.stdout.replace(" ".join(("", *on_ray)), "") == one.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refuse", [False, True])
 def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
     refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,6 +89,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(address: str) -> None:
         list(run_on_ray(study, ["0"], babbler, Cluster(address, 2)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_worker_that_can_not_load_its_model_says_so_in_one_line() -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model '/nowhere/model' cannot be loaded"):

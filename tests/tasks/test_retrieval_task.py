@@ -149,6 +149,7 @@ def test_the_study_distinguishes_forgetting_from_recalling() -> None:
     assert min(one["tokens"] for one in found.values()) > 200
 
 
+@pytest.mark.slow
 def test_several_base_budgets_find_what_each_finds_alone() -> None:
     one, other, both = (replace(FEW, limit=1, bases=bases) for bases in ((48,), (72,), (48, 72)))
     alone = [run_units(study, tiny())["0"] for study in (one, other)]

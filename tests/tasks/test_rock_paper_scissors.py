@@ -117,6 +117,7 @@ def test_the_interval_of_a_mean_is_students() -> None:
     assert mean_interval([0.5]) == (0.5, -math.inf, math.inf)
 
 
+@pytest.mark.slow
 def test_the_command_pairs_matches_and_says_how_to_repeat_them() -> None:
     flags = ("--policies", "entropy,sink", "--budgets", "64", "--rounds", "3", "--limit", "2")
     done = run("eval", "rock-paper-scissors", *flags, "--json")

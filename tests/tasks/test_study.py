@@ -63,6 +63,7 @@ def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
     assert same == share([False] * 27)
 
 
+@pytest.mark.slow
 def test_swept_settings_are_in_the_names_of_the_rows() -> None:
     flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
     done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
@@ -198,6 +199,7 @@ def test_units_may_end_in_any_order(tmp_path: Path) -> None:
     assert found == run_units(Squares(), babbler(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
     """Killed twice, then run to the end: the same files, byte for byte."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -267,6 +269,7 @@ def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -
         }
 
 
+@pytest.mark.slow
 def test_all_readings_of_synthetic_dialogue_have_the_same_rounds() -> None:
     study = Perplexity((SINK,), 3_000, readings=2)
     first, second = (list(study.rounds(tiny(), number)) for number in range(2))

@@ -217,6 +217,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_the_doubled_batch(folder: Path, tmp_path: Path) -> None:
     alone = losses(options(folder, tmp_path / "alone", steps=5, mix=TALK))
     words = (

@@ -94,6 +94,7 @@ def test_the_trained_model_says_where_its_anchors_are(tmp_path: Path) -> None:
 # --- the bundled model ---
 
 
+@pytest.mark.slow
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
     """Ten conversations, twelve quizzes after the fact: few tokens held, nearly all recalled."""
     kinds = ("name", "city", "job", "colour", "drink", "hobby", "birthday", "age", "event", "pet")

@@ -68,6 +68,7 @@ def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
     assert not chat.screen.cursor.hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [51, 80, 133])
 def test_no_word_of_a_reply_is_lost_or_broken(chat: Terminal, columns: int) -> None:
     chat.resize(rows=30, columns=columns)
@@ -77,6 +78,7 @@ def test_no_word_of_a_reply_is_lost_or_broken(chat: Terminal, columns: int) -> N
     assert not re.search(_GAUGE, chat.everything)
 
 
+@pytest.mark.slow
 def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> None:
     chat.ask("/set max_new_tokens 3000")
     chat.say("Go on.")
@@ -90,6 +92,7 @@ def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> N
     assert " out, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "turn"])
 def test_without_a_live_panel_the_reply_is_streamed_as_it_is(chat: Terminal, panel: str) -> None:
     chat.ask(f"/panel {panel}")
@@ -120,6 +123,7 @@ _TABS = " ".join(f"word{i:03}\t{i:03}" for i in range(104))
 _WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301" for i in range(90))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_frame")
 @pytest.mark.parametrize("text", [_WORDS, _TABS, _WIDE], ids=["lines", "tabs", "wide"])
 @pytest.mark.parametrize("size", [1, 3, 50])
@@ -192,6 +196,7 @@ def test_a_small_window_gets_plain_text(chat: Terminal) -> None:
     assert b"\x1b[1A" not in chat.raw[before:]
 
 
+@pytest.mark.slow
 def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     tmp_path: Path, endless: str
 ) -> None:

@@ -102,18 +102,21 @@ def test_what_libraries_say_while_loading_is_not_shown(
     assert caplog.messages == ["afterwards"]
 
 
+@pytest.mark.slow
 def test_a_gguf_file_loads_silently_in_a_process_of_its_own(gguf: Path) -> None:
     load = "import sys; from sirchat.models.model import load_model; load_model(sys.argv[1])"
     done = python("-c", load, str(gguf))
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
     done = python("-m", "sirchat", "--device", "cpu", "--model", str(gguf), text="hello")
     assert done.stdout.startswith("USER: hello\nASSISTANT: ")
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
     command = ("--device", "cpu", "--model", str(gguf))
     with Terminal(sys.executable, "-m", "sirchat", *command, home=tmp_path) as chat:

@@ -62,6 +62,7 @@ def _transcript(rounds: int) -> list[TranscriptTurn]:
     return turns
 
 
+@pytest.mark.slow
 def test_a_pipe_is_a_transcript_in_a_fresh_process() -> None:
     done = subprocess.run(
         [
@@ -106,6 +107,7 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
     assert events[-1]["event"] == "end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "interval", "anchor"])
 @pytest.mark.parametrize("system", [None, "Be kind. Always."])
 def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> None:
@@ -129,6 +131,7 @@ def test_generated_replies_follow_the_policy_too() -> None:
     assert check_stream(events) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_DATA is None, reason="SIRCHAT_DATA is not set")
 @pytest.mark.parametrize(
     "policy", ["window", "sink", "entropy", "random", "interval", "reservoir", "anchor"]

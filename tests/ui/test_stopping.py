@@ -111,6 +111,7 @@ def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -
     assert "3 out" in chat.ask("Hello.")
 
 
+@pytest.mark.slow
 def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
     chat: Terminal, paged: Path
 ) -> None:

@@ -64,6 +64,7 @@ def shell(tmp_path: Path, endless: str) -> Iterator[_Shell]:
         yield shell
 
 
+@pytest.mark.slow
 def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> None:
     shell.wait_prompt()
     shell.send(CTRL_Z)
@@ -92,6 +93,7 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
     assert shell.code() == 0
 
 
+@pytest.mark.slow
 def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
     shell: _Shell, endless: str
 ) -> None:
@@ -102,18 +104,21 @@ def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
     assert shell.code() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_reply(shell: _Shell) -> None:
     shell.begin_reply()
     shell.signal(signal.SIGTERM)
     assert shell.code() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_prompt(shell: _Shell) -> None:
     shell.wait_prompt()
     shell.signal(signal.SIGTERM)
     assert shell.code() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(

@@ -89,6 +89,7 @@ def _body(lines: list[str]) -> str:
     return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "reservoir", "anchor"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
