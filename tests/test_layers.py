@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from import_graph import SOURCES, below, imports, loaded_with, ours, within
@@ -111,3 +113,13 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 def test_listing_policies_loads_none_of_them() -> None:
     heavy = {name for name in loaded_with("sirchat.memory.policies") if within(name, *HEAVY)}
     assert not heavy
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    named = [
+        node.name
+        for source in SOURCES.values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted(named) == sorted(set(named))
