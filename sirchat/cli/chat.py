@@ -40,7 +40,7 @@ def open_chat(
 
             take_up(session, store, rebuild=rebuild)
         if later:
-            list(session.switch("--resume", **later))
+            session.switch("--resume", **later)
         return session
 
     with _closed_terminal_ends_chat():

@@ -44,5 +44,4 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
 
 def switch(session: Session, **settings: object) -> None:
     """Switch settings of a session at once."""
-    for _ in session.switch("eval", **settings):
-        pass
+    session.switch("eval", **settings)

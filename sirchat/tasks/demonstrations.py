@@ -102,7 +102,7 @@ class Demonstrations(Grid):
             start = time.perf_counter()
             found["right"].append(_chosen(session, one) == one.right)
             found["seconds"].append(time.perf_counter() - start)
-            list(session.undo())
+            session.undo()
         found["max"] = _peak_held(session, questions[0])
         if cell.setting.policy == "full":
             found["anew"] = self._uncached_seconds(session, shots, questions)
@@ -161,7 +161,7 @@ def _peak_held(session: Session, one: Question) -> int:
     peak = session.resident
     for _ in session.ask(one.text):
         peak = max(peak, session.resident)
-    list(session.undo())
+    session.undo()
     return peak
 
 

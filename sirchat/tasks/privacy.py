@@ -106,10 +106,10 @@ class Privacy:
         for _ in session.read_user(one.question):
             pass
         scored = session.score_continuation(one.answer)
-        list(session.undo())
+        session.undo()
         quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
         right = choose(session, quiz, "paper") == quiz.right
-        list(session.undo())
+        session.undo()
         return {
             "nats": -sum(scored.log_probabilities) / len(scored.log_probabilities),
             "said": scored.greedy,

@@ -226,7 +226,7 @@ def _run(
             if cell.base == base:
                 switch(session, **cell.settings)
                 found[cell.key] = is_answered(session, one)
-                list(session.undo())
+                session.undo()
     switch(session, policy="full", recall="off")
     found[EVERYTHING] = is_answered(session, one)
     return found

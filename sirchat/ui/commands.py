@@ -207,7 +207,7 @@ class Commands:
         """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
         typed, unnamed = self._forget_typed(rest)
         try:
-            events = list(self._session.forget(rest))
+            events = self._session.forget(rest)
         except UsageError:
             if typed < 1 and not unnamed:
                 raise

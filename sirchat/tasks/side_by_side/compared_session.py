@@ -121,8 +121,7 @@ class ComparedSession:
 
     def _undo(self) -> None:
         try:
-            for _ in self._session.undo():
-                pass
+            self._session.undo()
         except UndoError as error:
             hint = "raise --archive-limit, or use --continue, which takes nothing back"
             raise UndoError(str(error), hint=hint) from None
