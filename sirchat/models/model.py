@@ -22,6 +22,7 @@ from sirchat.models.attention_hook import (
     install_hook,
     observed_by,
 )
+from sirchat.models.packaged import PACKAGED, packaged_gguf
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -183,7 +184,7 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load `name`: a bundled model, a local folder, a GGUF file, or a hub id.
+    """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. Raises ModelError, in one line, when the model
     can't be had or can't be held.
@@ -227,7 +228,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
     """Where the model is, and the option that names a GGUF file."""
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
-    path = Path(name).expanduser()
+    path = packaged_gguf(name) if name in PACKAGED else Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"model file {name!r} does not exist", hint="check the path")
@@ -269,6 +270,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _hint(name: str) -> str:
-    if name.lower().endswith(".gguf"):
+    if name in PACKAGED or name.lower().endswith(".gguf"):
         return "GGUF files need the extra: pip install 'sirchat[gguf]'"
-    return "give tiny, tiny-anchor, a folder with safetensors, a .gguf file, or a hub id"
+    return "give tiny, tiny-anchor, smollm2, a folder with safetensors, a .gguf file, or a hub id"
