@@ -135,6 +135,28 @@ def topics(
     return Topics(**compared, topics=topics, facts=facts, between=between)
 
 
+@study(
+    eval_app,
+    "chatter",
+    Defaults("full,entropy,sink", budgets="256", of="Questions for each length."),
+)
+def chatter(
+    compared: Compared,
+    data: Annotated[
+        str,
+        typer.Option(help="Real talk: SirLLM's DailyDialog or a transcript.", metavar="FILE"),
+    ],
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a conversation.", metavar="N,M,...")
+    ] = "1000",
+    facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
+) -> "Study":
+    """Tell facts amid real talk, ask for each: right of four, nats, tokens held."""
+    from sirchat.tasks.chatter.study import Chatter
+
+    return Chatter(**compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts)
+
+
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
 def dailydialog(
     compared: Compared,

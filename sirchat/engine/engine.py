@@ -164,7 +164,13 @@ class Engine:
 
     def score_continuation(self, ids: Sequence[int]) -> ContinuationScore:
         """Log-probabilities of these ids as the next ones; the engine's state does not change."""
-        return self._reader.score_continuation(ids)
+        return self.score_continuations([ids])[0]
+
+    def score_continuations(
+        self, alternatives: Sequence[Sequence[int]]
+    ) -> tuple[ContinuationScore, ...]:
+        """The same for several alternatives at once; see `Reader.score_continuations`."""
+        return self._reader.score_continuations(alternatives)
 
     def make_room(self, count: int) -> list[EvictedRows]:
         """Evict rows so that `count` more fit; see `CacheContents.make_room`."""

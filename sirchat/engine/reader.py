@@ -35,6 +35,10 @@ class CausalModel(AttendingModel, Protocol):
     def vocab_size(self) -> int:
         """Width V of the logits."""
 
+    @property
+    def window(self) -> int | None:
+        """Width of the sliding-window layers, in held rows; None without such layers."""
+
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
 
@@ -137,23 +141,46 @@ class Reader:
                 tracker.add(observer)
                 start += len(part)
 
-    def score_continuation(self, ids: Sequence[int]) -> ContinuationScore:
-        """Log-probabilities of these ids as the next ones; the engine's state does not change.
+    def score_continuations(
+        self, alternatives: Sequence[Sequence[int]]
+    ) -> tuple[ContinuationScore, ...]:
+        """Log-probabilities of each alternative's ids as the next ones; no state changes.
 
-        During its one forward pass the cache has room for as many rows more.
+        All alternatives are read in one forward pass in which none sees another, unless the model
+        has sliding-window layers; meanwhile the cache has room for as many rows more.
         """
-        if self.logits is None or not ids:
-            raise RuntimeError("nothing has been read yet" if ids else "there is nothing to score")
-        rows = [self.logits[None]]
-        if len(ids) > 1:
-            self._cache.reserve(self._cache.length + len(ids) - 1)
-            rows.append(self._forward(ids[:-1]))
-        with torch.inference_mode():
-            logits = torch.cat([row.to(rows[0].device) for row in rows])  # [m, V]
-            wanted = torch.tensor(ids, device=logits.device)
-            greedy = bool((logits.argmax(-1) == wanted).all())
-            log_probabilities = tuple((-surprisal(logits, wanted)).tolist())
-            return ContinuationScore(tuple(ids), log_probabilities, greedy)
+        first = self.logits
+        if first is None or not all(alternatives):
+            raise RuntimeError(
+                "nothing has been read yet" if first is None else "there is nothing to score"
+            )
+        if len(alternatives) > 1 and self._model.window is not None:
+            return tuple(self.score_continuations([one])[0] for one in alternatives)
+        read = [one[:-1] for one in alternatives]  # the last id's own logits are not needed
+        logits = first[None][:0]
+        if any(read):
+            self._cache.reserve(self._cache.length + sum(map(len, read)))
+            logits = self._forward_apart(read)
+        scores, start = [], 0
+        for ids in alternatives:
+            end = start + len(ids) - 1
+            rows = torch.cat([first[None].to(logits.device), logits[start:end]])  # [m, V]
+            scores.append(_continuation(ids, rows))
+            start = end
+        return tuple(scores)
+
+    def _forward_apart(self, alternatives: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [m, V] of all alternatives' ids, in order; each continues the held rows alone."""
+        held, sizes = self._cache.length, [len(one) for one in alternatives]
+        ids = [token_id for one in alternatives for token_id in one]
+        if len([size for size in sizes if size]) == 1:
+            return self._forward(ids)
+        number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
+        own = (number[:, None] == number).tril()  # [m, m]
+        visible = torch.cat([torch.ones(len(ids), held, dtype=torch.bool), own], dim=1)
+        start = self._ledger.seen if self._cache.in_stream else held
+        positions = [start + at for size in sizes for at in range(size)]
+        return self._model.forward(ids, self._cache, visible=visible, positions=positions)
 
     def _forward(
         self,
@@ -203,3 +230,11 @@ class Reader:
             roles=list(chunk.roles),
             flags=list(chunk.flags),
         )
+
+
+def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
+    """The score of ids [m] whose logits are [m, V]."""
+    with torch.inference_mode():
+        wanted = torch.tensor(ids, device=logits.device)
+        greedy = bool((logits.argmax(-1) == wanted).all())
+        return ContinuationScore(tuple(ids), tuple((-surprisal(logits, wanted)).tolist()), greedy)

@@ -51,9 +51,27 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
     engine.close_round()
 
 
+def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
+    """Read the setting's system prompt, pinned if it says so; the ids of the first user turn.
+
+    Without a system prompt nothing is read; the chat template may then put its own into the turn.
+    """
+    system, turn = template.opening(user, setting.system)
+    if system is not None:
+        pinned = setting.pin_system
+        for _ in engine.feed(system.ids, system.roles, TurnRef(0, 0), pinned=pinned):
+            pass
+    return turn
+
+
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
     """The ids of a round: user turn, reply and closing tokens; `first` begins the chat."""
     user_turn = template.opening(user)[1] if first else template.user(user)
+    return followed_by_reply(template, user_turn, reply)
+
+
+def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
+    """The ids of a user turn, its reply and closing tokens."""
     reply_turn, closing = template.assistant(reply), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)

@@ -111,7 +111,7 @@ class Template:
         turn = self._spans(whole, Role.SYSTEM, others)
         if turn.content[0] < turn.content[1]:
             return self._closed(turn)
-        ids = self._as_text(content)
+        ids = self.as_text(content)
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
@@ -125,7 +125,7 @@ class Template:
         if whole[: len(header)] == header and whole[end:] == tail and end >= len(header):
             ids = whole[len(header) : end]
         else:  # the template uses another header for past replies: tokenize the text alone
-            ids = self._as_text(content)
+            ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
     @property
@@ -172,7 +172,7 @@ class Template:
         anchors, (start, end) = self._anchors, turn.content
         if anchors is None or anchors.per == "round" or start == end:
             return turn
-        ids = with_anchors(content, anchors, self._as_text)
+        ids = with_anchors(content, anchors, self.as_text)
         roles = [Role.TEMPLATE if i == anchors.token_id else turn.roles[start] for i in ids]
         return TurnIds(
             [*turn.ids[:start], *ids, *turn.ids[end:]],
@@ -210,7 +210,8 @@ class Template:
             raise ModelError(f"this text cannot be read as plain text: {error}") from error
         return [int(i) for i in ids]
 
-    def _as_text(self, text: str) -> list[int]:
+    def as_text(self, text: str) -> list[int]:
+        """The ids of a text alone, without the chat template."""
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:

@@ -154,6 +154,7 @@ class BigramModel:
     layers = 3
     heads = 1
     sliding_layers = ()
+    window = None
 
     def __init__(self, context_length: int = 300) -> None:
         self.context_length = context_length

@@ -1,0 +1,1 @@
+"""`sirchat eval chatter`: facts told amid real chatter, and asked for later."""

@@ -1,0 +1,79 @@
+"""Real chatter: rounds of people's talk from a file, in which the facts are told.
+
+Files: SirLLM's DailyDialog, or any transcript that sirchat reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+
+from sirchat.errors import SettingError
+from sirchat.text.transcript import TranscriptTurn, read_transcript
+
+Talk = list[tuple[str, str]]
+"""The rounds of one conversation: user turn and reply."""
+
+_ROUNDS_OF_TRANSCRIPT = 12
+"""A transcript is cut into conversations of so many rounds."""
+
+
+def read_talks(path: Path) -> list[Talk]:
+    """The conversations of a file; raises SettingError for a file that has none."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    first = data.lstrip().partition(b"\n")[0]
+    talks = _dailydialog(data) if b'"answerKey"' in first else _transcript(data, path.name)
+    if not talks:
+        raise SettingError(
+            f"data {str(path)!r} has no rounds of talk",
+            hint="give DailyDialog as SirLLM released it, or a transcript",
+        )
+    return talks
+
+
+def _dailydialog(data: bytes) -> list[Talk]:
+    """Each line is a turn and the options for its reply; the id is `CONVERSATION_TURN`."""
+    lines = [json.loads(line) for line in data.splitlines() if line.strip()]
+    talks = []
+    for _, group in groupby(lines, key=lambda line: line["id"].partition("_")[0]):
+        talks.append([_round(line) for line in group])
+    return talks
+
+
+def _round(line: dict[str, object]) -> tuple[str, str]:
+    question = line["question"]
+    assert isinstance(question, dict)
+    reply = next(o["text"] for o in question["choices"] if o["label"] == line["answerKey"])
+    return untokenized(question["stem"]), untokenized(reply)
+
+
+def _transcript(data: bytes, name: str) -> list[Talk]:
+    """Pairs of a user turn and the reply that follows it."""
+    turns = [turn for turn in read_transcript(data, name) if turn.role != "system"]
+    rounds = [(a.content, b.content) for a, b in pairwise(turns) if _is_round(a, b)]
+    return [
+        rounds[at : at + _ROUNDS_OF_TRANSCRIPT]
+        for at in range(0, len(rounds), _ROUNDS_OF_TRANSCRIPT)
+    ]
+
+
+def _is_round(turn: TranscriptTurn, following: TranscriptTurn) -> bool:
+    return (turn.role, following.role) == ("user", "assistant")
+
+
+def untokenized(text: str) -> str:
+    """Text without the blanks that DailyDialog has before punctuation marks and in contractions."""
+    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r" ([.,!?;:%)])", r"\1", text)
+    return re.sub(r" ?(['’]) ?(s|t|re|ve|ll|d|m)\b", r"\1\2", text)
+
+
+def count_rounds(talks: Sequence[Talk]) -> int:
+    """Number of rounds of all conversations."""
+    return sum(len(talk) for talk in talks)
