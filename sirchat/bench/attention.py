@@ -10,7 +10,6 @@ from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.errors import ModelError
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.models.limitations import no_attention_reason
 from sirchat.models.model import LoadedModel
@@ -27,7 +26,6 @@ def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio
         "attention of 4 layers": H2o(),
         "attention of all layers": H2o(layers=0),
         "the last 32 queries of 4 layers": Snapkv(),
-        "salience": Salience(),
     }
     for name, policy in policies.items():
         ours = partial(generated_blocks, model, options, policy=policy)

@@ -22,6 +22,7 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream
+from sirchat.text.words import WordContinuation
 
 _TURN = TurnRef(turn=0, round=0)
 _ARCHIVE = 2**30  # bytes, the default
@@ -149,4 +150,9 @@ def _engine(
     settings = CacheSettings(policy=policy, budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, settings)
-    return Engine(model, settings, ends_sequence=ends_sequence(model.tokenizer, model.anchors))
+    return Engine(
+        model,
+        settings,
+        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
+        continues_word=WordContinuation(model.tokenizer),
+    )

@@ -38,6 +38,7 @@ from sirchat.paths import archives_dir
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream, TokenTexts
 from sirchat.text.template import Template, TurnIds
+from sirchat.text.words import WordContinuation
 
 __all__ = ("Interrupted", "Session")
 
@@ -80,6 +81,7 @@ class Session:
             build_cache_settings(self.profile, self._folder),
             seed=self.profile.seed,
             ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
+            continues_word=WordContinuation(self.model.tokenizer),
         )
         self.epoch += 1
         self._now = Conversation()

@@ -237,5 +237,6 @@ def _histogram(ledger: Ledger, held: Positions) -> Histogram:
 
 def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
     names = ["sink"] if sink else []
-    names += [flag.name.lower() for flag in Flag if flags & flag and flag.name]
+    shown = flags & ~Flag.CONTINUES  # the text shows it
+    names += [flag.name.lower() for flag in Flag if shown & flag and flag.name]
     return tuple(names)

@@ -73,7 +73,7 @@ def short(value: float | str) -> str:
 def is_option(name: str, text: str, policy: str) -> bool:
     """Whether `name=text` sets an option of `policy` rather than a setting.
 
-    Where both have the name, the value decides: `attention=false` sets the option of `salience`,
+    Where both have the name, the value decides: `attention=false` sets an option of that name,
     `attention=on` the setting.
     """
     if name not in Profile.model_fields:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ class Engine:
         settings: policy, budget and the like; `switch` changes them.
         seed: seeds the arrival keys and random policies.
         ends_sequence: whether an id ends a sequence, for the policy `anchor`.
+        continues_word: whether an id belongs to the word of the id before it, given as
+            (previous id, id).
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Engine:
         *,
         seed: int = 0,
         ends_sequence: Callable[[int], bool] = lambda token_id: False,
+        continues_word: Callable[[int, int], bool] = lambda previous, token_id: False,
     ) -> None:
         self._model = model
         self._ends_sequence = ends_sequence
+        self._continues_word = continues_word
         self._round = 0
         self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
         budget = Budget(settings, self.ledger, model.context_length)
@@ -298,6 +303,10 @@ class Engine:
     ) -> Chunk:
         base = int(Flag.PINNED) if pinned else 0
         flags = [base | (Flag.ANCHOR if self._ends_sequence(i) else 0) for i in ids]
+        before = self.ledger.column("token_id")[-1:].tolist()
+        for at_id, pair in enumerate(pairwise([*before, *ids]), 1 - len(before)):
+            if self._continues_word(*pair):
+                flags[at_id] |= Flag.CONTINUES
         return Chunk(ids, roles, flags, at)
 
     def _read(self, chunk: Chunk) -> None:

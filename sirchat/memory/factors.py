@@ -1,7 +1,6 @@
-"""Factors of a score that depend on the other held rows: novelty, and the score of the round.
+"""Factors of a score that depend on other held rows: the row's word, and the words beside it.
 
-One number for each row, in O(n log n) for n held rows. All in logarithms, in which no decay is too
-small.
+One number for each row, all in logarithms, in which no decay is too small.
 """
 
 from __future__ import annotations
@@ -13,30 +12,8 @@ from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows
 
-REPEAT_FACTOR = 0.7
-"""Factor on a row for each later held row of the same token."""
-
-TOP_ROWS_PER_ROUND = 8
-"""Rows of a round that count for it: with more, a long round would outweigh a short one."""
-
-ROUND_SCORE_POWER = 2
-"""Power to which the score of a row's round counts."""
-
-
-def with_relative_factors(
-    log_factors: dict[str, Tensor], rows: HeldRows, *, novelty: bool, spans: bool
-) -> dict[str, Tensor]:
-    """The logarithms [n] of factors by name, and those that depend on the other rows.
-
-    The round's score, here called `company`, is counted without the decays.
-    """
-    found = dict(log_factors)
-    if novelty:
-        found["novelty"] = log_novelty(rows.token_id)
-    if spans:
-        undecayed = product_of(found) - rows.log_decay_since
-        found["company"] = ROUND_SCORE_POWER * log_round_score(undecayed, rows.round)
-    return found
+LONGEST_WORD = 8
+"""Tokens that count as one word; longer runs, as in scripts without blanks, are several words."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:
@@ -45,39 +22,35 @@ def product_of(log_factors: dict[str, Tensor]) -> Tensor:
     return total.masked_fill(total.isnan(), -math.inf)
 
 
-def log_novelty(token_id: Tensor) -> Tensor:
-    """Logarithm [n] of 0.7 to the power of the number of later rows of the same token."""
-    order = torch.argsort(token_id, stable=True)
-    later, _ = _others(token_id[order])
-    out = torch.empty(len(order), dtype=torch.float64)
-    out[order] = math.log(REPEAT_FACTOR) * later.double()
-    return out
+def words_of(rows: HeldRows) -> Tensor:
+    """The number of each row's word [n], ascending; a word is a run of adjacent tokens."""
+    is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
+    starts = ~(rows.continues_word & is_adjacent)
+    at = torch.arange(len(rows))
+    first = torch.where(starts, at, 0).cummax(0).values
+    starts |= (at - first) % LONGEST_WORD == 0
+    return starts.long().cumsum(0) - 1
 
 
-def log_round_score(log_score: Tensor, round: Tensor) -> Tensor:
-    """Logarithm [n] of the sum of the `BEST` highest scores in each row's round.
+def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
+    """Logarithm [n] of the sum of the values [n] over the rows of each row's word [n]."""
+    values = log_values.double()
+    count = int(word[-1]) + 1 if len(word) else 0
+    highest = torch.full((count,), -math.inf, dtype=torch.float64)
+    highest = highest.scatter_reduce(0, word, values, "amax").nan_to_num(neginf=0.0)
+    sums = torch.zeros(count, dtype=torch.float64)
+    sums = sums.index_add(0, word, (values - highest[word]).exp())
+    return (highest + sums.log())[word]
 
-    Args:
-        log_score: [n].
-        round: [n], ascending, as rows are in stream order.
+
+def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor:
+    """Scores [n], or `share` of the score of the row right before or after where that is more.
+
+    `position` [n] are ascending; only rows that are adjacent in the stream share.
     """
-    order = torch.argsort(log_score, descending=True, stable=True)
-    order = order[torch.argsort(round[order], stable=True)]  # by round, the highest first
-    _, before = _others(round[order])
-    _, group = torch.unique_consecutive(round, return_inverse=True)
-    highest = log_score[order[before == 0]]  # of each round
-    highest = torch.where(highest.isinf(), 0.0, highest)
-    shares = (log_score - highest[group]).exp()
-    best = torch.where(before < TOP_ROWS_PER_ROUND, shares[order], 0.0)
-    sums = torch.zeros(len(highest), dtype=torch.float64).index_add(0, group[order], best)
-    return (highest + sums.log())[group]
-
-
-def _others(sorted_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """In a sorted tensor [n]: how many of the same key come after each, and how many before."""
-    _, group, counts = torch.unique_consecutive(
-        sorted_keys, return_inverse=True, return_counts=True
-    )
-    starts = counts.cumsum(0) - counts
-    before = torch.arange(len(sorted_keys)) - starts[group]
-    return counts[group] - 1 - before, before
+    is_adjacent = torch.diff(position) == 1  # [n - 1]
+    lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(share)
+    found = log_score.clone()
+    found[1:] = torch.maximum(found[1:], log_score[:-1] + lent)
+    found[:-1] = torch.maximum(found[:-1], log_score[1:] + lent)
+    return found

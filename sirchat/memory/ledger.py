@@ -35,13 +35,14 @@ class Flag(IntFlag):
     """What else is known of a token.
 
     `ANCHOR` ends a sequence; of an `ERASED` token id and surprisal were deleted; a `RECALLED` token
-    was restored for this round by recall.
+    was restored for this round by recall; a `CONTINUES` token belongs to the word before it.
     """
 
     PINNED = 1
     ANCHOR = 2
     ERASED = 4
     RECALLED = 8
+    CONTINUES = 16
 
 
 class State(IntEnum):
@@ -84,6 +85,7 @@ class HeldRows:
         recent_attention: attention received from the newest queries alone, likewise.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
         is_pinned, is_anchor, is_sink: masks.
+        continues_word: mask of the rows that belong to the word of the token before.
         protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
         seen: number of tokens ever read.
         seed: of random draws.
@@ -103,6 +105,7 @@ class HeldRows:
     is_pinned: Tensor
     is_anchor: Tensor
     is_sink: Tensor
+    continues_word: Tensor
     protected: Tensor
     seen: int
     seed: int
@@ -336,6 +339,7 @@ class Ledger:
             arrival_key=tensor(columns["arrival_key"][at]),
             is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
             is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),
+            continues_word=tensor((flags & Flag.CONTINUES).astype(bool)),
             is_sink=tensor(at < sinks),
             protected=tensor(protected),
             seen=self.seen,

@@ -13,6 +13,7 @@ from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template, TurnIds
+from sirchat.text.words import WordContinuation
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
@@ -22,6 +23,7 @@ def open_engine(model: LoadedModel, setting: Profile) -> Engine:
         replace(build_cache_settings(setting), archive=0, folder=None),
         seed=setting.seed,
         ends_sequence=ends_sequence(model.tokenizer, model.anchors),
+        continues_word=WordContinuation(model.tokenizer),
     )
 
 

@@ -15,16 +15,16 @@ def test_why_reports_the_factors_of_a_score() -> None:
         list(chat.ask(text))
     everything = [chat.why(f"turn {number}") for number in range(8)]
     rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
-    assert {tuple(one.factors) for one in rows} == {("attention", "novelty", "company")}
+    assert {tuple(one.factors) for one in rows} == {("word", "template", "user", "neighbours")}
     for one in rows:
-        factors = math.prod(one.factors.values()) * (one.row.surprisal or 0) * one.decayed_to
+        nats = max(one.row.surprisal or 0, 1e-9)
+        factors = math.prod(one.factors.values()) * nats * one.decayed_to
         assert one.row.score == pytest.approx(factors)
-        assert one.row.attention is not None
     held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank or 0)
     assert [one.row.score for one in held] == sorted(
         [one.row.rank_key for one in held], reverse=True
     )
-    assert chat.snapshot().unit == ""
+    assert chat.snapshot().unit == "nats"
 
 
 def test_why_ranks_what_is_held_as_the_policy_does() -> None:
@@ -62,16 +62,16 @@ def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
     assert {one.threshold for one in chat.why("last")} == {now.threshold}
 
 
-def test_with_every_factor_off_only_the_decays_are_left() -> None:
+def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
     chat = session(
         policy="salience",
         budget=64,
         recent=8,
         decay=0.5,
-        policy_options=dict.fromkeys(("surprisal", "attention", "novelty", "spans"), False),
+        policy_options=dict.fromkeys(("words", "user", "template", "neighbours"), False),
     )
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
     for one in chat.why("turn 4"):
         assert one.factors == {}
-        assert one.row.score == pytest.approx(one.decayed_to)
+        assert one.row.score == pytest.approx(max(one.row.surprisal or 0, 1e-9) * one.decayed_to)

@@ -27,8 +27,8 @@ from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassA
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
 from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.memory.recall import RecallSettings
@@ -348,8 +348,8 @@ def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_th
         with pytest.raises(SettingError, match="can't be counted") as error:
             check_attention(changed(Profile(), "flag", **changes), model, "--policy")
         assert instead in str(error.value)
-    check_attention(Profile(policy="salience"), model, "--policy")
-    engine = Engine(model, memory(Salience(recent=8)))
+    check_attention(Profile(policy="entropy"), model, "--policy")
+    engine = Engine(model, memory(Entropy(recent=8)))
     for number in range(4):
         list(feed(engine, 23, number))
     assert engine.ledger.held_count <= 48

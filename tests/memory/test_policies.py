@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.contract import contract_violations
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.ledger import Flag, HeldRows, Ledger
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
@@ -41,14 +40,14 @@ class Row:
     """A held row; surprisal and attention received are halved at the close of every round since."""
 
     position: int
-    round: int
-    token: int
+    role: Role
     score: Fraction
     faded: Fraction
     attention: Fraction
     recent_attention: Fraction
     key: float
     is_anchor: bool
+    continues: bool
     is_pinned: bool
     is_sink: bool
     protected: bool
@@ -135,25 +134,26 @@ def cases(pick: st.DrawFn) -> Case:
     ledger, sinks, newest_protected = Ledger(SEED), random.choice([0, 2]), random.choice([0, 8])
     scores: list[Fraction] = []
     flags: list[int] = []
-    rounds = random.randint(1, 6)
-    ids: list[int] = []
+    rounds, continuing = random.randint(1, 6), random.choice([0, 7, 200])
+    roles: list[Role] = []
     of_round: list[int] = []
     attention: list[Fraction] = []
     queries: list[list[Fraction]] = []  # from each query so far, its weights
     for number in range(rounds):
         length = random.randint(1, 12)
-        new_ids = random.choices(range(6), k=length)
+        new_roles = random.choices([Role.USER, Role.ASSISTANT, Role.TEMPLATE], k=length)
         # Odd or zero, so that halving never makes equal scores of different rounds.
         nats = random.choices([0, 1, 3, 5, 7], k=length)
-        new_flags = random.choices([0, Flag.ANCHOR, Flag.PINNED], [7, 2, 1], k=length)
-        append_rows(ledger, [float(n) for n in nats], number, new_flags, new_ids)
-        ids, of_round = ids + new_ids, of_round + [number] * length
-        looks = [Fraction(random.randint(1, 64), 64) for _ in ids]
-        weights = np.zeros((length, len(ids)), np.float32)  # one row for each token just read
+        kinds = [0, Flag.ANCHOR, Flag.PINNED, Flag.CONTINUES]
+        new_flags = random.choices(kinds, [7, 2, 1, continuing], k=length)
+        append_rows(ledger, [float(n) for n in nats], number, new_flags, roles=new_roles)
+        roles, of_round = roles + new_roles, of_round + [number] * length
+        looks = [Fraction(random.randint(1, 64), 64) for _ in roles]
+        weights = np.zeros((length, len(roles)), np.float32)  # one row for each token just read
         weights[-1] = [float(one) for one in looks]
         passed = PassAttention.from_weights(weights, window=2)
-        ledger.attention.add(np.arange(len(ids)), [passed], ledger.log_decay, window=2)
-        queries += [[Fraction(0)] * len(ids)] * (length - 1) + [looks]
+        ledger.attention.add(np.arange(len(roles)), [passed], ledger.log_decay, window=2)
+        queries += [[Fraction(0)] * len(roles)] * (length - 1) + [looks]
         attention += [Fraction(0)] * length
         attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
         ledger.close_round(0.5)
@@ -168,8 +168,9 @@ def cases(pick: st.DrawFn) -> Case:
         key, is_anchor = random_draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
         faded = Fraction(1, 2 ** (rounds - of_round[p]))
         recent = sum((one[p] for one in queries[-2:] if p < len(one)), Fraction(0))
-        known = (p, of_round[p], ids[p], scores[p], faded, attention[p], recent)
-        return Row(*known, key, is_anchor, is_pinned, is_sink, protected)
+        known = (p, roles[p], scores[p], faded, attention[p], recent)
+        continues = bool(flags[p] & Flag.CONTINUES)
+        return Row(*known, key, is_anchor, continues, is_pinned, is_sink, protected)
 
     rows = [row(position) for position in held]
     protected = [row.protected for row in rows]
@@ -187,28 +188,38 @@ def test_a_policy_keeps_what_its_description_says(
     assert policy.keep(case.held, case.num_keep).tolist() == oracle(case)
 
 
+def words(rows: list[Row]) -> list[list[Row]]:
+    """Runs of rows that belong to one word, of at most 8 tokens."""
+    found: list[list[Row]] = []
+    for row in rows:
+        joins = row.continues and found and found[-1][-1].position == row.position - 1
+        if joins and len(found[-1]) < 8:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
 def salient(case: Case, row: Row, factors: set[str]) -> float:
     """The salience score of a row from the named factors only."""
 
+    def nats(one: Row) -> float:
+        return max(1e-9, float(one.score / one.faded))
+
     def alone(one: Row) -> float:
-        product = 1.0
-        if "surprisal" in factors:
-            product *= float(one.score / one.faded)
-        if "attention" in factors:
-            product *= math.sqrt(one.attention)
-        if "novelty" in factors:
-            later = [r for r in case.rows if r.position > one.position and r.token == one.token]
-            product *= 0.7 ** len(later)
-        return product
+        word = next(word for word in words(case.rows) if one in word)
+        total = sum(map(nats, word)) if "words" in factors else nats(one)
+        twice = "user" in factors and one.role is Role.USER
+        left_out = "template" in factors and one.role is Role.TEMPLATE
+        return 0.0 if left_out else total * (2 if twice else 1) * float(one.faded)
 
-    score = float(row.faded) * alone(row)
-    if "spans" in factors:
-        beside = sorted((alone(r) for r in case.rows if r.round == row.round), reverse=True)
-        score *= sum(beside[:8]) ** 2
-    return score
+    beside = [alone(one) for one in case.rows if abs(one.position - row.position) == 1]
+    if "neighbours" not in factors or not alone(row):
+        return alone(row)
+    return max(alone(row), *(each / 2 for each in beside), 0.0)
 
 
-ALL = {"surprisal", "attention", "novelty", "spans"}
+ALL = {"words", "user", "template", "neighbours"}
 SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {}, lambda case, row: float(row.attention)),
     (
@@ -250,28 +261,22 @@ def test_rows_without_tracked_attention_rank_in_the_middle() -> None:
     assert kept.tolist() == [0, 1, 3]
 
 
-def test_of_equal_rounds_with_equal_attention_the_newest_stays() -> None:
-    ledger = Ledger()
-    for number in range(10):
-        append_rows(ledger, [3.0, 5.0], number)
-        looks = np.full((2, ledger.seen), 0.25, np.float32)
-        ledger.attention.add(
-            np.arange(ledger.seen), [PassAttention.from_weights(looks)], ledger.log_decay
-        )
-        ledger.close_round(0.5)
-    held = ledger.held(sinks=0, protected=np.zeros(20, bool))
-    policy = Salience(recent=0, novelty=False)
-    assert policy.keep(held, 6).tolist() == [14, 15, 16, 17, 18, 19]
+def test_a_name_in_several_tokens_stays_whole_before_single_surprising_tokens() -> None:
+    ledger, joined = Ledger(), int(Flag.CONTINUES)
+    append_rows(ledger, [9.0, 2.0, 7.0, 4.0, 4.0, 4.0, 8.0], flags=[0, 0, 0, 0, joined, joined, 0])
+    held = ledger.held(sinks=0, protected=np.zeros(7, bool))
+    assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [3, 4, 5]
+    assert Entropy(recent=0).keep(held, 3).tolist() == [0, 2, 6]
 
 
 def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
     ledger = Ledger()
     for number in range(1000):
         append_rows(ledger, [8.0, 3.0], number)
-        ledger.close_round(0.5)
+        ledger.close_round(0.4)
     held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
-    policy = Salience(recent=0, attention=False, novelty=False)
-    assert policy.keep(held, 3).tolist() == [1996, 1998, 1999]
+    assert Salience(recent=0).keep(held, 3).tolist() == [1997, 1998, 1999]
+    assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [1996, 1998, 1999]
 
 
 @pytest.mark.parametrize("name", BOUNDED)

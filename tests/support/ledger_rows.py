@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sirchat.memory.ledger import Ledger
+from collections.abc import Sequence
+
+from sirchat.memory.ledger import Ledger, Role
 
 
 def append_rows(
@@ -11,8 +13,14 @@ def append_rows(
     number: int = 0,
     flags: list[int] | None = None,
     ids: list[int] | None = None,
+    roles: Sequence[int] | None = None,
 ) -> None:
-    zeros = [0] * len(surprisal)
+    zeros, said = [0] * len(surprisal), [Role.SYSTEM] * len(surprisal)
     ledger.append(
-        ids or zeros, surprisal, turn=number, round=number, roles=zeros, flags=flags or zeros
+        ids or zeros,
+        surprisal,
+        turn=number,
+        round=number,
+        roles=list(roles or said),
+        flags=flags or zeros,
     )

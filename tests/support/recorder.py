@@ -41,7 +41,7 @@ SESSIONS = 60
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("entropy", {}),
     ("salience", {}),
-    ("salience", {"spans": False}),
+    ("salience", {"neighbours": False}),
     ("h2o", {}),
     ("tova", {}),
     ("snapkv", {}),

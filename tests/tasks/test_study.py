@@ -76,8 +76,8 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
         "reservoir 256 recent 16 sample 30",
         "sink 256",
     ]
-    (row,) = settings_of(Profile(), "salience", "96", "1", ["attention=false"])
-    assert (row.policy_options, row.attention) == ({"attention": False}, "auto")
+    (row,) = settings_of(Profile(), "salience", "96", "1", ["words=false"])
+    assert (row.policy_options, row.attention) == ({"words": False}, "auto")
     for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
         refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
         assert refused.returncode == 2
@@ -85,13 +85,13 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
 
 
 def test_an_option_goes_to_every_policy_that_has_it() -> None:
-    given = changed(Profile(), "--option", policy_options={"spans": True})
+    given = changed(Profile(), "--option", policy_options={"words": True})
     rows = settings_of(given, "salience,sink", "96", "1")
     assert [(one.policy, one.policy_options) for one in rows] == [
-        ("salience", {"spans": True}),
+        ("salience", {"words": True}),
         ("sink", {}),
     ]
-    with pytest.raises(SettingError, match="--option: none of sink,random has an option spans"):
+    with pytest.raises(SettingError, match="--option: none of sink,random has an option words"):
         settings_of(given, "sink,random", "96", "1")
 
 

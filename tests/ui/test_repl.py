@@ -191,18 +191,6 @@ def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Terminal) -> No
     assert "there is no setting" in chat.ask("/set sample 50")
 
 
-def test_an_option_may_be_named_as_a_setting_is(chat: Terminal) -> None:
-    chat.ask("/policy salience")
-    assert "none -> attention=off" in chat.ask("/set attention false")
-    assert "attention=off -> attention=on, spans=off" in chat.ask(
-        "/policy salience attention=on spans=off"
-    )
-    assert "attention: auto -> on" in chat.ask("/set attention on")
-    assert "it must be true or false" in chat.ask("/set attention perhaps")
-    chat.ask("/policy entropy")
-    assert "one of auto, on" in chat.ask("/set attention false")
-
-
 def test_show_lists_every_setting(chat: Terminal, paged: Path) -> None:
     chat.ask("/decay 0.9")
     chat.ask("/show")

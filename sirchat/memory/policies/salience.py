@@ -1,61 +1,55 @@
-"""Policy `salience`: surprisal, attention, novelty and rounds in one score."""
+"""Policy `salience`: whole words by their surprisal, the user's first, with what stands beside."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from sirchat.memory.attention import AttentionStatsConfig, or_median
-from sirchat.memory.factors import product_of, with_relative_factors
-from sirchat.memory.ledger import HeldRows
+from sirchat.memory.factors import log_sum_by_word, product_of, with_neighbours, words_of
+from sirchat.memory.ledger import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
+
+USER_FACTOR = 2.0
+"""Factor on the score of what the user said."""
+
+NEIGHBOUR_SHARE = 0.5
+"""Share of its score that a token lends to the ones right before and after it."""
+
+_LEAST = 1e-9  # nats: a token that was certain still has a logarithm
 
 
 @dataclass(frozen=True)
 class Salience(RecentScorePolicy):
-    """Keeps the sinks, the tokens of highest product of the following factors, and the newest.
-
-    Ours. Each factor can be switched off by the option of its name:
-
-    - `surprisal`, after the decays (SirLLM): the model can't guess again what it did not predict.
-      Without it, the decays alone.
-    - `attention`: the square root of the attention received so far, over `layers` layers (H2O).
-      Left out for the few models that do not expose their attention weights.
-    - `novelty`: 0.7 to the power of the number of later held rows of the same token, so that
-      phrases that are repeated do not crowd out what was said once.
-    - `spans`: the square of the sum of the eight highest products in the token's round, so that
-      rounds stay or go together.
-
-    The decays reduce both surprisal and attention. Deterministic. It won on the bundled model
-    `tiny` (`sirchat eval policies`); on a real model it keeps fewer of the facts told than
-    `entropy` does, because `spans` assumes that small talk is surprising at one place only.
-    """
+    """Keeps the sinks, the tokens of highest score, and the newest."""
 
     source: ClassVar[str] = "ours"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
     log_scale: ClassVar[bool] = True
+    unit: ClassVar[str] = "nats"
 
-    surprisal: bool = field(default=True, metadata={"help": "what told the model much"})
-    attention: bool = field(default=True, metadata={"help": "what was looked at"})
-    novelty: bool = field(default=True, metadata={"help": "less for what was said again"})
-    spans: bool = field(default=True, metadata={"help": "more for what stands in such company"})
-    layers: int = field(default=4, metadata={"help": "layers whose attention counts; 0 for all"})
-
-    @property
-    def attention_stats(self) -> AttentionStatsConfig | None:
-        return AttentionStatsConfig(self.layers) if self.attention else None
+    words: bool = field(default=True, metadata={"help": "sum surprisal over each word"})
+    user: bool = field(default=True, metadata={"help": "count what the user said twice"})
+    neighbours: bool = field(default=True, metadata={"help": "keep what stands beside, too"})
+    template: bool = field(default=True, metadata={"help": "evict the chat template first"})
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        found = (
-            {"surprisal": rows.log_decayed_surprisal}
-            if self.surprisal
-            else {"decay": rows.log_decay_since}
-        )
-        if self.attention:
-            found["attention"] = or_median(rows.attention).log() / 2
-        return with_relative_factors(found, rows, novelty=self.novelty, spans=self.spans)
+        own = rows.surprisal.double().clamp_min(_LEAST).log()
+        found = {"surprisal": own + rows.log_decay_since}
+        if self.words:
+            found["word"] = log_sum_by_word(own, words_of(rows)) - own
+        if self.template:
+            found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
+        if self.user:
+            found["user"] = torch.where(rows.role == Role.USER, math.log(USER_FACTOR), 0.0)
+        if self.neighbours:
+            total = product_of(found)
+            shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)
+            found["neighbours"] = torch.where(total.isinf(), 0.0, shared - total)
+        return found
 
     def score(self, rows: HeldRows) -> Tensor:
         return product_of(self.log_factors(rows))

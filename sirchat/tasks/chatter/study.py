@@ -82,9 +82,9 @@ class Chatter(Grid):
         answers = []
         for fact in talk.facts:
             round = told[fact.round]
-            statement, value = _spans(texts, round.ids, fact)
+            statement, value = spans(texts, round.ids, fact)
             answers.append(
-                _asked(engine, template, fact, len(talk.rounds) + 1)
+                asked(engine, template, fact, len(talk.rounds) + 1)
                 | {
                     "held": float(np.mean(held[round.start + np.array(value)])),
                     "told": float(np.mean(held[round.start + np.array(statement)])),
@@ -170,7 +170,7 @@ def _read(engine: Engine, template: Template, talk: Dialogue, setting: Profile) 
     return found
 
 
-def _spans(texts: TokenTexts, turn: TurnIds, fact: Fact) -> tuple[list[int], list[int]]:
+def spans(texts: TokenTexts, turn: TurnIds, fact: Fact) -> tuple[list[int], list[int]]:
     """The tokens of a round that tell a fact, and those of its value, by index in the round."""
     start, end = turn.content
     pieces = texts(turn.ids[start:end], range(end - start))
@@ -187,7 +187,7 @@ def _spans(texts: TokenTexts, turn: TurnIds, fact: Fact) -> tuple[list[int], lis
     return [start + at for at in told], [start + at for at in held]
 
 
-def _asked(engine: Engine, template: Template, fact: Fact, number: int) -> Record:
+def asked(engine: Engine, template: Template, fact: Fact, number: int) -> Record:
     """Ask for a fact and undo it: whether the right reply is the likeliest, and its nats."""
     checkpoint = engine.checkpoint()
     turn = template.user(fact.question)
