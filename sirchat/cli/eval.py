@@ -218,6 +218,42 @@ def perplexity(
     return Perplexity(**compared, text=text, readings=readings)
 
 
+@study(
+    eval_app,
+    "locomo",
+    Defaults("window,sink,entropy", budgets="512", limit=50, of="Questions for each conversation."),
+)
+def locomo(
+    compared: Compared,
+    data: Annotated[
+        str, typer.Option(help="LoCoMo's locomo10.json, or Realtalk's files.", metavar="PATH")
+    ],
+    conversations: Annotated[
+        str, typer.Option(help="Numbers of conversations, from 0; default: all.", metavar="N,M,...")
+    ] = "",
+    reply_tokens: Annotated[
+        int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
+    ] = 24,
+    measures: Annotated[
+        str, typer.Option(help="Recall measures to compare, with commas.", metavar="A,B,...")
+    ] = "",
+    counts: Annotated[
+        str, typer.Option(help="How many tokens they bring back.", metavar="N,M,...")
+    ] = "100,200,400",
+) -> "Study":
+    """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""
+    from sirchat.tasks.locomo import Locomo
+
+    return Locomo(
+        **compared,
+        data=data,
+        conversations=whole_numbers("conversations", conversations) if conversations else (),
+        reply_tokens=reply_tokens,
+        measures=tuple(measures.split(",")) if measures else (),
+        counts=whole_numbers("counts", counts),
+    )
+
+
 def _multiple_choice(
     compared: Compared, task: str, scoring: str, shots: tuple[int, ...], data: str | None
 ) -> "Study":
