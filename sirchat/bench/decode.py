@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
@@ -20,9 +21,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream
-from sirchat.text.words import WordContinuation
 
 _TURN = TurnRef(turn=0, round=0)
 _ARCHIVE = 2**30  # bytes, the default
@@ -150,9 +149,4 @@ def _engine(
     settings = CacheSettings(policy=policy, budget=options.cache, decay=0.9, archive=archive)
     if model.tokenizer is None:
         return Engine(model, settings)
-    return Engine(
-        model,
-        settings,
-        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
-        continues_word=WordContinuation(model.tokenizer),
-    )
+    return build_engine(model, settings)

@@ -20,14 +20,18 @@ from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, TokenRo
 from sirchat.chat.forget import erase_text, tokens_to_erase
 from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
-from sirchat.chat.settings import build_cache_settings, build_sampling, check_profile
+from sirchat.chat.settings import (
+    build_cache_settings,
+    build_engine,
+    build_sampling,
+    check_profile,
+)
 from sirchat.chat.snapshot import Positions, Snapshot, take_snapshot
 from sirchat.chat.standing import Standing, standings
 from sirchat.chat.switching import all_or_nothing, switched
 from sirchat.chat.targets import positions_of
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import UndoError
@@ -35,10 +39,8 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
-from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import TextStream, TokenTexts
 from sirchat.text.template import Template, TurnIds
-from sirchat.text.words import WordContinuation
 
 __all__ = ("Interrupted", "Session")
 
@@ -76,13 +78,8 @@ class Session:
     def reset(self) -> None:
         """Start an empty conversation; the settings stay."""
         self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._engine = Engine(
-            self.model,
-            build_cache_settings(self.profile, self._folder),
-            seed=self.profile.seed,
-            ends_sequence=ends_sequence(self.model.tokenizer, self.model.anchors),
-            continues_word=WordContinuation(self.model.tokenizer),
-        )
+        settings = build_cache_settings(self.profile, self._folder)
+        self._engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
         self._now = Conversation()
         self._undo_points: list[UndoPoint] = []  # oldest first

@@ -1,4 +1,4 @@
-"""Translates a profile into the engine's settings, and checks it against the model."""
+"""Translates a profile into an engine and its settings, and checks it against the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.config.profile import Profile, parse_size
+from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings
 from sirchat.engine.sampling import Sampling
 from sirchat.errors import ModelError, SettingError, nearest
@@ -16,6 +17,8 @@ from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import RecallSettings
 from sirchat.models.limitations import no_attention_reason, require_comparable_queries
 from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.words import WordContinuation
 
 FIXED = ("description", "model", "device", "dtype", "seed", "save")
 """Settings that hold for a whole conversation; the others change live."""
@@ -99,6 +102,17 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
         in_stream=profile.positions == "stream",
         recall=_recall(profile),
         count_attention=profile.attention == "on",
+    )
+
+
+def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> Engine:
+    """An engine without any rows, which knows where this model's words and sequences end."""
+    return Engine(
+        model,
+        settings,
+        seed=seed,
+        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
+        continues_word=WordContinuation(model.tokenizer),
     )
 
 

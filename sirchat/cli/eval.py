@@ -144,7 +144,10 @@ def chatter(
     compared: Compared,
     data: Annotated[
         str,
-        typer.Option(help="Real talk: SirLLM's DailyDialog or a transcript.", metavar="FILE"),
+        typer.Option(
+            help="Real talk: SirLLM's DailyDialog, LoCoMo, Realtalk, or a transcript.",
+            metavar="PATH",
+        ),
     ],
     lengths: Annotated[
         str, typer.Option(help="Tokens of a conversation.", metavar="N,M,...")

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sirchat.chat.settings import build_cache_settings
+from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template, TurnIds
-from sirchat.text.words import WordContinuation
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
     """A new engine, which archives nothing."""
-    return Engine(
-        model,
-        replace(build_cache_settings(setting), archive=0, folder=None),
-        seed=setting.seed,
-        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
-        continues_word=WordContinuation(model.tokenizer),
-    )
+    settings = replace(build_cache_settings(setting), archive=0, folder=None)
+    return build_engine(model, settings, setting.seed)
 
 
 def read_ids(

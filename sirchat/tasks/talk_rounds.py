@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from sirchat.chat.conversation import Turn
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
-from sirchat.chat.settings import build_cache_settings
+from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.engine.engine import Engine
 from sirchat.memory.ledger import Role
 from sirchat.tasks.asking import read
 from sirchat.tasks.long_talk import LongTalk, TalkSession
 from sirchat.tasks.reading import read_ids
-from sirchat.text.anchors import ends_sequence
 
 Positions = NDArray[np.int64]
 
@@ -126,15 +125,10 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
 
 def _continued(session: Session) -> Engine:
     """An engine in the state of the session's own."""
-    model, settings = session.model, build_cache_settings(session.profile)
-    engine = Engine(
-        model,
-        replace(settings, folder=None),
-        seed=session.profile.seed,
-        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
-    )
+    settings = replace(build_cache_settings(session.profile), folder=None)
+    engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.attention(np.arange(session.seen))
-    engine.load(session.save(), session.rows(), model.device, attention)
+    engine.load(session.save(), session.rows(), session.model.device, attention)
     return engine
 
 

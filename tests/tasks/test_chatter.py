@@ -14,10 +14,10 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.models.model import load_model
-from sirchat.tasks.chatter.dialogue import Dialogue, draw_dialogue
+from sirchat.tasks.chatter.dialogue import FactDialogue, draw_dialogue
 from sirchat.tasks.chatter.kinds import KINDS
 from sirchat.tasks.chatter.study import Chatter, asked, spans
-from sirchat.tasks.chatter.talk import Talk, read_talks, untokenized
+from sirchat.tasks.chatter.talk import Talk, count_rounds, read_talks, untokenized
 from sirchat.tasks.reading import open_engine, read_ids, whole_round
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
@@ -27,12 +27,14 @@ TALKS: list[Talk] = [
     for talk in range(5)
 ]
 
+QUESTION = {"question": "Who is well?", "answer": "Ann", "evidence": ["D1:4"], "category": 4}
+
 
 def words(user: str, reply: str) -> int:
     return len(user.split()) + len(reply.split())
 
 
-def dialogue(seed: int, facts: int = 5, length: int = 400) -> Dialogue:
+def dialogue(seed: int, facts: int = 5, length: int = 400) -> FactDialogue:
     return draw_dialogue(Random(seed), TALKS, facts, length, words)
 
 
@@ -125,6 +127,28 @@ def test_dailydialog_is_read_with_the_replies_that_were_given(tmp_path: Path) ->
     ]
 
 
+def test_sessions_of_locomo_are_talk_too(tmp_path: Path) -> None:
+    turns = [
+        ("Ann", "Hi Bo."),
+        ("Bo", "Hi Ann!"),
+        ("Bo", "All well?"),
+        ("Ann", "Yes."),
+        ("Bo", "OK."),
+    ]
+    session = [{"speaker": s, "dia_id": f"D1:{n}", "text": t} for n, (s, t) in enumerate(turns, 1)]
+    talk = {"session_1_date_time": "1 May 2023", "session_1": session}
+    path = tmp_path / "locomo.json"
+    path.write_text(json.dumps([{"conversation": talk, "qa": [QUESTION], "sample_id": "x"}]))
+    assert read_talks(path) == [[("Hi Bo.", "Hi Ann!"), ("Yes.", "OK.")]]
+
+
+@pytest.mark.parametrize("name", ["dailydialog.jsonl", "locomo_dialogues_0_3.json"])
+def test_real_talk_is_read(data: Path, name: str) -> None:
+    talks = read_talks(data / name)
+    assert count_rounds(talks) > 500
+    assert all(user and reply for one in talks for user, reply in one)
+
+
 def test_blanks_before_marks_and_in_contractions_go() -> None:
     assert untokenized(" I don ’ t  know , do you ? ") == "I don’t know, do you?"
 
@@ -177,7 +201,7 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
         assert found["tokens"] == len(stream)
 
 
-def _read(session: Session, one: Dialogue, template: Template) -> Engine:
+def _read(session: Session, one: FactDialogue, template: Template) -> Engine:
     engine = open_engine(session.model, session.profile)
     for number, (user, reply) in enumerate(one.rounds, 1):
         whole = whole_round(template, user, reply, first=number == 1)

@@ -28,7 +28,7 @@ _REPLIES = (
 
 
 @dataclass(frozen=True)
-class Fact:
+class ToldFact:
     """A fact, and the question for it.
 
     Attributes:
@@ -53,16 +53,16 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class FactDialogue:
     """Rounds of chatter and facts (user turn and reply), and the facts that are asked for."""
 
     rounds: Talk
-    facts: tuple[Fact, ...]
+    facts: tuple[ToldFact, ...]
 
 
 def draw_dialogue(
     rng: Random, talks: Sequence[Talk], facts: int, length: int, size: Callable[[str, str], int]
-) -> Dialogue:
+) -> FactDialogue:
     """A conversation of at most `length` tokens that tells `facts` facts, each of another kind.
 
     `size` gives the tokens of a round with these two turns. Raises SettingError when so many facts
@@ -94,7 +94,7 @@ def draw_dialogue(
             else:
                 user = f"{sentence} {user}" if rng.random() < 0.5 else f"{user} {sentence}"
         rounds.append((user, reply))
-    return Dialogue(rounds, tuple(replace(fact, round=at[fact.kind]) for _, fact in drawn))
+    return FactDialogue(rounds, tuple(replace(fact, round=at[fact.kind]) for _, fact in drawn))
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
@@ -106,7 +106,7 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
     return places
 
 
-def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], Fact]:
+def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
     """The sentences that tell a fact, the last of them with the value asked for."""
     values: list[str] = []
     while len(values) < OPTIONS:
@@ -121,7 +121,7 @@ def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], Fact]:
             _filled(kind.corrected, who, values[0]),
         ]
     options = rng.sample(values, OPTIONS)
-    fact = Fact(
+    fact = ToldFact(
         kind=kind.name,
         round=-1,
         told=told[-1],

@@ -22,7 +22,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.chatter.dialogue import Dialogue, Fact, draw_dialogue
+from sirchat.tasks.chatter.dialogue import FactDialogue, ToldFact, draw_dialogue
 from sirchat.tasks.chatter.report import tables
 from sirchat.tasks.chatter.talk import Talk, read_talks
 from sirchat.tasks.reading import followed_by_reply, open_engine, read_ids, read_system, whole_round
@@ -99,7 +99,7 @@ class Chatter(Grid):
             "nats": float(np.nanmean(engine.ledger.column("surprisal"))),
         }
 
-    def dialogue(self, template: Template, length: int, number: int) -> Dialogue:
+    def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
         """Conversation `number` of a length; the same seed gives the same one."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
@@ -135,7 +135,7 @@ class Chatter(Grid):
         return {}
 
     def _closed_book(
-        self, model: LoadedModel, template: Template, setting: Profile, fact: Fact
+        self, model: LoadedModel, template: Template, setting: Profile, fact: ToldFact
     ) -> float:
         """Nats of the right reply when the question is asked without the conversation."""
         key = f"{fact.question}/{fact.replies[fact.right]}", setting.system
@@ -157,7 +157,9 @@ class _ReadRound:
     start: int
 
 
-def _read(engine: Engine, template: Template, talk: Dialogue, setting: Profile) -> list[_ReadRound]:
+def _read(
+    engine: Engine, template: Template, talk: FactDialogue, setting: Profile
+) -> list[_ReadRound]:
     """Read all rounds, each in one piece, and the system prompt before them."""
     found = []
     for number, (user, reply) in enumerate(talk.rounds, 1):
@@ -170,7 +172,7 @@ def _read(engine: Engine, template: Template, talk: Dialogue, setting: Profile) 
     return found
 
 
-def spans(texts: TokenTexts, turn: TurnIds, fact: Fact) -> tuple[list[int], list[int]]:
+def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[list[int], list[int]]:
     """The tokens of a round that tell a fact, and those of its value, by index in the round."""
     start, end = turn.content
     pieces = texts(turn.ids[start:end], range(end - start))
@@ -187,7 +189,7 @@ def spans(texts: TokenTexts, turn: TurnIds, fact: Fact) -> tuple[list[int], list
     return [start + at for at in told], [start + at for at in held]
 
 
-def asked(engine: Engine, template: Template, fact: Fact, number: int) -> Record:
+def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:
     """Ask for a fact and undo it: whether the right reply is the likeliest, and its nats."""
     checkpoint = engine.checkpoint()
     turn = template.user(fact.question)

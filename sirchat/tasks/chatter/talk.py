@@ -1,6 +1,7 @@
 """Real chatter: rounds of people's talk from a file, in which the facts are told.
 
-Files: SirLLM's DailyDialog, or any transcript that sirchat reads.
+Files: SirLLM's DailyDialog, LoCoMo's and Realtalk's conversations, or any transcript that sirchat
+reads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from sirchat.errors import SettingError
+from sirchat.tasks.long_talk import long_talks
 from sirchat.text.transcript import TranscriptTurn, read_transcript
 
 Talk = list[tuple[str, str]]
@@ -23,16 +25,20 @@ _ROUNDS_OF_TRANSCRIPT = 12
 
 def read_talks(path: Path) -> list[Talk]:
     """The conversations of a file; raises SettingError for a file that has none."""
+    if path.is_dir():
+        return _of_weeks(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    if b'"session_1"' in data and path.suffix == ".json":
+        return _of_weeks(path)
     first = data.lstrip().partition(b"\n")[0]
     talks = _dailydialog(data) if b'"answerKey"' in first else _transcript(data, path.name)
-    if not talks:
+    if not any(talks):
         raise SettingError(
             f"data {str(path)!r} has no rounds of talk",
-            hint="give DailyDialog as SirLLM released it, or a transcript",
+            hint="give SirLLM's DailyDialog, LoCoMo, Realtalk or a transcript",
         )
     return talks
 
@@ -51,6 +57,20 @@ def _round(line: dict[str, object]) -> tuple[str, str]:
     assert isinstance(question, dict)
     reply = next(o["text"] for o in question["choices"] if o["label"] == line["answerKey"])
     return untokenized(question["stem"]), untokenized(reply)
+
+
+def _of_weeks(path: Path) -> list[Talk]:
+    """LoCoMo or Realtalk: each session is a conversation; messages without a reply are left out."""
+    sessions = [one for talk in long_talks(path) for one in talk.sessions]
+    talks = [
+        [
+            (one.text, other.text)
+            for one, other in pairwise(session.turns)
+            if one.speaker == session.turns[0].speaker != other.speaker
+        ]
+        for session in sessions
+    ]
+    return [talk for talk in talks if talk]
 
 
 def _transcript(data: bytes, name: str) -> list[Talk]:
