@@ -7,7 +7,7 @@ turned off) run under one budget only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -39,7 +39,8 @@ class Policies:
         parts: which of `PARTS` to run.
         facts, between: as in `Facts`.
         at: budget of lists, games and ablation, in tokens.
-        data: a folder with SirLLM's released files; None for generated lists and random moves.
+        data: a folder with SirLLM's released files, or the file of the only part that
+            takes one; None for generated lists and random moves.
 
     Raises SettingError for an unknown part, and whatever the parts raise.
     """
@@ -76,17 +77,18 @@ class Policies:
         at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
         ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
         matches = -(-self.limit // (_ROUNDS * len(PLAYERS)))
-        studies: dict[str, Grid] = {
-            "facts": Facts(self.settings, *common, self.facts, self.between),
-            "ablation": Facts(ablated, *common, (4,), self.between),
-            "grocery": MultipleChoice(
+        studies: dict[str, Callable[[], Grid]] = {
+            "facts": lambda: Facts(self.settings, *common, self.facts, self.between),
+            "ablation": lambda: Facts(ablated, *common, (4,), self.between),
+            "grocery": lambda: MultipleChoice(
                 at_one_budget, *common, "grocery", data=self.data, answered=True
             ),
-            "rock-paper-scissors": RockPaperScissors(
+            "rock-paper-scissors": lambda: RockPaperScissors(
                 at_one_budget, matches, self.seed, self.repeats, _ROUNDS, data=self.data
             ),
         }
-        return {part: studies[part] for part in self.parts if studies[part].settings}
+        asked = {part: studies[part]() for part in self.parts}
+        return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
         """All that the findings depend on, except the model: every field."""
