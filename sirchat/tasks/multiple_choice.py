@@ -55,6 +55,8 @@ class MultipleChoice(Grid):
     data: str | None = None
     answered: bool = False
 
+    extends = ("settings", "limit", "repeats", "shots")
+
     def __post_init__(self) -> None:
         refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
         if not self.conversations:

@@ -20,12 +20,15 @@ from sirchat.tasks.facts import Facts
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import without
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.tasks.study import Grid, RunUnit, fields_of, refuse_unknown
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
 
 _ROUNDS = 60  # of each game
+
+_EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,15 @@ class Policies:
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), _EXTENDS)
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: the part, and its own name there."""
+        part, _, own = key.partition(": ")
+        return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
         """The units of all parts."""
