@@ -23,7 +23,11 @@ eval_app.add_typer(lm_eval_app)
 _PAPERS = "full,entropy,sink,random,interval,reservoir"
 
 Scored = Annotated[
-    str, typer.Option(help="How an option is taken.", metavar="paper|released|reply")
+    str,
+    typer.Option(
+        help="How an option is taken; text: by the sum over its tokens, no letters.",
+        metavar="paper|text|released|reply",
+    ),
 ]
 FactCounts = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
 Distances = Annotated[
@@ -31,7 +35,10 @@ Distances = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="A folder with the paper's released files; else questions of our own."),
+    typer.Option(
+        help="The folder of SirLLM's released files, or a file like them; else questions of ours.",
+        metavar="PATH",
+    ),
 ]
 
 

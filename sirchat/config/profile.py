@@ -142,9 +142,11 @@ class Profile(BaseModel):
         default=True,
         description="Keep the newest part of the current round, whatever the policy says.",
     )
-    evict: Literal["room", "turn"] = Field(
+    evict: Literal["room", "turn", "between-turns"] = Field(
         default="room",
-        description="When to forget: whenever room is needed, or only when you speak (SirLLM).",
+        description="When to forget: whenever room is needed; when you speak, so that turn and "
+        "reply fit (turn); or when you speak, down to the budget, which turn and reply then exceed "
+        "(between-turns, as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(
         default="cache",

@@ -1,7 +1,8 @@
 """The arithmetic of a budget: how many rows sinks, pins, the policy and recall may hold.
 
 budget = sinks + pins + E + reserve. The policy decides about E rows, recalled rows fill the
-reserve, sinks and pins are never evicted.
+reserve, sinks and pins are never evicted. The budget is a hard bound, unless rows are evicted only
+between turns: then a turn and its reply may exceed it, up to the model's context length.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _LEAST = 8
 class Budget:
     """The limits that `settings` set to the rows of a ledger's conversation.
 
-    `context_length` is the budget of a policy that never evicts.
+    `context_length` is the budget of a policy that never evicts, and the hard bound of settings
+    that evict only between turns.
     """
 
     settings: CacheSettings
@@ -46,6 +48,16 @@ class Budget:
         return self.context_length if self.unbounded else self.settings.budget
 
     @property
+    def only_between_turns(self) -> bool:
+        """Whether a turn and its reply may exceed the budget until the next user turn."""
+        return self.settings.evict == "between-turns" and not self.unbounded
+
+    @property
+    def hard_bound(self) -> int:
+        """Most rows ever held, within a turn, too: the budget, or the context length."""
+        return max(self.total, self.context_length) if self.only_between_turns else self.total
+
+    @property
     def reserve(self) -> int:
         """Rows of the budget that are kept free for recall."""
         recall = self.settings.recall
@@ -58,6 +70,11 @@ class Budget:
     def policy_budget(self) -> int:
         """Most rows held outside the reserve."""
         return self.total - self.reserve
+
+    @property
+    def policy_bound(self) -> int:
+        """Most rows ever held outside the reserve."""
+        return self.hard_bound - self.reserve
 
     @property
     def policy_rows(self) -> int:

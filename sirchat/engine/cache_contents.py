@@ -75,7 +75,7 @@ class CacheContents:
         self._at_last_pass = None
 
     def make_room(self, count: int, round: int) -> list[EvictedRows]:
-        """Evict what the policy does not keep, so that `count` more rows fit in the budget.
+        """Evict what the policy does not keep, so that `count` more rows fit in the hard bound.
 
         Right behind an anchor, also evict what the policy drops although there is room.
         """
@@ -87,31 +87,42 @@ class CacheContents:
                 evicted.append(self._keep_rows(rows))
         if self.recalled > budget.reserve:  # new pins have taken some of the reserve
             self.clear_reserve()
-        if budget.policy_rows + count > budget.policy_budget:
-            evicted.append(self._keep(budget.policy_budget - count, round))
+        if budget.policy_rows + count > budget.policy_bound:
+            evicted.append(self._keep(budget.policy_bound - count, round))
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
-        """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
-        budget = self.budget
-        wanted = budget.policy_budget - count - max_new_tokens
-        by_turn = budget.settings.evict == "turn" and not budget.unbounded
-        if by_turn and budget.policy_rows > wanted:
+        """Make room for a user turn of `count` ids and its reply, unless `evict` is "room".
+
+        If it is "between-turns", only what exceeds the budget is evicted, before turn and reply,
+        for which the cache then grows.
+        """
+        budget, to_come = self.budget, count + max_new_tokens
+        if budget.settings.evict == "room" or budget.unbounded:
+            return []
+        wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
+        evicted = list[EvictedRows]()
+        if budget.policy_rows > wanted:
             num_keep = max(wanted, int(self.view(round).protected.sum()))
             if num_keep < budget.policy_rows:
-                return [self._keep(num_keep, round)]
-        return []
+                evicted.append(self._keep(num_keep, round))
+        if budget.only_between_turns:
+            self._cache.reserve(min(budget.hard_bound, self.count + to_come))
+        return evicted
 
     def next_to_go(self, round: int | None) -> Positions:
         """Positions [k], ascending, that would be evicted if room for a block were needed now.
 
         Rows of `round` are protected; with None, it is what the next round would evict. Empty while
-        there is room for two blocks, or where nothing may be evicted.
+        there is room for two blocks, or where nothing may be evicted. Where rows are evicted only
+        between turns: what the next user turn would evict.
         """
         held, budget = self.view(round), self.budget
         block = budget.eviction_block
-        count = min(block, int((~held.protected).sum()))
         has_room = budget.policy_rows + 2 * block <= budget.policy_budget
+        if budget.only_between_turns:
+            held, block = self.view(None), max(0, budget.policy_rows - budget.policy_budget)
+        count = min(block, int((~held.protected).sum()))
         if budget.unbounded or not count or has_room:
             return _NONE
         rows = budget.settings.policy.keep(held, len(held) - count)
@@ -187,7 +198,7 @@ class CacheContents:
             self._insert(selection.layers)
         self._at_last_pass = None
         budget = self.budget
-        if self.recalled > budget.reserve or budget.policy_rows > budget.policy_budget:
+        if self.recalled > budget.reserve or budget.policy_rows > budget.policy_bound:
             return self._hold(self._choice(round))
         return []
 
@@ -223,7 +234,7 @@ class CacheContents:
         if last is not None and last[0] == now and self._store.has(last[1].held):
             return last[1]
         same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
-        fits = budget.policy_rows <= budget.policy_budget and self.recalled <= budget.reserve
+        fits = budget.policy_rows <= budget.policy_bound and self.recalled <= budget.reserve
         if same and fits and (before.recall is None) == (now.recall is None):
             return self.selection
         return self._choice(round)

@@ -3,7 +3,8 @@
 Let E be the rows of the budget that the policy decides about: without sinks, pins and the reserve
 for recall. Ids are read in chunks of at most E/4, and room for a chunk is made before it is read.
 While generating, room is made in blocks, when the cache is full. So `resident <= budget` after
-every forward pass. The carried logits are those of the last token read; they predict the next one.
+every forward pass, except where rows are evicted only between turns (`evict`). The carried logits
+are those of the last token read; they predict the next one.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Engine:
                 return
             self.require(1 + reserve)
             budget = self.contents.budget
-            if not budget.unbounded and budget.policy_rows >= budget.policy_budget:
+            if not budget.unbounded and budget.policy_rows >= budget.policy_bound:
                 yield from self.make_room(budget.eviction_block)
             self._read(self._chunk([token_id], [Role.ASSISTANT], at))
             position = self.ledger.seen - 1
@@ -185,7 +186,7 @@ class Engine:
         return self.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
+        """Make room for a user turn and its reply; see `CacheContents.make_room_for_turn`."""
         self._round = at.round
         return self.contents.make_room_for_turn(count, max_new_tokens, at.round)
 
@@ -311,9 +312,9 @@ class Engine:
 
     def _read(self, chunk: Chunk) -> None:
         budget = self.contents.budget
-        if budget.unbounded and self.resident + len(chunk) > self.cache.capacity:
+        if self.resident + len(chunk) > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
-            self.cache.reserve(min(budget.total, wanted))
+            self.cache.reserve(min(budget.hard_bound, wanted))
         self.contents.note_pass()
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
         self._reader.read(chunk, visible, self.settings.attention_stats)

@@ -22,6 +22,7 @@ from sirchat.tasks.attention import eager_attention
 from sirchat.tasks.perplexity import round_ids
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import ExtendedByLimit
 from sirchat.tasks.study import RunUnit, fields_of
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.template import Template
@@ -33,7 +34,7 @@ from sirchat.world.messages import Message, Style
 
 
 @dataclass(frozen=True)
-class AnchorAttention:
+class AnchorAttention(ExtendedByLimit):
     """The study.
 
     Attributes:

@@ -27,6 +27,7 @@ from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import ExtendedByLimit
 from sirchat.tasks.study import RunUnit
 from sirchat.text.template import Template
 from sirchat.training.probe import SMALL_TALK
@@ -38,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class AttentionStudy:
+class AttentionStudy(ExtendedByLimit):
     """The study.
 
     Attributes:

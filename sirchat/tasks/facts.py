@@ -48,6 +48,8 @@ class Facts(Grid):
     facts: tuple[int, ...] = (1, 4, 8)
     between: tuple[int, ...] = (20, 60)
 
+    extends = ("settings", "limit", "repeats", "facts")
+
     def __post_init__(self) -> None:
         if not self.between or min(self.between) < 1:
             raise SettingError(f"between is {self.between}, must be numbers of rounds, from 1 on")

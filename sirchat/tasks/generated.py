@@ -45,4 +45,6 @@ def question(rng: Random, count: int, group: str) -> Question:
         tuple(f"The answer is {one}." for one in lettered),
         options.index(right),
         group,
+        stem=text,
+        texts=tuple(f"The answer is {word}." for word in options),
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 from sirchat.chat.session import Session
 from sirchat.config.layers import changed
@@ -50,6 +51,8 @@ class Locomo(Grid):
     reply_tokens: int = 24
     measures: tuple[str, ...] = ()
     counts: tuple[int, ...] = (100, 200, 400)
+
+    extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "conversations")
 
     def __post_init__(self) -> None:
         if self.reply_tokens:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import get_args
 
 from sirchat.chat.session import Session
@@ -18,14 +17,14 @@ from sirchat.config.layers import changed
 from sirchat.errors import SettingError
 from sirchat.tasks import generated, paper_tables, sirllm_files
 from sirchat.tasks.asking import read
-from sirchat.tasks.choice import Question, Scoring, choose
+from sirchat.tasks.choice import Question, Scoring, choose, choose_text
 from sirchat.tasks.report import Estimate, Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
 
 _SOURCES = {
-    "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, "dailydialog.jsonl"),
-    "grocery": (generated.grocery, sirllm_files.grocery, "grocery_keys.jsonl"),
+    "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, sirllm_files.DIALOGUE_FILES),
+    "grocery": (generated.grocery, sirllm_files.grocery, sirllm_files.GROCERY_FILES),
 }
 
 _COLUMNS = {
@@ -43,7 +42,8 @@ class MultipleChoice(Grid):
         task: `dailydialog` or `grocery`.
         scoring: how an option is chosen.
         shots: numbers of shots of the few-shot rows, which follow those of the settings.
-        data: a folder with the released files; None for generated conversations.
+        data: a folder with the released files, or a file like them; None for generated
+            conversations.
         answered: give the right answers to the questions of general knowledge.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
@@ -54,6 +54,8 @@ class MultipleChoice(Grid):
     shots: tuple[int, ...] = ()
     data: str | None = None
     answered: bool = False
+
+    extends = ("settings", "limit", "repeats", "shots")
 
     def __post_init__(self) -> None:
         refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
@@ -68,11 +70,13 @@ class MultipleChoice(Grid):
     @cached_property
     def conversations(self) -> list[list[Question]]:
         """The first `limit` conversations."""
-        generate, load, file = _SOURCES[self.task]
+        generate, load, files = _SOURCES[self.task]
         if self.data is not None:
-            found = load(Path(self.data) / file)[: self.limit]
+            found = load(sirllm_files.require(self.data, files))[: self.limit]
         else:
             found = [generate(self.seed, number) for number in range(self.limit)]
+        if self.scoring == "text":
+            found = [[question.unlisted for question in one] for one in found]
         return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
@@ -87,9 +91,13 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation: by group, whether each chosen option was the right one."""
+        """Run a conversation: by group, whether each chosen option was the right one.
+
+        Under the scoring `text`, also whether the best option by the mean per token was.
+        """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
+        by_mean: dict[str, list[bool]] = {}
         for number, one in enumerate(questions):
             if cell.shots and len(one.replies) > 1:
                 session.reset()
@@ -97,10 +105,17 @@ class MultipleChoice(Grid):
                     read(session, shot.text, shot.answer)
             elif cell.shots:
                 continue
-            chosen = choose(session, one, self.scoring)
+            chosen: int | None
+            if self.scoring == "text":
+                chosen, best_mean = choose_text(session, one)
+                if len(one.replies) > 1:
+                    by_mean.setdefault(one.group, []).append(best_mean == one.right)
+            else:
+                chosen = choose(session, one, self.scoring)
             if len(one.replies) > 1:
                 found.setdefault(one.group, []).append(chosen == one.right)
-        return {"right": found, "tokens": session.seen}
+        means = {"right by mean": by_mean} if self.scoring == "text" else {}
+        return {"right": found, **means, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The share of right options by setting, and its difference from that of `sink`."""
@@ -109,11 +124,14 @@ class MultipleChoice(Grid):
         sink = next((one for one in findings if one.name.startswith("sink")), None)
         columns = ["setting", *(_COLUMNS[group] for group in groups)]
         columns += [f"{_COLUMNS[group]} - {sink.name}" for group in groups if sink]
+        by_mean = groups if self.scoring == "text" else []
+        columns += [f"{_COLUMNS[group]} by mean" for group in by_mean]
         rows: list[tuple[Value, ...]] = []
         for one in findings:
             shares: list[Value] = [_right(one, group) for group in groups]
             gaps = [_right(one, g).value - _right(sink, g).value for g in groups if sink]
-            rows.append((one.name, *shares, *gaps))
+            means = [_right(one, group, "right by mean") for group in by_mean]
+            rows.append((one.name, *shares, *gaps, *means))
         whole = [one for cell, one in zip(self.cells(), findings, strict=True) if not cell.shots]
         tokens = [each["tokens"] for one in whole for each in one.records] or [0]
         header = (
@@ -154,9 +172,9 @@ def _with_answer(one: Question) -> Question:
     return replace(one, replies=(one.answer,), right=0)
 
 
-def _right(findings: Findings, group: str) -> Estimate:
+def _right(findings: Findings, group: str, key: str = "right") -> Estimate:
     answers = [
-        [right for one in records for right in one["right"].get(group, [])]
+        [right for one in records for right in one[key].get(group, [])]
         for records in findings.by_seed
     ]
     return share_over_seeds(answers)

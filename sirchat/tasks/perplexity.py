@@ -49,6 +49,8 @@ class Perplexity(Grid):
     text: str | None = None
     readings: int = 1
 
+    extends = ("settings", "repeats")  # a reading depends on its length
+
     def __post_init__(self) -> None:
         if self.text is not None:
             _read(self.text)

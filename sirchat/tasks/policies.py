@@ -7,7 +7,7 @@ turned off) run under one budget only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,12 +20,15 @@ from sirchat.tasks.facts import Facts
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import without
 from sirchat.tasks.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.tasks.study import Grid, RunUnit, fields_of, refuse_unknown
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
 
 _ROUNDS = 60  # of each game
+
+_EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Policies:
         parts: which of `PARTS` to run.
         facts, between: as in `Facts`.
         at: budget of lists, games and ablation, in tokens.
-        data: a folder with SirLLM's released files; None for generated lists and random moves.
+        data: a folder with SirLLM's released files, or the file of the only part that
+            takes one; None for generated lists and random moves.
 
     Raises SettingError for an unknown part, and whatever the parts raise.
     """
@@ -76,23 +80,33 @@ class Policies:
         at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
         ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
         matches = -(-self.limit // (_ROUNDS * len(PLAYERS)))
-        studies: dict[str, Grid] = {
-            "facts": Facts(self.settings, *common, self.facts, self.between),
-            "ablation": Facts(ablated, *common, (4,), self.between),
-            "grocery": MultipleChoice(
+        studies: dict[str, Callable[[], Grid]] = {
+            "facts": lambda: Facts(self.settings, *common, self.facts, self.between),
+            "ablation": lambda: Facts(ablated, *common, (4,), self.between),
+            "grocery": lambda: MultipleChoice(
                 at_one_budget, *common, "grocery", data=self.data, answered=True
             ),
-            "rock-paper-scissors": RockPaperScissors(
+            "rock-paper-scissors": lambda: RockPaperScissors(
                 at_one_budget, matches, self.seed, self.repeats, _ROUNDS, data=self.data
             ),
         }
-        return {part: studies[part] for part in self.parts if studies[part].settings}
+        asked = {part: studies[part]() for part in self.parts}
+        return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
         """All that the findings depend on, except the model: every field."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), _EXTENDS)
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: the part, and its own name there."""
+        part, _, own = key.partition(": ")
+        return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
         """The units of all parts."""

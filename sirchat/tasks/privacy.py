@@ -24,11 +24,12 @@ from sirchat.tasks.needle import TASKS, NeedleDialogue, needle_dialogue
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.retrieval import read_dialogue
+from sirchat.tasks.reuse import ExtendedByLimit
 from sirchat.tasks.study import RunUnit, fields_of, mean, refuse_unknown, share
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(ExtendedByLimit):
     """The study.
 
     Attributes:

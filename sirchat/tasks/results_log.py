@@ -1,26 +1,29 @@
 """The results of an evaluation so far, on disk: one JSON line for each finished unit.
 
-An interrupted run resumes from this file, and its results equal those of an uninterrupted run.
+An interrupted run resumes from this file, and its results equal those of an uninterrupted run. A
+run that has further units extends it; see `reuse`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sirchat.errors import SettingError
+from sirchat.errors import SettingError, format_value
 
 Record = dict[str, Any]
 """The result of one unit, or any other JSON object."""
+
+_FORMAT = 2
+"""Of the file; in the first one, keys were numbers of rows."""
 
 
 class ResultsLog:
     """The records of finished units by key, in memory and, with a `path`, in a file.
 
-    `about` describes the run and is the file's first line. Raises SettingError for a file whose
-    first line is another one: it belongs to another run.
+    `about`, what all units share, is the file's first line. Raises SettingError, naming what
+    differs, for a file whose first line is another one: it belongs to another run.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -30,17 +33,17 @@ class ResultsLog:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = _whole_lines(path)
-        if lines and lines[0] != json.loads(json.dumps(about)):
+        first = json.loads(json.dumps({"format": _FORMAT, **about}))
+        if lines and (difference := _difference(lines[0], first)):
             raise SettingError(
-                f"{path} holds the results of another run",
+                f"{path} holds the results of another run: {difference}",
                 hint="give another --out, or delete the file",
             )
-        _write(path, lines or [about])
+        _write(path, lines or [first])
         self._done = {line["key"]: line["found"] for line in lines[1:]}
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """Which of these units are not finished yet."""
-        return [key for key in keys if key not in self._done]
+    def __contains__(self, key: str) -> bool:
+        return key in self._done
 
     def __getitem__(self, key: str) -> Record:
         return self._done[key]
@@ -51,6 +54,17 @@ class ResultsLog:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "found": found}) + "\n")
+
+
+def _difference(there: Record, here: Record) -> str:
+    """What differs first between the first lines of two logs; empty if they are equal."""
+    if there.get("format") != here["format"]:
+        return "it was written by another version of sirchat"
+    for name in {**here, **there}:
+        one, other = there.get(name), here.get(name)
+        if one != other:
+            return f"{name} is {format_value(one)} there, not {format_value(other)}"
+    return ""
 
 
 def _whole_lines(path: Path) -> list[Record]:

@@ -23,6 +23,7 @@ from sirchat.tasks.asking import read, switch
 from sirchat.tasks.needle import TASKS, NeedleDialogue, dialogues_of_file, needle_dialogue
 from sirchat.tasks.report import Estimate, Plot, Report, Table
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import ExtendedByLimit
 from sirchat.tasks.study import RunUnit, fields_of, refuse_unknown, share
 
 
@@ -50,7 +51,7 @@ class RecallVariant:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(ExtendedByLimit):
     """The study.
 
     Attributes:

@@ -18,13 +18,12 @@ from random import Random
 from typing import get_args
 
 from sirchat.chat.session import Session
-from sirchat.errors import SettingError
 from sirchat.tasks import paper_tables
 from sirchat.tasks.asking import ask
 from sirchat.tasks.choice import Question, Scoring, choose
 from sirchat.tasks.report import Report, Table, Value
 from sirchat.tasks.results_log import Record
-from sirchat.tasks.sirllm_files import moves
+from sirchat.tasks.sirllm_files import MOVES_OF, find, move_files, moves, no_files
 from sirchat.tasks.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.world.rounds import BEATS, game_opening, game_round, outcome
 
@@ -46,7 +45,7 @@ class RockPaperScissors(Grid):
         rounds: number of rounds of each match.
         scoring: how a move is chosen.
         data: a folder with the released files, each match a part of one; players without a file are
-            left out. None for moves drawn at random.
+            left out. Or a file like them: a player of its name. None for moves drawn at random.
 
     Raises SettingError for an unknown scoring, and when no file can be read.
     """
@@ -59,21 +58,23 @@ class RockPaperScissors(Grid):
 
     def __post_init__(self) -> None:
         refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
-        if not self.players:
-            raise SettingError(
-                f"data {self.data!r} has no file of rock-paper-scissors",
-                hint="it is called rock_paper_scissors_dominant_rock.jsonl, say",
-            )
+        _ = self.players
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
         """The players, with their moves from the released files; with none if they are drawn."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
-        files = {
-            one: Path(self.data) / f"rock_paper_scissors_dominant_{one}.jsonl" for one in PLAYERS
+        if Path(self.data).expanduser().is_file():
+            path = Path(self.data).expanduser()
+            return {path.stem.removeprefix(MOVES_OF).replace(" ", "-"): moves(path)}
+        files = {one: find(self.data, move_files(one)) for one in PLAYERS}
+        found: dict[str, Sequence[str]] = {
+            one: moves(path) for one, path in files.items() if path is not None
         }
-        return {one: moves(path) for one, path in files.items() if path.is_file()}
+        if not found:
+            raise no_files(self.data, [name for one in PLAYERS for name in move_files(one)])
+        return found
 
     @property
     def name(self) -> str:

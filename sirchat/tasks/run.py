@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sirchat.models.model import LoadedModel
 from sirchat.tasks.output import print_json, print_report, record_of, write_report
+from sirchat.tasks.progress import with_progress
 from sirchat.tasks.report import provenance, revision
 from sirchat.tasks.results_log import Record, ResultsLog
+from sirchat.tasks.reuse import Extensible
 from sirchat.tasks.study import Study
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
@@ -29,9 +30,9 @@ def run(
 ) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
-    With `out`, a folder, an interrupted run resumes where it stopped, and the report is also
-    written there. With `remote` the units run on a cluster. Raises SettingError when the folder
-    holds the results of another run.
+    With `out`, a folder, a run uses the results of an earlier one, interrupted or smaller, and the
+    report is also written there. With `remote` the units run on a cluster. Raises SettingError when
+    the folder holds the results of another run.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)
@@ -53,12 +54,18 @@ def run_units(
     """The record of every unit, by key; units in the results log in `out` are not run again."""
     about = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
-    log = ResultsLog(path, about | study.parameters())
     keys = study.keys()
-    missing = log.missing(keys)
-    for key, one in _with_progress(_run(study, model, missing, remote), keys, missing, study.name):
-        log.add(key, one)
-    return {key: log[key] for key in keys}
+    if isinstance(study, Extensible):
+        log = ResultsLog(path, about | study.shared())
+        names = {key: study.log_key(key) for key in keys}
+    else:
+        log = ResultsLog(path, about | study.parameters())
+        names = {key: key for key in keys}
+    missing = [key for key, name in names.items() if name not in log]
+    done = _run(study, model, missing, remote)
+    for key, one in with_progress(done, len(names), len(names) - len(missing), study.name):
+        log.add(names[key], one)
+    return {key: log[name] for key, name in names.items()}
 
 
 def _run(
@@ -68,17 +75,3 @@ def _run(
         return remote(study, keys)
     run_unit = study.worker(model)
     return ((key, run_unit(key)) for key in keys)
-
-
-def _with_progress(
-    done: Iterator[tuple[str, Record]], keys: list[str], missing: list[str], name: str
-) -> Iterator[tuple[str, Record]]:
-    """Pass records on as units finish, with a progress bar on stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True, highlight=False)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        known = len(keys) - len(missing)
-        bar = progress.add_task(name, total=len(keys), completed=known)
-        for one in done:
-            progress.advance(bar)
-            yield one

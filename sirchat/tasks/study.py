@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sirchat.chat.session import Session
@@ -21,6 +22,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.tasks.interval import mean_interval, wilson
 from sirchat.tasks.report import Estimate, Report, setting_names
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import setting_key, without
 from sirchat.text.anchors import Per
 
 if TYPE_CHECKING:
@@ -110,6 +112,9 @@ class Grid(ABC):
     longest_reply: ClassVar[int] = 64
     """Most tokens that a reply may have."""
 
+    extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
+    """Fields that add units and change none, so that a run with others extends a results log."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -148,6 +153,24 @@ class Grid(ABC):
             for row, cell in enumerate(self.cells())
             for seed in cell.seeds
             for unit in self.units()
+        ]
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), self.extends)
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: `SETTING HASH/SEED/UNIT`."""
+        row, _, rest = key.partition("/")
+        return f"{self._row_keys[int(row)]}/{rest}"
+
+    @cached_property
+    def _row_keys(self) -> list[str]:
+        """The name of each row in the results log, which does not depend on the other rows."""
+        reply = {"longest_reply": self.longest_reply}
+        return [
+            setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
+            for cell in self.cells()
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:

@@ -149,7 +149,7 @@ def test_any_text_for_any_setting_is_accepted_or_refused_in_one_line(key: str, t
         ("min_p", 1.0, "at least 0 and below 1, or null"),
         ("protect", 1, "true or false"),
         ("system", "\udcff", "text"),
-        ("evict", "never", "one of room, turn"),
+        ("evict", "never", "one of room, turn, between-turns"),
         ("policy_options", 3, "a mapping"),
         ("policy_options", {"a": [1]}, "a finite number, true, false, text or null"),
     ],
@@ -299,7 +299,7 @@ def test_the_shipped_default_is_the_built_in_one() -> None:
 def test_sirllm_profiles_have_the_papers_values(name: str, budget: int, decay: float) -> None:
     found = resolve(name, {}, {})
     assert (found.policy, found.budget, found.decay) == ("entropy", budget, decay)
-    assert (found.sinks, found.recent, found.evict) == (4, 0, "turn")
+    assert (found.sinks, found.recent, found.evict) == (4, 0, "between-turns")
     assert not found.protect
     assert not found.pin_system
 

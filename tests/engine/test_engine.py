@@ -53,7 +53,7 @@ settings_ = st.fixed_dictionaries(
         "sinks": st.integers(0, 8),
         "decay": st.floats(0.01, 1),
         "protect": st.booleans(),
-        "evict": st.sampled_from(["room", "turn"]),
+        "evict": st.sampled_from(["room", "turn", "between-turns"]),
         "archive": st.sampled_from([0, 1, 10**6]),
     }
 )

@@ -23,6 +23,9 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.ledger import Role
 
 Record = ReadProgress | EvictedRows | RestoredRows | GeneratedToken | Stopped
+CONTEXT = 300
+"""Context length of a bigram model."""
+
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
 
@@ -46,10 +49,11 @@ def evicted(records: list[Record]) -> list[list[int]]:
 
 
 def check_whole(engine: Engine) -> None:
-    """Cache and ledger hold the same rows, within the budget."""
+    """Cache and ledger hold the same rows, within the budget, or the context between turns."""
     held = engine.ledger.held_positions
     assert engine.resident == engine.cache.length == engine.ledger.held_count == len(held)
-    assert engine.resident <= engine.budget
+    between_turns = engine.settings.evict == "between-turns"
+    assert engine.resident <= (CONTEXT if between_turns else engine.budget)
     assert (np.diff(held) > 0).all()
     ids = engine.ledger.column("token_id")[held].tolist()
     for layer in range(len(engine.cache.layers) if len(held) else 0):

@@ -14,11 +14,11 @@ import torch
 from cache_contents import contents, same
 from chatting import answer, babbler, session, tiny
 from command import run
+from plain_scores import log_probability
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.records import ContinuationScore
 from sirchat.errors import SettingError
-from sirchat.models.model import LoadedModel
 from sirchat.tasks import generated, sirllm_files
 from sirchat.tasks.asking import read
 from sirchat.tasks.choice import Question, choose, most_likely, named_option
@@ -27,15 +27,6 @@ from sirchat.tasks.run import run_units
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
-
-
-def log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> list[float]:
-    """Of each id of the reply, by one forward pass without a cache."""
-    ids = torch.tensor([[*before, *reply]])
-    with torch.inference_mode():
-        logits = model.module(input_ids=ids, use_cache=False).logits[0].double()
-    scores = torch.log_softmax(logits, -1)
-    return [float(scores[len(before) + at - 1, token]) for at, token in enumerate(reply)]
 
 
 @pytest.mark.slow
@@ -165,7 +156,7 @@ def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) 
     with pytest.raises(SettingError, match="line 1, is no question"):
         MultipleChoice((FULL,), 2, task="dailydialog", data=str(tmp_path))
     with pytest.raises(SettingError, match="can't be read"):
-        MultipleChoice((FULL,), 2, task="grocery", data=str(tmp_path))
+        MultipleChoice((FULL,), 2, task="grocery", data=str(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.slow

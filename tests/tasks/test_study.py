@@ -1,15 +1,10 @@
-"""Studies: the same units for every setting, a results log, a report in every form."""
+"""Studies: the same units for every setting, and a report in every form."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,14 +16,12 @@ from sirchat.cli.study_flags import settings_of
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.models.model import LoadedModel
 from sirchat.tasks.multiple_choice import MultipleChoice
 from sirchat.tasks.output import draw, markdown, print_report, record_of, write_report
 from sirchat.tasks.perplexity import Perplexity
 from sirchat.tasks.report import Estimate, Plot, Report, Table, provenance
-from sirchat.tasks.results_log import Record
 from sirchat.tasks.run import run_units
-from sirchat.tasks.study import RunUnit, Study, mean, share, share_over_seeds
+from sirchat.tasks.study import mean, share, share_over_seeds
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -143,91 +136,6 @@ def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
         assert draw(plot, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
-class Squares:
-    """A study that squares whole numbers, and can be interrupted at one of them."""
-
-    name = "squares"
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.stop, self.done = stop, list[str]()
-
-    def parameters(self) -> Record:
-        return {"power": 2, "of": (0, 6)}
-
-    def keys(self) -> list[str]:
-        return [str(number) for number in range(6)]
-
-    def worker(self, model: LoadedModel) -> RunUnit:
-        def work(key: str) -> Record:
-            if int(key) == self.stop:
-                raise KeyboardInterrupt
-            self.done.append(key)
-            return {"square": int(key) ** 2}
-
-        return work
-
-    def report(self, found: Mapping[str, Record]) -> Report:
-        return Report((), ())
-
-
-def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
-    straight, out = run_units(Squares(), babbler()), tmp_path / "new"
-    with pytest.raises(KeyboardInterrupt):
-        run_units(Squares(stop=3), babbler(), out)
-    log = out / "squares.jsonl"
-    with log.open("a") as file:
-        file.write('{"key": "3", "fou')  # cut off in the middle of a write
-    rest = Squares()
-    assert run_units(rest, babbler(), out) == straight
-    assert rest.done == ["3", "4", "5"]
-    whole = log.read_bytes()
-    known = Squares(stop=0)
-    assert run_units(known, babbler(), out) == straight
-    assert known.done == []
-    assert log.read_bytes() == whole
-
-
-def test_units_may_end_in_any_order(tmp_path: Path) -> None:
-    def backwards(study: Study, keys: list[str]) -> Iterator[tuple[str, Record]]:
-        work = study.worker(babbler())
-        return ((key, work(key)) for key in reversed(keys))
-
-    found = run_units(Squares(), babbler(), tmp_path, backwards)
-    assert list(found) == Squares().keys()
-    assert found == run_units(Squares(), babbler(), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
-    """Killed twice, then run to the end: the same files, byte for byte."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
-    words += ["--budgets", "64", "--repeats", "2", "--model", endless]
-
-    assert run(*words, "--out", str(straight)).returncode == 0
-    for lines in (2, 4):
-        command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        log = broken / "dailydialog.jsonl"
-        while started.poll() is None:
-            if log.exists() and log.read_bytes().count(b"\n") >= lines:
-                started.send_signal(signal.SIGKILL)
-            time.sleep(0.01)
-        started.communicate()
-        assert started.returncode == -signal.SIGKILL
-    assert run(*words, "--out", str(broken)).returncode == 0
-    for path in straight.iterdir():
-        one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
-        assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
-
-
-def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
-    study = MultipleChoice((SINK,), 1, task="dailydialog")
-    run_units(study, babbler(), tmp_path)
-    with pytest.raises(SettingError, match="another run"):
-        run_units(study, tiny(), tmp_path)
 
 
 def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:

@@ -130,7 +130,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> Non
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
         ("/panel turn", "panel: live -> turn"),
-        ("/profile sirllm-rps", "evict: room -> turn"),
+        ("/profile sirllm-rps", "evict: room -> between-turns"),
     ],
     ids=str,
 )

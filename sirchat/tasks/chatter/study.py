@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,6 +49,8 @@ class Chatter(Grid):
     data: str = ""
     lengths: tuple[int, ...] = (1000,)
     facts: int = 5
+
+    extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
 
     def __post_init__(self) -> None:
         if not 1 <= self.facts <= 12:

@@ -19,6 +19,7 @@ from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.text import TextEncoder
 from sirchat.tasks.report import Report, Table, Value, setting_names
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import setting_key, without
 from sirchat.tasks.study import RunUnit
 
 
@@ -60,6 +61,15 @@ class LmEval:
             "piece": self.piece,
             "lm_eval": harness_version(),
         }
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), ("settings", "tasks"))
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: the setting, its hash, and the task."""
+        row, _, task = key.partition("/")
+        return f"{setting_key(self.settings[int(row)])}/{task}"
 
     def keys(self) -> list[str]:
         """Every task under every setting."""

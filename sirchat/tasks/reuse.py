@@ -1,0 +1,58 @@
+"""Which logged results a later run of a study can use: what all units share, what each depends on.
+
+The first line of a results log has what all its units share, and must be the same in a later run.
+The key of a unit names all else that its result depends on. So a study can be extended by further
+settings, seeds and units, and finds those that are finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Protocol, runtime_checkable
+
+from sirchat.config.profile import Profile
+from sirchat.tasks.report import setting_names
+from sirchat.tasks.results_log import Record
+
+WITHOUT_EFFECT = ("description", "panel", "theme", "save", "save_kv")
+"""Settings that no result depends on."""
+
+
+@runtime_checkable
+class Extensible(Protocol):
+    """A study that can be extended with the same results log."""
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on."""
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log; it says all else that the unit depends on."""
+
+
+class ExtendedByLimit:
+    """A study of numbered units that do not depend on `limit`: a greater one adds units."""
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+        raise NotImplementedError
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on: all but `limit`."""
+        return without(self.parameters(), ("limit",))
+
+    def log_key(self, key: str) -> str:
+        """The number of the unit."""
+        return key
+
+
+def without(parameters: Record, names: tuple[str, ...]) -> Record:
+    """The parameters but those with these names."""
+    return {name: value for name, value in parameters.items() if name not in names}
+
+
+def setting_key(setting: Profile, **more: object) -> str:
+    """A row of a table for people, such as `entropy 256`, and a hash of all that it depends on."""
+    depends = without(setting.model_dump(mode="json"), WITHOUT_EFFECT) | more
+    text = json.dumps(depends, sort_keys=True)
+    return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
