@@ -46,7 +46,7 @@ class Profile(BaseModel):
         description="Precision of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
     )
     policy: str = Field(
-        default="entropy",
+        default="salience",
         description="Which tokens the model still remembers: a policy's name, or module:Class.",
     )
     policy_options: dict[str, int | float | bool | str | None] = Field(

@@ -103,7 +103,7 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
     events = [json.loads(e) for e in run("replay", str(file), "--json").stdout.splitlines()]
     assert [e["text"] for e in events if e.get("role") == "user"] == file.read_text().splitlines()
     assert events[0]["event"] == "session"
-    assert events[0]["profile"]["policy"] == "entropy"
+    assert events[0]["profile"]["policy"] == "salience"
     assert events[-1]["event"] == "end"
 
 
