@@ -95,7 +95,19 @@ class Budget:
     @property
     def eviction_block(self) -> int:
         """Rows evicted at once while generating; so few that protected rows never have to go."""
-        return min(max(8, self.policy_budget // 16), self.evictable() // 2)
+        return min(max(8, self.policy_budget // 16), self.most_protected())
+
+    @property
+    def chunk_size(self) -> int:
+        """Most ids that are read at once: E/4, and no more than the policy has room for."""
+        return max(1, min(self.evictable() // 4, self.most_protected()))
+
+    def most_protected(self, at: Positions | None = None) -> int:
+        """Most rows of the current round that are protected: half of the room for the newest.
+
+        That room is E, unless the policy leaves less. `at` as in `evictable`.
+        """
+        return self.settings.policy.newest_room(self.evictable(at)) // 2
 
     def evictable(self, at: Positions | None = None) -> int:
         """E: rows of the policy's budget that are neither sinks nor pins.
@@ -152,13 +164,13 @@ class Budget:
     def view(self, at: Positions, round: int | None) -> HeldRows:
         """Rows at positions `at` [n] as the policy sees them, with the protected ones marked.
 
-        Protected are sinks, pins and, if the settings say so, the newest E/2 rows of `round`, the
-        current one; None protects no round.
+        Protected are sinks, pins and, if the settings say so, the newest rows of `round`, the
+        current one, as of `most_protected`; None protects no round.
         """
         protected = (at < self.sinks) | self.pinned(at)
         if self.settings.protect and round is not None:
             current = self.ledger.column("round")[at] == round
-            protected |= current & (at >= self.ledger.seen - self.evictable(at) // 2)
+            protected |= current & (at >= self.ledger.seen - self.most_protected(at))
         return self.ledger.view(at, sinks=self.sinks, protected=protected)
 
     def choose(self, rows: HeldRows, num_keep: int) -> Tensor:

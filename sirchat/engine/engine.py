@@ -1,7 +1,8 @@
 """The engine: reads ids, generates ids, and holds the cache within its budget. Ids only, no text.
 
 Let E be the rows of the budget that the policy decides about: without sinks, pins and the reserve
-for recall. Ids are read in chunks of at most E/4, and room for a chunk is made before it is read.
+for recall. Ids are read in chunks of at most E/4, or less where the policy leaves less room to the
+newest tokens, and room for a chunk is made before it is read.
 While generating, room is made in blocks, when the cache is full. So `resident <= budget` after
 every forward pass, except where rows are evicted only between turns (`evict`). The carried logits
 are those of the last token read; they predict the next one.
@@ -123,8 +124,8 @@ class Engine:
         done = 0
         while done < len(ids):
             budget = self.contents.budget
-            size = max(1, budget.evictable() // 4)
-            end = budget.end_at_anchor(whole.flags, done, min(len(ids), done + size))
+            most = min(len(ids), done + budget.chunk_size)
+            end = budget.end_at_anchor(whole.flags, done, most)
             yield from self.make_room(end - done)
             self._read(whole.part(done, end))
             done = end

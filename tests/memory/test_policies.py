@@ -95,7 +95,14 @@ def evenly_spaced(case: Case) -> list[int]:
 
 
 def highest_keys(case: Case, recent: int, sample: int | None) -> list[int]:
-    """Recent rows first, then the members of the sample by key, then the newest of the others."""
+    """Recent rows first, then the members of the sample by key, then the newest of the others.
+
+    Where not all have room, the oldest of the recent rows are no longer recent.
+    """
+    if sample is not None:
+        fixed = sum(row.is_sink or row.is_pinned for row in case.rows)
+        while recent and fixed + sample + recent > case.num_keep:
+            recent -= 1
     free = [r for r in case.rows if not (case.is_recent(r, recent) or r.is_sink or r.is_pinned)]
     members = sorted(free, key=lambda r: r.key, reverse=True)[:sample]
 

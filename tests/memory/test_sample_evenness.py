@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
+from engine_steps import SAMPLER, feed
 from families import BigramModel
 from ledger_rows import append_rows
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.records import CacheSettings, EvictedRows, TurnRef
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies import policy_class
@@ -54,8 +57,9 @@ def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
     assert chisquare(np.histogram(largest, bins=10, range=(0, STREAM))[0]).pvalue > 0.01
 
 
-def test_the_measurement_forgets_as_the_engine_does() -> None:
-    policy, rounds = Reservoir(), [2500, 500, 120, 1700]
+@pytest.mark.parametrize("policy", [Reservoir(), Reservoir(sample=300)], ids=repr)
+def test_the_measurement_forgets_as_the_engine_does(policy: Reservoir) -> None:
+    rounds = [2500, 500, 120, 1700]
     model = BigramModel()
     engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)
     for number, length in enumerate(rounds):
@@ -63,6 +67,45 @@ def test_the_measurement_forgets_as_the_engine_does() -> None:
         list(engine.feed(ids, [Role.USER] * length, TurnRef(number, number)))
     held, _ = read_stream(policy, rounds, SEED)
     assert engine.ledger.held_positions.tolist() == held.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("sinks", "sample", "recent"), [(4, 60, 32), (2, 20, 40), (0, 90, 20)])
+def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(
+    sinks: int, sample: int, recent: int, seed: int
+) -> None:
+    """Whatever rounds are read, and whatever is protected, an old token's chance is the paper's."""
+    budget = sinks + sample + recent
+    settings = CacheSettings(Reservoir(recent, sample), budget, sinks)
+    engine, draw = Engine(BigramModel(), settings, seed=seed), Random(seed)
+    for number in range(30):
+        ids = [5] * draw.randint(1, 150)
+        list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(number, number)))
+        if engine.resident < budget:
+            continue
+        seen, held = engine.ledger.seen, engine.ledger.held_positions
+        old = np.arange(sinks, seen - recent)
+        keys = uniform(seed, Purpose.ARRIVAL, old)
+        members = np.sort(old[keys.argsort()[len(old) - sample :]])
+        assert held[:sinks].tolist() == list(range(sinks))
+        assert held[sinks : sinks + sample].tolist() == members.tolist()
+        assert held[-recent:].tolist() == list(range(seen - recent, seen))
+        assert len(held) == budget
+    assert engine.ledger.seen > 8 * budget
+
+
+def test_a_reply_takes_room_from_the_recent_window_alone() -> None:
+    engine = Engine(BigramModel(), CacheSettings(Reservoir(40, 80), 124, 4), seed=SEED)
+    feed(engine, [5] * 400)
+    evictions = 0
+    for record in engine.generate(SAMPLER, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=90):
+        if isinstance(record, EvictedRows):
+            held, window = engine.ledger.held_positions, 124 - 4 - 80 - 8
+            old = np.arange(4, record.seen - window)
+            members = old[uniform(SEED, Purpose.ARRIVAL, old).argsort()[-80:]]
+            assert set(held.tolist()) == {*range(4), *members, *range(old[-1] + 1, record.seen)}
+            evictions += 1
+    assert evictions > 5
 
 
 def evenness(policy: Policy, rounds: list[int], seeds: int) -> float:
@@ -88,7 +131,7 @@ def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[n
         for start in range(0, length, room // 4):
             count = min(room // 4, length - start)
             if ledger.held_count + count > BUDGET:
-                newest = max(opened, ledger.seen - room // 2)
+                newest = max(opened, ledger.seen - policy.newest_room(room) // 2)
                 at = ledger.held_positions
                 held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
                 ledger.keep(policy.keep(held, BUDGET - count))

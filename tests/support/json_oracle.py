@@ -53,7 +53,11 @@ def _check_choice(
     if profile["policy"] != "random":
         choose = _RULES[profile["policy"]]
         rest = [row for row in before if row["position"] not in protected]
+        fixed = sum(
+            row["position"] < profile["sinks"] or "pinned" in row["flags"] for row in before
+        )
         context = {"seen": event["seen"], "now": now, "profile": profile, "rounds": rounds}
+        context |= {"num_keep": len(after), "fixed": fixed}
         room = len(after) - len(protected)
         assert set(after) == protected | set(choose(rest, room, {**context, "before": before}))
 
@@ -84,11 +88,14 @@ def _protected(
     }
     room = profile["budget"] - sinks - len({p for p in pins if p >= sinks})
     found = {row["position"] for row in before if row["position"] < sinks} | pins
+    newest = room // 2
+    if sample := profile["policy_options"].get("sample"):
+        newest = max(8, room - sample) // 2
     if profile["protect"]:
         found |= {
             row["position"]
             for row in before
-            if rounds[row["turn"]] == now and row["position"] >= seen - room // 2
+            if rounds[row["turn"]] == now and row["position"] >= seen - newest
         }
     return found
 
@@ -121,7 +128,10 @@ def _interval(rest: list[Row], room: int, context: Row) -> list[int]:
 def _reservoir(rest: list[Row], room: int, context: Row) -> list[int]:
     profile = context["profile"]
     sample = profile["policy_options"].get("sample")
-    left = context["seen"] - profile["recent"]
+    window = profile["recent"]
+    if sample is not None:  # new tokens come out of the window, and not of the sample
+        window = min(window, max(0, context["num_keep"] - context["fixed"] - sample))
+    left = context["seen"] - window
     pool = [
         row
         for row in context["before"]

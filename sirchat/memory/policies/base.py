@@ -52,6 +52,13 @@ class Policy(ABC):
         """Which attention statistics the policy uses; None for none."""
         return None
 
+    def newest_room(self, evictable: int) -> int:
+        """How many of the `evictable` rows that it decides about it leaves to the newest tokens.
+
+        What is read next, and what is protected in the current round, each take at most half.
+        """
+        return evictable
+
     def reduce(self, rows: HeldRows) -> Tensor | None:
         """Row numbers (int64, ascending) that stay behind an anchor although there is room.
 
@@ -87,13 +94,7 @@ class ScorePolicy(Policy):
         return {}
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        newest_first = self._ranking(rows).double().flip(0)
-        order = torch.argsort(newest_first, descending=True, stable=True)
-        order = len(rows) - 1 - order
-        protected = rows.protected[order]
-        order = torch.cat((order[protected], order[~protected]))
-        kept: Tensor = order[:num_keep].sort().values
-        return kept
+        return highest(self._ranking(rows), rows.protected, num_keep)
 
     def _ranking(self, rows: HeldRows) -> Tensor:
         """What unprotected rows [n] are ordered by."""
@@ -108,3 +109,17 @@ class RecentScorePolicy(ScorePolicy):
 
     def _ranking(self, rows: HeldRows) -> Tensor:
         return self.score(rows).masked_fill(rows.newest(self.recent), math.inf)
+
+
+def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
+    """Row numbers [num_keep], ascending, of the highest `ranking` [n]; of equals the newer.
+
+    `protected` [n] rows come before all others.
+    """
+    newest_first = ranking.double().flip(0)
+    order = torch.argsort(newest_first, descending=True, stable=True)
+    order = len(ranking) - 1 - order
+    is_protected = protected[order]
+    order = torch.cat((order[is_protected], order[~is_protected]))
+    kept: Tensor = order[:num_keep].sort().values
+    return kept

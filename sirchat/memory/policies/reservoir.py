@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows
-from sirchat.memory.policies.base import RecentScorePolicy
+from sirchat.memory.policies.base import RecentScorePolicy, highest
+
+_LEAST = 8
+"""Fewest rows that a sample leaves to the newest tokens."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,12 @@ class Reservoir(RecentScorePolicy):
     Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): its start,
     sample and recent sizes are `sinks`, `sample` and `recent`. Each token draws a key on arrival;
     the `sample` largest keys are the members, so every token of the stream has the same chance
-    (Efraimidis and Spirakis 2006). Without `sample` the members fill the room there is; then the
-    sample is uniform while that room does not grow. Known deviation: the paper's Figure 2 resamples
-    what is in the cache, which favours new tokens; its section 4, followed here, does not.
+    (Efraimidis and Spirakis 2006). As in the paper's Figure 4, the three sizes may add up to the
+    budget: the tokens that come take the place of the oldest of the recent window, and never that
+    of a member. In a larger budget, the newest of the other tokens stay, too; in a smaller one, the
+    window is smaller. Without `sample` the members fill the room there is; then the sample is
+    uniform while that room does not grow. Known deviation: the paper's Figure 2 resamples what is
+    in the cache, which favours new tokens; its section 4, followed here, does not.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
@@ -31,12 +38,31 @@ class Reservoir(RecentScorePolicy):
         default=None, metadata={"help": "members of the sample (default: all the room there is)"}
     )
 
+    def newest_room(self, evictable: int) -> int:
+        return evictable if self.sample is None else max(_LEAST, evictable - self.sample)
+
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
+        if self.sample is None:
+            return super().keep(rows, num_keep)
+        fixed = int((rows.is_sink | rows.is_pinned).sum())
+        window = min(self.recent, max(0, num_keep - fixed - self.sample))
+        ranking = self._by_membership(rows, window, self.sample)
+        ranking = ranking.masked_fill(rows.newest(window), math.inf)
+        return highest(ranking, rows.protected, num_keep)
+
     def score(self, rows: HeldRows) -> Tensor:
         if self.sample is None:
             return rows.arrival_key
-        no_candidates = rows.newest(self.recent) | rows.is_sink | rows.is_pinned
+        return self._by_membership(rows, self.recent, self.sample)
+
+    def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
+        """Scores [n]: 1 to 2 for a member, below 1 for another token, the newer the higher.
+
+        The members are the largest keys among the tokens older than the newest `window` ones.
+        """
+        no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
         members = torch.zeros(len(rows), dtype=torch.bool)
-        members[keys.topk(min(self.sample, len(rows))).indices] = True
+        members[keys.topk(min(sample, len(rows))).indices] = True
         age = (rows.seen - rows.position).double()
         return torch.where(members & (keys >= 0), 1 + keys, 1 / (1 + age))
