@@ -13,7 +13,7 @@ from sirchat.bench.archived import SINKS, TOKENS, archived, questions
 from sirchat.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.chat.settings import build_cache_settings
 from sirchat.config.layers import changed
-from sirchat.config.profile import BEST_RECALL, Profile
+from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available
@@ -78,8 +78,8 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
         f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of others\n"
     )
     asked = list(questions(model, options.rounds))
-    side = _Searched(archive, surprisal.__getitem__, asked, model, _recall(BEST_RECALL))
-    for measure in sorted(MEASURES, key=lambda one: one != BEST_RECALL):
+    side = _Searched(archive, surprisal.__getitem__, asked, model, _recall(MEASURES[0]))
+    for measure in MEASURES:
         result = _measure(replace(side, recall=_recall(measure)), options)
         yield replace(result, note=f"{archive_note}{result.note}")
         archive_note = ""

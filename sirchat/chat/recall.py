@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from sirchat.chat.conversation import Turn
 from sirchat.chat.events import Event, Notice
+from sirchat.chat.lexical import TurnWords
 from sirchat.chat.reports import Reports
 from sirchat.chat.snapshot import Positions
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
+from sirchat.memory.recall import BY_TURN
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
 
@@ -25,6 +29,7 @@ class TurnRecall:
         self._engine = engine
         self._model = model
         self._scores: dict[int, float] = {}  # by position, of the last recall
+        self._words = TurnWords()
 
     @property
     def scores(self) -> dict[int, float]:
@@ -34,8 +39,21 @@ class TurnRecall:
         """
         return {at: self._scores.get(at, 0.0) for at in self._engine.recalled_positions.tolist()}
 
-    def renew(self, turn: OpenTurn, ids: TurnIds, reports: Reports) -> list[Event]:
-        """Recall what a turn needs; the rows recalled for the last one leave."""
+    def forget_words(self) -> None:
+        """Drop what is kept of the turns' texts; it is made again when it is needed."""
+        self._words = TurnWords()
+
+    def renew(
+        self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn], reports: Reports
+    ) -> list[Event]:
+        """Recall what a turn needs; the rows recalled for the last one leave.
+
+        Args:
+            turn: the turn under way.
+            ids, text: what it says.
+            turns: all messages so far, this one included.
+            reports: makes the events.
+        """
         engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
             return []
@@ -43,7 +61,10 @@ class TurnRecall:
         released, start = engine.recalled_positions, time.perf_counter()
         engine.clear_reserve()
         try:
-            found = search(engine, self._model, ids.ids, ids.roles, turn.ref)
+            words = None
+            if recall.measure in BY_TURN:
+                words = self._words.scores([one.text for one in turns], text)
+            found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
             events.append(Notice(f"nothing can be recalled: {error}; choose another /recall"))
             found = None

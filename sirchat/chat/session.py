@@ -201,7 +201,7 @@ class Session:
         turn = self._begin("user")
         closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        yield from self._recall.renew(turn, ids, self._reports)
+        yield from self._recall.renew(turn, ids, text, self._now.turns, self._reports)
         yield from turn.read(ids, interrupted, after=closing)
         yield turn.done(text)
         yield from self._reports.problems()
@@ -267,6 +267,7 @@ class Session:
         self._now.prompt = erase_text(target, self._now, system)
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._undo_points = []
+        self._recall.forget_words()
         self.erasures += 1
         return [Forgotten(len(positions), self.resident)]
 

@@ -119,7 +119,7 @@ def retrieval(
     ] = "10,20,50,100,200",
     measures: Annotated[
         str, typer.Option(help="Measures to compare, with commas.", metavar="A,B,...")
-    ] = "mips,cosine,cosine-pairwise,attention,random",
+    ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
     weights: Annotated[
         str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
     ] = "none,surprisal",

@@ -19,8 +19,10 @@ from sirchat.memory import policies
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 
 
-BEST_RECALL = "attention"
-"""The measure that `recall: on` stands for: the best one in `sirchat eval retrieval`."""
+BEST_RECALL = "hybrid"
+"""The measure that `recall: on` stands for: it brings back most of what real questions need."""
+
+_BY_WORDS = ("hybrid", "bm25")  # measures that compare the words of a turn
 
 
 class Profile(BaseModel):
@@ -104,7 +106,9 @@ class Profile(BaseModel):
     archive_limit: str = Field(
         default="1GiB", description="The most room that the archive takes, such as 512MiB."
     )
-    recall: Literal["off", "mips", "cosine", "cosine-pairwise", "attention", "random"] = Field(
+    recall: Literal[
+        "off", "hybrid", "bm25", "attention", "mips", "cosine", "cosine-pairwise", "random"
+    ] = Field(
         default="off",
         description="Bring archived tokens back for each turn: by which measure they are chosen; "
         f"on is {BEST_RECALL}.",
@@ -215,6 +219,14 @@ class Profile(BaseModel):
         if self.recall == "attention" and self.recall_query == "recent":
             rule = "recall by attention hears what the turn asks: recall_query turn"
             keys = ("recall", "recall_query")
+            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+        if self.recall in _BY_WORDS and self.recall_query == "recent":
+            rule = f"recall by {self.recall} looks for the words of the turn: recall_query turn"
+            keys = ("recall", "recall_query")
+            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+        if self.recall in _BY_WORDS and self.recall_scope == "layer":
+            rule = f"recall by {self.recall} has one choice for all layers: recall_scope token"
+            keys = ("recall", "recall_scope")
             raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
         if self.recall_index == "on" and self.recall_scope == "layer":
             rule = "an index finds one choice for all layers: recall_scope token"

@@ -2,7 +2,7 @@
 
 The turn is read once to search, and this pass is undone: cache, ledger, archive and random draws
 are as before. Then the found rows are put into the reserve, and the turn is read again with them in
-place. With `query: recent` nothing is read to search.
+place. With `query: recent`, and by `bm25`, nothing is read to search.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from sirchat.memory.cache import LayerRotation
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.ranking import Ranking, wants_index
-from sirchat.memory.recall import Query, RecallSettings
+from sirchat.memory.recall import BY_TURN, Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.turnwise import ArchivedTurns, Scores
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 
 
 def search(
-    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
+    engine: Engine,
+    model: LoadedModel,
+    ids: Sequence[int],
+    roles: Sequence[Role],
+    at: TurnRef,
+    words: Scores | None = None,
 ) -> SearchResult | None:
     """Score the archived rows for a turn; the engine's state is the same afterwards.
 
@@ -37,6 +43,8 @@ def search(
         ids, roles: of the turn [m]; of a long turn only the end, as much as the policy may hold, is
             read.
         at: the turn.
+        words: a score for each turn so far, by the words it has in common with this one; needed by
+            the measures `BY_TURN`.
 
     Returns:
         Scores of the candidates; None if there is nothing to search.
@@ -49,6 +57,8 @@ def search(
     fits = engine.resident - engine.recalled + len(ids) <= longest
     if recall is None or not engine.reserve or (fits and not engine.store.archived):
         return None
+    if recall.measure == "bm25":
+        return _by_turn(engine, model, words, start)
     if recall.query == "recent":
         return _score(engine, recall, _recent(engine), model.rotations, start)
     checkpoint, recorder = engine.checkpoint(), QueryRecorder()
@@ -59,8 +69,11 @@ def search(
                 for _ in engine.feed(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
-            query = Query(_first_written(engine, turn), recorder.queries(model.rotations))
-            found = _score(engine, recall, query, model.rotations, start)
+            if recall.measure in BY_TURN:
+                found = _by_turn(engine, model, words, start, turn)
+            else:
+                query = Query(_first_written(engine, turn), recorder.queries(model.rotations))
+                found = _score(engine, recall, query, model.rotations, start)
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, found) if recall.scope == "layer" else found
@@ -74,10 +87,8 @@ def _score(
     before: int,
 ) -> SearchResult | None:
     """The archived rows among the first `before` of the stream, or the best, and their scores."""
-    ledger = engine.ledger
-    archived = np.flatnonzero(ledger.column("state")[:before] == State.ARCHIVED)
-    archive = engine.store.archive
-    archived = archived[archive.has(archived)]
+    ledger, archive = engine.ledger, engine.store.archive
+    archived = _archived(engine, before)
     if not len(archived):
         return None
     if recall.measure == "random":
@@ -87,6 +98,44 @@ def _score(
     ranking = Ranking(archive, archived, query, recall, rotations, ledger.surprisal_of)
     ranked = ranking.proposed() if wants_index(recall, len(archived)) else ranking.all()
     return _found(ranked.positions, ranked.scores, recall)
+
+
+def _by_turn(
+    engine: Engine,
+    model: LoadedModel,
+    words: Scores | None,
+    before: int,
+    turn: Positions | None = None,
+) -> SearchResult | None:
+    """The archived rows among the first `before`, and the scores of the turns that they belong to.
+
+    By words alone, or also by the keys of the turn that is in the slots `turn` now. Tokens of the
+    chat template come last: they say nothing, and are a sixth of a short turn.
+    """
+    if words is None:
+        raise ValueError("a measure by words needs the turns' scores")
+    ledger, archived = engine.ledger, _archived(engine, before)
+    if not len(archived):
+        return None
+    turns = ArchivedTurns(engine.store.archive, archived, ledger.column("turn")[archived])
+    roles, said = ledger.column("role"), np.zeros(0, np.int64)
+    if turn is not None:
+        said = turn[roles[ledger.held_positions[turn]] != Role.TEMPLATE]
+    if len(said):
+        middle = len(model.rotations) // 2
+        rows = _first_written(engine, said)
+        one = Rows(rows.positions, rows.written_at, rows.tensors[2 * middle : 2 * middle + 2])
+        scores = turns.by_both(words, one, middle, model.rotations[middle])
+    else:
+        scores = turns.by_words(words)
+    scores[torch.from_numpy(roles[archived] == Role.TEMPLATE)] = float(scores.min()) - 1
+    return SearchResult(archived, scores)
+
+
+def _archived(engine: Engine, before: int) -> Positions:
+    """The archived rows among the first `before` of the stream."""
+    archived = np.flatnonzero(engine.ledger.column("state")[:before] == State.ARCHIVED)
+    return archived[engine.store.archive.has(archived)]
 
 
 def _found(positions: Positions, scores: Tensor, recall: RecallSettings) -> SearchResult:

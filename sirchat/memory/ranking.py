@@ -19,7 +19,15 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import AUTO_INDEX_ROWS, Index, SurprisalOf, evenly, is_available, united
-from sirchat.memory.recall import Blocks, Query, RecallSettings, score, softened, weighted
+from sirchat.memory.recall import (
+    BY_TURN,
+    Blocks,
+    Query,
+    RecallSettings,
+    score,
+    softened,
+    weighted,
+)
 from sirchat.memory.segments import Positions, Rows
 
 SAMPLE = 32_768
@@ -42,7 +50,8 @@ class Ranked:
 
 def wants_index(recall: RecallSettings, rows: int) -> bool:
     """Whether this many archived rows should be searched through an index."""
-    if recall.index == "off" or recall.measure == "random" or recall.scope == "layer":
+    exact = recall.measure in BY_TURN or recall.measure == "random"
+    if recall.index == "off" or exact or recall.scope == "layer":
         return False
     return recall.index == "on" or (rows > AUTO_INDEX_ROWS and is_available())
 

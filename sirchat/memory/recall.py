@@ -10,7 +10,7 @@ first written, with the rotary position undone, so that distance in the conversa
 Vectors are compared head by head, and the heads averaged. `attention` is not from the paper: the
 weight that the turn's queries would give to a row in a softmax(q k / sqrt(d)) over the archive
 alone, the maximum over the turn's tokens, the mean over heads. `random` chooses rows at random, as
-a baseline.
+a baseline. `bm25` and `hybrid` score whole turns; see `turnwise`.
 
 With scope `token` the layers' scores are averaged and all layers recall the same rows; with `layer`
 each layer recalls its own, as in the paper's code.
@@ -31,9 +31,12 @@ from sirchat.memory.cache import LayerRotation
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import Positions, Rows
 
-Measure = Literal["mips", "cosine", "cosine-pairwise", "attention", "random"]
+Measure = Literal["mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"]
 Weight = Literal["none", "surprisal"]
 Scope = Literal["token", "layer"]
+
+BY_TURN: frozenset[Measure] = frozenset({"bm25", "hybrid"})
+"""The measures that score whole turns, by their words; `weight` and `soft` are for the others."""
 
 Blocks = Callable[[], Iterator[Rows]]
 """Each call iterates over all candidate rows, block by block, always in the same order."""
@@ -46,7 +49,7 @@ class RecallSettings:
     Attributes:
         measure: how a row is scored.
         weight: `surprisal` multiplies a row's score above the lowest one by the token's surprisal
-            in nats.
+            in nats; not under `random`, `bm25` and `hybrid`.
         n: most rows to bring back; as many cache slots are reserved for them.
         soft: under `attention`, take the square root of each score and share it with the rows
             before and after.

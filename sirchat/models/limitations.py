@@ -18,7 +18,7 @@ def require_comparable_queries(model: LoadedModel) -> None:
     if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
         raise ModelError(
             f"what {model.name} looks for is not what it caches",
-            hint="another measure, such as mips, does without",
+            hint="another measure, such as hybrid or mips, does without",
         )
 
 

@@ -26,6 +26,9 @@ from sirchat.tasks.results_log import Record
 from sirchat.tasks.reuse import ExtendedByLimit
 from sirchat.tasks.study import RunUnit, fields_of, refuse_unknown, share
 
+_UNWEIGHTED = ("random", "bm25", "hybrid")
+"""Measures whose scores are not multiplied by surprisal."""
+
 
 @dataclass(frozen=True)
 class RecallVariant:
@@ -39,7 +42,7 @@ class RecallVariant:
     @property
     def makes_sense(self) -> bool:
         """Whether its weight and softness have any effect."""
-        weight_matters = self.weight == "none" or self.measure != "random"
+        weight_matters = self.weight == "none" or self.measure not in _UNWEIGHTED
         return weight_matters and (not self.soft or self.measure == "attention")
 
     @property
@@ -60,8 +63,8 @@ class Retrieval(ExtendedByLimit):
         limit: number of conversations; every cell gets the same ones.
         bases: budgets of the base policy, in tokens.
         counts: numbers of recalled tokens.
-        measures, weights, spans, soft: the settings to combine; `random` takes no weight, and only
-            `attention` can be soft.
+        measures, weights, spans, soft: the settings to combine; `random`, `bm25` and `hybrid` take
+            no weight, and only `attention` can be soft.
         data: a file with conversations, used instead of the task's; see `needle`.
 
     Raises SettingError for an unknown task, measure or weight, and for a file that can't be read.
@@ -72,7 +75,9 @@ class Retrieval(ExtendedByLimit):
     limit: int = 200
     bases: tuple[int, ...] = (72,)
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)
-    measures: tuple[str, ...] = ("mips", "cosine", "cosine-pairwise", "attention", "random")
+    measures: tuple[str, ...] = (
+        *("mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"),
+    )
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
     soft: tuple[bool, ...] = (False, True)

@@ -94,7 +94,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> Non
     for _ in range(4):
         chat.ask("Tell me a joke.")
     assert chat.ask("/recall") == "recall is off"
-    assert "recall: off -> attention" in chat.ask("/recall on")
+    assert "recall: off -> hybrid" in chat.ask("/recall on")
     assert "holds" in chat.ask("/set recall_n 30")
     chat.ask("What is my name?")
     chat.ask("/recall")
@@ -118,7 +118,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> Non
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
-        ("/recall on", "recall: off -> attention"),
+        ("/recall on", "recall: off -> hybrid"),
         ("/recall mips", "recall: off -> mips"),
         ("/recent 16", "recent: 32 -> 16"),
         ("/system You are kind.", "system: none -> You are kind."),

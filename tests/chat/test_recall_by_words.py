@@ -1,0 +1,109 @@
+"""A chat that recalls by words: what was told long ago comes back with the turn that told it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache_contents import contents, same
+from chatting import babbler, session
+from families import loaded
+from sirchat.chat.events import Recalled
+from sirchat.chat.session import Session
+from sirchat.chat.settings import check_recall
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+
+TOLD = "Our zebra is called Quixbert."
+
+
+def chat(measure: str, **settings: Any) -> Session:
+    """A long chat whose second turn told something; it is no longer held."""
+    one = session(babbler(), policy="sink", budget=96, recall=measure, recall_n=40, **settings)
+    for text in ("Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6):
+        list(one.read_user(text))
+        list(one.read_reply("Fine, thank you."))
+    return one
+
+
+def ask(one: Session, text: str) -> str:
+    """The text of what is recalled for a turn."""
+    (came,) = [event for event in one.read_user(text) if isinstance(event, Recalled)]
+    assert len(came.positions) == len(came.scores) <= 40
+    assert one.resident <= 96
+    return "".join(row.text for row in one.tokens(came.positions))
+
+
+@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+def test_what_was_told_comes_back_whole_to_a_question_with_its_word(measure: str) -> None:
+    one = chat(measure)
+    assert TOLD in ask(one, "What is the name of Quixbert's species?")
+
+
+@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+def test_tokens_of_the_template_take_no_room(measure: str) -> None:
+    one = chat(measure)
+    ask(one, "Quixbert")
+    assert "template" not in {row.role for row in one.tokens(list(one.recalled))}
+
+
+def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> None:
+    one = chat("bm25")
+    ask(one, "Quixbert")
+    by_turn: dict[int, set[float]] = {}
+    for row in one.tokens(list(one.recalled)):
+        by_turn.setdefault(row.turn, set()).add(one.recalled[row.position])
+    assert all(len(scores) == 1 for scores in by_turn.values())
+    best = max(by_turn, key=lambda turn: max(by_turn[turn]))
+    assert one.turns[best].text == TOLD
+
+
+@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+def test_an_undone_recall_happens_again_as_it_was(measure: str) -> None:
+    one = chat(measure)
+    before = contents(one._engine)
+    first = ask(one, "Who is Quixbert?"), list(one.recalled.values())
+    then = contents(one._engine)
+    one.undo()
+    assert same(contents(one._engine), before)
+    ask(one, "Tell me a joke.")
+    one.undo()
+    assert (ask(one, "Who is Quixbert?"), list(one.recalled.values())) == first
+    assert same(contents(one._engine), then)
+
+
+def test_what_is_forgotten_is_found_no_more_and_kept_nowhere() -> None:
+    one = chat("bm25")
+    assert "bert" in ask(one, "Quixbert")
+    one.undo()
+    one.forget("Quixbert")
+    words = one._recall._words
+    assert not words._texts
+    assert not words._numbers
+    came = ask(one, "Quixbert")
+    assert "bert" not in came
+    assert set(one.recalled.values()) == {0.0}
+
+
+@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"recall_query": "recent"}, "looks for the words of the turn: recall_query turn"),
+        ({"recall_scope": "layer"}, "has one choice for all layers: recall_scope token"),
+        ({"archive": "off"}, "needs an archive"),
+    ],
+)
+def test_settings_that_do_not_go_with_words_are_refused(
+    measure: str, settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        changed(Profile(), "/set", recall=measure, **settings)
+
+
+@pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
+@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, measure: str) -> None:
+    check_recall(changed(Profile(), "flag", recall=measure), loaded(family), "--recall")
