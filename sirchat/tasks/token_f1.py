@@ -7,7 +7,8 @@ open-domain answer only what precedes a semicolon counts; an adversarial questio
 reply says that nothing was said about it.
 
 LoCoMo stems by NLTK's variant of Porter's algorithm, this by the original one, from snowballstemmer
-(plain Python, no dependencies). Both sides are stemmed alike, so few scores differ.
+(plain Python, no dependencies); as in either's programs, words of one or two letters stay. Both
+sides are stemmed alike, so few scores differ: NLTK also puts `hope` and `hopefully` together.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def require_stemmer() -> None:
 def stems(text: str) -> list[str]:
     """The words that are compared, in order, as their stems."""
     plain = text.lower().translate(_NO_PUNCTUATION)
-    return _stemmer()(re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split())
+    words = re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split()
+    stemmed = _stemmer()(words)
+    return [stem if len(word) > 2 else word for word, stem in zip(words, stemmed, strict=True)]
 
 
 def token_f1(reply: str, answer: str) -> float:
