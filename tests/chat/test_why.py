@@ -15,7 +15,7 @@ def test_why_reports_the_factors_of_a_score() -> None:
         list(chat.ask(text))
     everything = [chat.why(f"turn {number}") for number in range(8)]
     rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
-    assert {tuple(one.factors) for one in rows} == {("word", "template", "user", "neighbours")}
+    assert {tuple(one.factors) for one in rows} == {("word", "template", "neighbours")}
     for one in rows:
         nats = max(one.row.surprisal or 0, 1e-9)
         factors = math.prod(one.factors.values()) * nats * one.decayed_to

@@ -236,9 +236,13 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
-    ("salience", {}, lambda case, row: salient(case, row, ALL)),
+    ("salience", {"user": True}, lambda case, row: salient(case, row, ALL)),
     *(
-        ("salience", {off: False}, lambda case, row, off=off: salient(case, row, ALL - {off}))
+        (
+            "salience",
+            {"user": True, off: False},
+            lambda case, row, off=off: salient(case, row, ALL - {off}),
+        )
         for off in sorted(ALL)
     ),
 ]

@@ -41,7 +41,7 @@ SESSIONS = 60
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("entropy", {}),
     ("salience", {}),
-    ("salience", {"neighbours": False}),
+    ("salience", {"user": True}),
     ("h2o", {}),
     ("tova", {}),
     ("snapkv", {}),

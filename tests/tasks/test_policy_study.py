@@ -98,7 +98,7 @@ def test_there_are_no_more_facts_than_kinds() -> None:
 
 def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     names = [next(iter(one.policy_options)) for one in without_each(SALIENCE)]
-    assert names == ["words", "user", "neighbours", "template"]
+    assert names == ["words", "neighbours", "template"]
     assert not any(without_each(ENTROPY))
 
 
@@ -115,7 +115,7 @@ def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ablation = next(t for t in report.tables if t.name == "ablation: Facts recalled")
     assert [row[0] for row in ablation.rows][:2] == [
         "salience 64 words off",
-        "salience 64 user off",
+        "salience 64 neighbours off",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Policy `salience`: whole words by their surprisal, the user's first, with what stands beside."""
+"""Policy `salience`: whole words by their surprisal, with what stands beside them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _LEAST = 1e-9  # nats: a token that was certain still has a logarithm
 class Salience(RecentScorePolicy):
     """Keeps the sinks, the tokens of the highest product of the following factors, and the newest.
 
-    Ours, from SirLLM's token entropy. Each factor can be switched off by the option of its name:
+    Ours, from SirLLM's token entropy. Each factor is switched by the option of its name:
 
     - `words`: the sum of the surprisals of the tokens of the row's word, after the decays, in place
       of its own. A name, a number or a rare word is several tokens, of which only the first is a
       surprise; `entropy` keeps it in halves.
-    - `user`: 2 for what the user said.
     - `template`: 0 for the chat template's tokens, which are always the same.
     - `neighbours`: at least half of the score of the token right before or after, so that what
       stands beside a surprising word stays with it.
+    - `user` (off): 2 for what the user said.
     """
 
     source: ClassVar[str] = "ours"
@@ -43,9 +43,9 @@ class Salience(RecentScorePolicy):
     unit: ClassVar[str] = "nats"
 
     words: bool = field(default=True, metadata={"help": "add up surprisal over each word"})
-    user: bool = field(default=True, metadata={"help": "count what the user said twice"})
     neighbours: bool = field(default=True, metadata={"help": "keep what stands beside, too"})
     template: bool = field(default=True, metadata={"help": "evict the chat template first"})
+    user: bool = field(default=False, metadata={"help": "count what the user said twice"})
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         own = rows.surprisal.double().clamp_min(_LEAST).log()
