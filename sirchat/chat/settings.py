@@ -17,7 +17,7 @@ from sirchat.memory.recall import RecallSettings
 from sirchat.models.limitations import no_attention_reason, require_comparable_queries
 from sirchat.models.model import LoadedModel
 
-FIXED = ("description", "model", "device", "dtype", "seed", "save")
+FIXED = ("description", "model", "device", "dtype", "threads", "seed", "save")
 """Settings that hold for a whole conversation; the others change live."""
 
 
