@@ -12,6 +12,7 @@ from rich.table import Table
 from sirchat.bench.archive import ArchiveUse
 from sirchat.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.models.model import LoadedModel
+from sirchat.models.threads import threads_in_words
 
 
 def print_ratios(
@@ -32,7 +33,9 @@ def print_ratios(
         ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
     console = Console()
-    title = f"{model.name} on {model.device}, cache {options.cache}, {options.rounds} pairs"
+    threads = threads_in_words(model.device)
+    where = f"{model.name} on {model.device}{', ' * bool(threads)}{threads}"
+    title = f"{where}, cache {options.cache}, {options.rounds} pairs"
     console.print(title, markup=False)
     console.print(table)
     for note in (r.note for r in results if r.note):

@@ -68,6 +68,7 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         profile.model,
         device=profile.device,
         dtype=profile.dtype,
+        threads=profile.threads,
         trust_remote_code=trust,
         progress=report,
     )

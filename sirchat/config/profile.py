@@ -47,6 +47,11 @@ class Profile(BaseModel):
         default="auto",
         description="Precision of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
     )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="Threads on a CPU; 0 takes one for each core that is free.",
+    )
     policy: str = Field(
         default="salience",
         description="Which tokens the model still remembers: a policy's name, or module:Class.",

@@ -30,6 +30,7 @@ from sirchat.models.probe import (
     sliding_window,
 )
 from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.threads import use_threads
 from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -183,14 +184,18 @@ def load_model(
     dtype: DtypeName = "auto",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    threads: int = 0,
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. Raises ModelError, in one line, when the model
+    Weights are read from safetensors or GGUF only. On a CPU it computes with `threads` threads; 0
+    for as many as there are free cores. Raises ModelError, in one line, when the model
     can't be had or can't be held.
     """
     transformers_logging.set_verbosity_error()
     target = pick_device(device)
+    if target.type == "cpu":
+        use_threads(threads)
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:

@@ -120,7 +120,8 @@ def draw(plot: Plot, path: Path) -> bool:
 def _heading(report: Report, head: Record) -> tuple[str, str]:
     model = f"{head['task']}: {head['model']} ({head['revision'][:12]}) on {head['device']}"
     versions = f"sirchat {head['sirchat']}, torch {head['torch']}"
-    what = ", ".join([model, head["dtype"], *report.header])
+    threads = [head["threads"]] if head.get("threads") else []
+    what = ", ".join([model, head["dtype"], *threads, *report.header])
     return f"{what}; {versions}, transformers {head['transformers']}", head["command"]
 
 

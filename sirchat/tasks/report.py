@@ -14,6 +14,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, short
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
+from sirchat.models.threads import threads_in_words
 from sirchat.saved.autosave import fingerprint
 from sirchat.tasks.results_log import Record
 
@@ -78,6 +79,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "revision": revision(model),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": threads_in_words(model.device),
         "sirchat": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -15,7 +15,7 @@ from sirchat.config.profile import Profile
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.results_log import Record
 
-WITHOUT_EFFECT = ("description", "panel", "theme", "save", "save_kv")
+WITHOUT_EFFECT = ("description", "panel", "theme", "save", "save_kv", "threads")
 """Settings that no result depends on."""
 
 

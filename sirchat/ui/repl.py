@@ -13,6 +13,7 @@ from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
+from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
@@ -108,9 +109,11 @@ class _Chat:
             for event in self._session.start():
                 view.show(event)
         profile = self._session.profile
+        threads = threads_in_words(self._session.model.device)
         self._screen.note(
             f"{self._session.model.name}, policy {profile.policy}, "
-            f"budget {self._session.budget:,}: /help, Esc stops a reply, Ctrl-D leaves"
+            f"budget {self._session.budget:,}{', ' * bool(threads)}{threads}: "
+            "/help, Esc stops a reply, Ctrl-D leaves"
         )
         if self._session.seen:
             self._screen.note(

@@ -238,3 +238,9 @@ def test_the_parts_of_the_study_of_policies_are_extended_each(tmp_path: Path) ->
     assert after.startswith(before)
     assert after.count("\n") == before.count("\n") + 1
     assert found == run_units(more, babbler())
+
+
+def test_rows_of_one_setting_with_other_shots_are_other_units() -> None:
+    study = MultipleChoice((Profile(policy="full"),), 1, shots=(1, 2))
+    keys = study.keys()
+    assert len({study.log_key(key) for key in keys}) == len(keys) == 3

@@ -1,0 +1,87 @@
+"""How many threads a model computes with on a CPU.
+
+Beside other jobs, a thread for each core is several times slower than one: every step waits for the
+thread that was interrupted. So the number is that of the physical cores this process may use, less
+those that are busy. What the user sets is never overridden.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_SYS = Path("/sys")
+
+
+def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Compute with `wanted` threads; with 0, choose, unless the environment says how many."""
+    told = environment.get("SIRCHAT_THREADS", "").strip()
+    if wanted == 0 and told.isdecimal():
+        wanted = int(told)
+    if wanted == 0 and not environment.get("OMP_NUM_THREADS"):
+        wanted = free_threads()
+    if wanted:
+        torch.set_num_threads(wanted)
+
+
+def free_threads() -> int:
+    """The number of threads for which there are cores, now."""
+    everywhere, load = range(os.cpu_count() or 1), 0.0
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
+    if hasattr(os, "getloadavg"):
+        load = os.getloadavg()[0]
+    return threads_for(
+        physical_cores(set(everywhere) | allowed), physical_cores(allowed), cpu_quota(), load
+    )
+
+
+def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
+    """The number of threads, at least one.
+
+    Args:
+        cores: physical cores of the machine.
+        allowed: those of them that this process may use.
+        quota: how many cores' time it may take; None for no limit.
+        load: load average of the machine over the last minute, in busy cores.
+    """
+    most = allowed if quota is None else min(allowed, int(quota))
+    return max(1, min(most, cores - round(load)))
+
+
+def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
+    """Number of physical cores of these CPUs, two of which may be threads of one core."""
+    siblings = set[str]()
+    for cpu in cpus:
+        path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            siblings.add(path.read_text("ascii").strip())
+        except OSError:  # no Linux, or not told: each one counts
+            siblings.add(f"{cpu}")
+    return len(siblings)
+
+
+def cpu_quota(sys: Path = _SYS) -> float | None:
+    """How many cores' time a control group (version 2 or 1) allows; None for no limit."""
+    try:
+        quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
+    except (OSError, ValueError):
+        try:
+            folder = sys / "fs/cgroup/cpu"
+            quota = (folder / "cpu.cfs_quota_us").read_text("ascii").strip()
+            period = (folder / "cpu.cfs_period_us").read_text("ascii").strip()
+        except OSError:
+            return None
+    if not (quota.isdecimal() and period.isdecimal() and int(period)):
+        return None  # "max", or -1
+    return int(quota) / int(period)
+
+
+def threads_in_words(device: torch.device) -> str:
+    """`2 threads` on a CPU; empty on other devices."""
+    if device.type != "cpu":
+        return ""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"

@@ -1,0 +1,98 @@
+"""The number of threads: free physical cores, never more than allowed, never against the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sirchat.models.threads import (
+    cpu_quota,
+    free_threads,
+    physical_cores,
+    threads_for,
+    threads_in_words,
+    use_threads,
+)
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "quota", "load", "threads"),
+    [
+        (8, 8, None, 0.0, 8),
+        (8, 8, None, 0.4, 8),
+        (8, 8, None, 3.2, 5),
+        (8, 8, None, 40.0, 1),  # never none
+        (8, 2, None, 3.0, 2),  # the others are busy, not ours
+        (64, 64, 2.5, 0.0, 2),
+        (64, 64, 0.5, 0.0, 1),
+        (2, 2, None, 1.0, 1),
+    ],
+)
+def test_threads_are_the_cores_that_are_allowed_and_free(
+    cores: int, allowed: int, quota: float | None, load: float, threads: int
+) -> None:
+    assert threads_for(cores, allowed, quota, load) == threads
+
+
+def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(siblings + "\n")
+    assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert physical_cores({0, 2}, tmp_path) == 1
+    assert physical_cores({0, 7, 8}, tmp_path) == 3  # of two nothing is known
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+    ],
+)
+def test_the_quota_of_a_container(
+    files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "threads"),
+    [
+        (3, {"OMP_NUM_THREADS": "7"}, 3),
+        (0, {"SIRCHAT_THREADS": "4", "OMP_NUM_THREADS": "7"}, 4),
+        (0, {"OMP_NUM_THREADS": "7"}, None),  # torch has read it itself
+        (0, {}, 5),
+        (0, {"SIRCHAT_THREADS": "0"}, 5),
+    ],
+)
+def test_what_the_user_sets_is_not_overridden(
+    wanted: int,
+    environment: dict[str, str],
+    threads: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr("sirchat.models.threads.free_threads", lambda: 5)
+    use_threads(wanted, environment)
+    assert asked == ([] if threads is None else [threads])
+
+
+def test_this_machine_has_a_thread() -> None:
+    assert free_threads() >= 1
+
+
+def test_the_header_names_threads_on_a_cpu_only() -> None:
+    assert threads_in_words(torch.device("cpu")) == "1 thread"
+    assert threads_in_words(torch.device("cuda")) == ""
