@@ -104,7 +104,7 @@ def test_a_paste_of_several_lines_is_one_message_and_never_a_command(chat: Termi
     chat.wait_screen("pasted: sent as it is, never a command")
     chat.submit(ENTER)
     assert _message(chat) == "/policy sink\n/reset\nand this\n"
-    assert " · entropy · " in chat.text
+    assert " · salience · " in chat.text
 
 
 def test_a_pasted_command_is_a_message_too(chat: Terminal) -> None:
