@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -45,6 +45,7 @@ class Row:
     faded: Fraction
     attention: Fraction
     recent_attention: Fraction
+    stats: dict[str, Fraction]
     key: float
     is_anchor: bool
     continues: bool
@@ -114,6 +115,38 @@ def highest_keys(case: Case, recent: int, sample: int | None) -> list[int]:
     return case.highest(rank)
 
 
+def drawn_by_attention(case: Case, row: Row) -> float:
+    """u ** (1 / w): w the attention of five rows side by side, in means of all."""
+
+    def pooled(at: int) -> Fraction:
+        beside = case.rows[max(0, at - 2) : at + 3]
+        return sum((one.recent_attention for one in beside), Fraction(0)) / 5
+
+    of_all = [pooled(at) for at in range(len(case.rows))]
+    mean = sum(of_all) / len(of_all)
+    weight = float(of_all[case.rows.index(row)] / mean) if mean else 0.0
+    draw = random_draw(Purpose.EVICTION, row.position, case.held.seen)
+    return draw ** (1 / (weight + 1e-12))
+
+
+def widest_and_drawn(case: Case, recent: int, percent: int) -> list[int]:
+    """Of the room for other than protected and recent rows, `percent` go to the widest values."""
+
+    def is_fixed(row: Row) -> bool:
+        return row.protected or case.is_recent(row, recent)
+
+    free = [row for row in case.rows if not is_fixed(row)]
+    room = max(0, case.num_keep - (len(case.rows) - len(free)))
+    widest = sorted(free, key=lambda r: (r.stats["value_range"], r.position), reverse=True)
+    stays = [row.position for row in widest[: room * percent // 100]]
+
+    def rank(row: Row) -> tuple[bool, float]:
+        sure = is_fixed(row) or row.position in stays
+        return sure, 0.0 if sure else drawn_by_attention(case, row)
+
+    return case.highest(rank)
+
+
 def sentence_ends(case: Case) -> list[int]:
     """The rows after the last sentence end, then sentence ends, then the others; newest first."""
     last = max((r.position for r in case.rows if r.is_anchor), default=-1)
@@ -131,7 +164,16 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
     ("reservoir", {"recent": 5}, lambda case: highest_keys(case, 5, None)),
     ("reservoir", {"recent": 5, "sample": 6}, lambda case: highest_keys(case, 5, 6)),
     ("anchor", {}, sentence_ends),
+    ("vase", {"recent": 5}, lambda case: widest_and_drawn(case, 5, 25)),
+    ("vase", {"recent": 0, "large": 60}, lambda case: widest_and_drawn(case, 0, 60)),
 ]
+
+
+STATS = ("key_norm", "key_similarity", "value_norm", "value_range")
+
+
+def column(rows: list[Row], name: str) -> Any:
+    return torch.tensor([float(row.stats[name]) for row in rows], dtype=torch.float64)
 
 
 @st.composite
@@ -175,13 +217,15 @@ def cases(pick: st.DrawFn) -> Case:
         key, is_anchor = random_draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
         faded = Fraction(1, 2 ** (rounds - of_round[p]))
         recent = sum((one[p] for one in queries[-2:] if p < len(one)), Fraction(0))
-        known = (p, roles[p], scores[p], faded, attention[p], recent)
+        stats = {name: Fraction(random.randint(1, 64), 8) for name in STATS}
+        known = (p, roles[p], scores[p], faded, attention[p], recent, stats)
         continues = bool(flags[p] & Flag.CONTINUES)
         return Row(*known, key, is_anchor, continues, is_pinned, is_sink, protected)
 
     rows = [row(position) for position in held]
     protected = [row.protected for row in rows]
     view = ledger.held(sinks=sinks, protected=np.array(protected))
+    view = replace(view, **{name: column(rows, name) for name in STATS})
     return Case(rows, view, random.randint(sum(protected), len(rows)))
 
 
@@ -234,6 +278,14 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
         {"lifetime": True},
         lambda case, row: float(row.attention) / (case.held.seen - row.position),
     ),
+    (
+        "h2o",
+        {"values": True},
+        lambda case, row: float(row.attention * row.stats["value_norm"]),
+    ),
+    ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
+    ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
+    ("vase", {}, drawn_by_attention),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
     ("salience", {}, lambda case, row: salient(case, row, ALL)),
