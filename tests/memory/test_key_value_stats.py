@@ -56,15 +56,22 @@ def expected(name: str, keys: Vectors, values: Vectors, at: list[int]) -> list[f
         for head in range(HEADS):
             k = [keys[layer][head][p] for p in at]
             v = [values[layer][head][p] for p in at]
-            read = [moved(key, row - p) for row, (key, p) in enumerate(zip(k, at, strict=True))]
-            of = {
-                "key_norm": lambda k=k: [math.hypot(*one) for one in k],
-                "value_norm": lambda v=v: [sum(map(abs, one)) for one in v],
-                "value_range": lambda v=v: [max(one) - min(one) for one in v],
-                "key_similarity": lambda read=read: similarities(read),
-            }[name]()
+            of = of_head(name, k, v, at)
             total = [a + b for a, b in zip(total, of, strict=True)]
     return [one / (LAYERS * HEADS) for one in total]
+
+
+def of_head(name: str, k: list[list[float]], v: list[list[float]], at: list[int]) -> list[float]:
+    """The statistic in one head of rows with keys `k`, written at `at`, and values `v`."""
+    if name == "key_norm":
+        return [math.hypot(*one) for one in k]
+    if name == "value_norm":
+        return [sum(map(abs, one)) for one in v]
+    if name == "value_range":
+        return [max(one) - min(one) for one in v]
+    return similarities(
+        [moved(key, row - p) for row, (key, p) in enumerate(zip(k, at, strict=True))]
+    )
 
 
 def similarities(keys: list[list[float]]) -> list[float]:

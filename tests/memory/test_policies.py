@@ -14,12 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ledger_rows import append_rows
-from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.contract import contract_violations
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
@@ -27,7 +24,6 @@ from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
-from sirchat.memory.policies.sink import Sink
 
 SEED = 7
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
@@ -369,36 +365,6 @@ def test_two_thousand_halvings_still_rank_rightly() -> None:
             append_rows(ledger, [3.0])
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     assert [Entropy(recent=0).keep(held, n).tolist() for n in (1, 2, 3)] == [[3], [0, 3], [0, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("entropi", "'entropi' is unknown; .*did you mean entropy"),
-        ("", "'' is unknown"),
-        ("base", "'base' is unknown"),
-        ("os:path", "os:path is not a sirchat policy"),
-        ("sirchat.nowhere:Policy", "cannot be imported"),
-    ],
-)
-def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
-    with pytest.raises(SettingError, match=problem):
-        policy_class(name)
-
-
-@dataclass(frozen=True)
-class Odd(Sink):
-    """Returns one number for all rows together."""
-
-    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        return {"odd": torch.zeros(())}
-
-
-def test_scores_and_factors_are_a_number_for_each_row() -> None:
-    assert not contract_violations(Sink())
-    assert contract_violations(Odd()) == [
-        "score() and log_factors() must return tensors, a number for each row"
-    ]
 
 
 def random_draw(purpose: Purpose, position: int, seen: int = 0) -> float:
