@@ -15,7 +15,11 @@ from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import RecallSettings
-from sirchat.models.limitations import no_attention_reason, require_comparable_queries
+from sirchat.models.limitations import (
+    caches_latents,
+    no_attention_reason,
+    require_comparable_queries,
+)
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.words import WordContinuation
@@ -141,6 +145,7 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
     check_budget(profile, model, "budget")
     check_recall(profile, model, "recall")
     check_attention(profile, model, "policy")
+    check_key_values(profile, model, "policy")
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
@@ -172,6 +177,16 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
         raise SettingError(
             f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
             hint="auto counts where it can" if name == "attention" else "entropy does without",
+        )
+
+
+def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, blaming `source`, for a policy that needs keys and values as such."""
+    if caches_latents(model) and build_policy(profile).key_value_stats:
+        raise SettingError(
+            f"{source}: policy can't be {profile.policy}, or not with these options: "
+            f"{model.name} caches compressed keys and values",
+            hint="entropy does without",
         )
 
 

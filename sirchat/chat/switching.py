@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sirchat.chat.settings import check_attention, check_budget, check_recall, refuse_fixed
+from sirchat.chat.settings import (
+    check_attention,
+    check_budget,
+    check_key_values,
+    check_recall,
+    refuse_fixed,
+)
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
@@ -26,6 +32,8 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
         check_recall(after, model, source)
     if (after.policy, after.attention) != (before.policy, before.attention):
         check_attention(after, model, source)
+    if (after.policy, after.policy_options) != (before.policy, before.policy_options):
+        check_key_values(after, model, source)
     return after
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,19 @@ class CacheContents:
 
     def view(self, round: int | None) -> HeldRows:
         """The held rows outside the reserve, as the policy sees them; see `Budget.view`."""
-        return self.budget.view(self.budget.policy_positions, round)
+        return self.view_of(self.budget.policy_positions, round)
+
+    def view_of(self, at: Positions, round: int | None) -> HeldRows:
+        """Rows at positions `at` [n], with the statistics that the policy uses; see `Budget.view`.
+
+        `at` is ascending; the rows need not be held.
+        """
+        rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
+        if not (wanted and len(at)):
+            return rows
+        stats = self._store.statistics(at, wanted)
+        columns: dict[str, Any] = {name: torch.from_numpy(one) for name, one in stats.items()}
+        return replace(rows, **columns)
 
     def note_pass(self) -> None:
         """Note that a forward pass follows: switching back restores what that pass saw."""
@@ -243,14 +256,14 @@ class CacheContents:
         """What the policy keeps of all rows held or archived; the reserve is empty."""
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
-            rows = budget.settings.policy.reduce(budget.view(reachable, None))
+            rows = budget.settings.policy.reduce(self.view_of(reachable, None))
             reachable = reachable if rows is None else reachable[rows.numpy()]
         if len(reachable) <= budget.policy_budget:
             return Selection(reachable, _NONE)
         if budget.unbounded:  # not all rows fit: continue with those that are held
             self.require(0)
             return Selection(self._ledger.held_positions.copy(), _NONE)
-        chosen = budget.choose(budget.view(reachable, round), budget.policy_budget)
+        chosen = budget.choose(self.view_of(reachable, round), budget.policy_budget)
         return Selection(reachable[chosen.numpy()], _NONE)
 
     def _hold(self, selection: Selection) -> Moves:

@@ -294,7 +294,7 @@ class Engine:
 
     def view(self, at: Positions) -> HeldRows:
         """The rows at stream positions [n], ascending, held or not, as a policy sees them."""
-        return self.contents.budget.view(at, None)
+        return self.contents.view_of(at, None)
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()

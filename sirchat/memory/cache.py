@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from sirchat.memory.rope import Rotation
+from sirchat.memory.rope import CosSin, Rotation
 from sirchat.memory.segments import Positions, Rows
 
 
@@ -245,7 +245,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         slots = torch.arange(start, start + count)
         for layer, rows in zip(self.layers, layers, strict=True):
             new = torch.from_numpy(rows.positions) if self.in_stream else slots
-            moves = _CosSin(torch.from_numpy(rows.written_at), new)
+            moves = CosSin(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
                 device = tensor.attended.device
                 tensor.insert(start, end, given.to(device), moves.of(tensor.rotation, device))
@@ -294,6 +294,19 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
 
     @torch.inference_mode()
+    def rotated(self, rows: Rows, slots: Tensor) -> Rows:
+        """First-written `rows` [k] as attention would read them in cache slots `slots` [k]."""
+        new = torch.from_numpy(rows.positions) if self.in_stream else slots
+        moves = CosSin(torch.from_numpy(rows.written_at), new)
+        moved = list[Tensor]()
+        for tensor, given in zip(self._tensors, rows.tensors, strict=True):
+            rotation, cos_sin = tensor.rotation, moves.of(tensor.rotation, given.device)
+            if rotation is not None and cos_sin is not None:
+                given = rotation.apply(given, *cos_sin)
+            moved.append(given)
+        return Rows(rows.positions, rows.written_at, moved)
+
+    @torch.inference_mode()
     def replace(self, rows: Rows) -> None:
         """Hold exactly `rows`, in this order, in slots 0..n-1, their keys rotated accordingly."""
         count = len(rows)
@@ -301,7 +314,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         self.reserve(count)
         self._stream[:count] = rows.positions
         written_at = torch.from_numpy(rows.written_at)
-        moves = _CosSin(written_at, self._rotary_positions(torch.arange(count)))
+        moves = CosSin(written_at, self._rotary_positions(torch.arange(count)))
         for tensor, given in zip(self._tensors, rows.tensors, strict=True):
             device = given.device if tensor.buffer is None else tensor.buffer.device
             tensor.replace(self._cursor, given.to(device), moves.of(tensor.rotation, device))
@@ -342,6 +355,15 @@ class BoundedCache(Cache):  # type: ignore[misc]
         """A layer's keys as attention reads them: [1, H, n, D] (a view)."""
         return self._view(layer, 0)
 
+    @torch.inference_mode()
+    def as_read(self, rows: Tensor) -> list[Tensor]:
+        """Keys and values of held rows [k] as attention reads them: two a layer, [H, k, D] each."""
+        slots = self.slots_of(rows)
+        views = [self._view(at, which)[0] for at in range(len(self.layers)) for which in (0, 1)]
+        if len(slots) == self.length:
+            return views
+        return [one.index_select(1, slots.to(one.device)) for one in views]
+
     def layer_values(self, layer: int) -> Tensor:
         """A layer's values as attention reads them: [1, H, n, D] (a view)."""
         return self._view(layer, 1)
@@ -354,32 +376,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return view
 
     def _compact(self, tail: Tensor, start: int, old: Tensor, new: Tensor) -> None:
-        moves = _CosSin(old, new)
+        moves = CosSin(old, new)
         on_device: dict[torch.device, Tensor] = {}
         for tensor in self._tensors:
             if tensor.buffer is not None:
                 device = tensor.buffer.device
                 index = on_device.setdefault(device, tail.to(device))
                 tensor.compact(index, start, moves.of(tensor.rotation, device))
-
-
-class _CosSin:
-    """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
-
-    Computed once for each set of frequencies and device, not for each layer.
-    """
-
-    def __init__(self, old: Tensor, new: Tensor) -> None:
-        self._positions = old, new
-        self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
-
-    def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine [n, d/2] on `device`; None for a tensor without a rotation."""
-        if rotation is None:
-            return None
-        for other, where, cos_sin in self._computed:
-            if where == device and other.same_angles(rotation):
-                return cos_sin
-        cos, sin = rotation.cos_sin(*self._positions)
-        self._computed.append((rotation, device, (cos.to(device), sin.to(device))))
-        return self._computed[-1][2]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -82,4 +85,8 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
     if policy.honours_pins:
         protected |= (ledger.column("flags")[at] & Flag.PINNED).astype(bool)
     held = ledger.held(sinks=sinks, protected=protected)
+    stats: dict[str, Any] = {
+        name: torch.from_numpy(random.random(len(held))) for name in policy.key_value_stats
+    }
+    held = replace(held, **stats)
     return held, int(random.integers(protected.sum(), len(at) + 1))

@@ -6,9 +6,11 @@ that the turn can be undone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_value_stats import Block, KeyValueStat, key_value_stats
 from sirchat.memory.ledger import Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
@@ -179,6 +182,37 @@ class KeyValueStore:
         self._archive.truncate(checkpoint.seen)
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
+
+    def statistics(
+        self, positions: Positions, wanted: Collection[KeyValueStat]
+    ) -> dict[KeyValueStat, NDArray[np.float64]]:
+        """Statistics of the keys and values at these stream positions [n], ascending, [n] each.
+
+        Of a row that is gone they are the median of the others.
+        """
+        blocks = partial(self._blocks, positions)
+        as_read = partial(blocks, as_read=True)
+        return key_value_stats(wanted, len(positions), blocks, as_read)
+
+    def _blocks(self, positions: Positions, *, as_read: bool = False) -> Iterator[Block]:
+        """The held or archived rows among these, with keys as first written or as attention reads.
+
+        If all are held, that is what attention reads; else each key is rotated to its number among
+        `positions`, as if all of these rows were held.
+        """
+        held = self.ledger.held_positions
+        here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
+        slots = torch.from_numpy(np.searchsorted(held, positions[here]))
+        if as_read and len(here) == len(positions):
+            yield Block(here, self.cache.as_read(slots))
+            return
+        first = [self.cache.first_written(slots, positions[here])] if len(here) else []
+        archived = self._archive.blocks(np.setdiff1d(positions, held, assume_unique=True))
+        for rows in chain(first, archived):
+            numbers = np.searchsorted(positions, rows.positions)
+            if as_read:
+                rows = self.cache.rotated(rows, torch.from_numpy(numbers))
+            yield Block(numbers, rows.tensors)
 
     def rows(self, limit: int | None = None) -> Rows | None:
         """All rows held or archived, as first written, by ascending position, on the CPU.

@@ -83,6 +83,8 @@ class HeldRows:
         log_decayed_surprisal: logarithm of the surprisal times these decays.
         attention: attention received so far, if the policy has it counted; else 0.
         recent_attention: attention received from the newest queries alone, likewise.
+        key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
+            see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
         is_pinned, is_anchor, is_sink: masks.
         continues_word: mask of the rows that belong to the word of the token before.
@@ -101,6 +103,10 @@ class HeldRows:
     log_decayed_surprisal: Tensor
     attention: Tensor
     recent_attention: Tensor
+    key_norm: Tensor
+    key_similarity: Tensor
+    value_norm: Tensor
+    value_range: Tensor
     arrival_key: Tensor
     is_pinned: Tensor
     is_anchor: Tensor
@@ -325,6 +331,7 @@ class Ledger:
         def tensor(array: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array))
 
+        unused = torch.zeros(len(at), dtype=torch.float64)
         return HeldRows(
             position=tensor(at.copy()),
             token_id=tensor(columns["token_id"][at]),
@@ -336,6 +343,10 @@ class Ledger:
             log_decayed_surprisal=tensor(self.log_decayed_surprisal_of(at)),
             attention=tensor(self.attention.totals(at, self.log_decay)),
             recent_attention=tensor(self.attention.recent(at)),
+            key_norm=unused,
+            key_similarity=unused,
+            value_norm=unused,
+            value_range=unused,
             arrival_key=tensor(columns["arrival_key"][at]),
             is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
             is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),

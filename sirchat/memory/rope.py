@@ -72,6 +72,28 @@ class Rotation:
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
+class CosSin:
+    """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
+
+    Computed once for each set of frequencies and device, not for each layer.
+    """
+
+    def __init__(self, old: Tensor, new: Tensor) -> None:
+        self._positions = old, new
+        self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
+
+    def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine [n, d/2] on `device`; None for a tensor without a rotation."""
+        if rotation is None:
+            return None
+        for other, where, cos_sin in self._computed:
+            if where == device and other.same_angles(rotation):
+                return cos_sin
+        cos, sin = rotation.cos_sin(*self._positions)
+        self._computed.append((rotation, device, (cos.to(device), sin.to(device))))
+        return self._computed[-1][2]
+
+
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:

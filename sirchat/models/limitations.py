@@ -1,4 +1,4 @@
-"""What not every model supports: recall by its own queries, and counting attention."""
+"""What not every model supports: recall by its own queries, attention, keys and values."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def require_comparable_queries(model: LoadedModel) -> None:
 def no_attention_reason(model: LoadedModel) -> str:
     """The message about a model that does not expose its attention weights."""
     return f"the attention of {model.name} can't be counted"
+
+
+def caches_latents(model: LoadedModel) -> bool:
+    """Whether the cache has compressed keys and values (multi-head latent attention).
+
+    Only then the second tensor of a layer, which has the values elsewhere, is rotated.
+    """
+    return any(rotation.value is not None for rotation in model.rotations)

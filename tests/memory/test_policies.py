@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -14,12 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ledger_rows import append_rows
-from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.contract import contract_violations
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
@@ -27,7 +24,6 @@ from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
-from sirchat.memory.policies.sink import Sink
 
 SEED = 7
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
@@ -45,6 +41,7 @@ class Row:
     faded: Fraction
     attention: Fraction
     recent_attention: Fraction
+    stats: dict[str, Fraction]
     key: float
     is_anchor: bool
     continues: bool
@@ -114,6 +111,38 @@ def highest_keys(case: Case, recent: int, sample: int | None) -> list[int]:
     return case.highest(rank)
 
 
+def drawn_by_attention(case: Case, row: Row) -> float:
+    """u ** (1 / w): w the attention of five rows side by side, in means of all."""
+
+    def pooled(at: int) -> Fraction:
+        beside = case.rows[max(0, at - 2) : at + 3]
+        return sum((one.recent_attention for one in beside), Fraction(0)) / 5
+
+    of_all = [pooled(at) for at in range(len(case.rows))]
+    mean = sum(of_all) / len(of_all)
+    weight = float(of_all[case.rows.index(row)] / mean) if mean else 0.0
+    draw = random_draw(Purpose.EVICTION, row.position, case.held.seen)
+    return draw ** (1 / (weight + 1e-12))
+
+
+def widest_and_drawn(case: Case, recent: int, percent: int) -> list[int]:
+    """Of the room for other than protected and recent rows, `percent` go to the widest values."""
+
+    def is_fixed(row: Row) -> bool:
+        return row.protected or case.is_recent(row, recent)
+
+    free = [row for row in case.rows if not is_fixed(row)]
+    room = max(0, case.num_keep - (len(case.rows) - len(free)))
+    widest = sorted(free, key=lambda r: (r.stats["value_range"], r.position), reverse=True)
+    stays = [row.position for row in widest[: room * percent // 100]]
+
+    def rank(row: Row) -> tuple[bool, float]:
+        sure = is_fixed(row) or row.position in stays
+        return sure, 0.0 if sure else drawn_by_attention(case, row)
+
+    return case.highest(rank)
+
+
 def sentence_ends(case: Case) -> list[int]:
     """The rows after the last sentence end, then sentence ends, then the others; newest first."""
     last = max((r.position for r in case.rows if r.is_anchor), default=-1)
@@ -131,7 +160,16 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
     ("reservoir", {"recent": 5}, lambda case: highest_keys(case, 5, None)),
     ("reservoir", {"recent": 5, "sample": 6}, lambda case: highest_keys(case, 5, 6)),
     ("anchor", {}, sentence_ends),
+    ("vase", {"recent": 5}, lambda case: widest_and_drawn(case, 5, 25)),
+    ("vase", {"recent": 0, "large": 60}, lambda case: widest_and_drawn(case, 0, 60)),
 ]
+
+
+STATS = ("key_norm", "key_similarity", "value_norm", "value_range")
+
+
+def column(rows: list[Row], name: str) -> Any:
+    return torch.tensor([float(row.stats[name]) for row in rows], dtype=torch.float64)
 
 
 @st.composite
@@ -175,13 +213,15 @@ def cases(pick: st.DrawFn) -> Case:
         key, is_anchor = random_draw(Purpose.ARRIVAL, p), bool(flags[p] & Flag.ANCHOR)
         faded = Fraction(1, 2 ** (rounds - of_round[p]))
         recent = sum((one[p] for one in queries[-2:] if p < len(one)), Fraction(0))
-        known = (p, roles[p], scores[p], faded, attention[p], recent)
+        stats = {name: Fraction(random.randint(1, 64), 8) for name in STATS}
+        known = (p, roles[p], scores[p], faded, attention[p], recent, stats)
         continues = bool(flags[p] & Flag.CONTINUES)
         return Row(*known, key, is_anchor, continues, is_pinned, is_sink, protected)
 
     rows = [row(position) for position in held]
     protected = [row.protected for row in rows]
     view = ledger.held(sinks=sinks, protected=np.array(protected))
+    view = replace(view, **{name: column(rows, name) for name in STATS})
     return Case(rows, view, random.randint(sum(protected), len(rows)))
 
 
@@ -234,6 +274,14 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
         {"lifetime": True},
         lambda case, row: float(row.attention) / (case.held.seen - row.position),
     ),
+    (
+        "h2o",
+        {"values": True},
+        lambda case, row: float(row.attention * row.stats["value_norm"]),
+    ),
+    ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
+    ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
+    ("vase", {}, drawn_by_attention),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
     ("salience", {"user": True}, lambda case, row: salient(case, row, ALL)),
@@ -321,36 +369,6 @@ def test_two_thousand_halvings_still_rank_rightly() -> None:
             append_rows(ledger, [3.0])
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     assert [Entropy(recent=0).keep(held, n).tolist() for n in (1, 2, 3)] == [[3], [0, 3], [0, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("entropi", "'entropi' is unknown; .*did you mean entropy"),
-        ("", "'' is unknown"),
-        ("base", "'base' is unknown"),
-        ("os:path", "os:path is not a sirchat policy"),
-        ("sirchat.nowhere:Policy", "cannot be imported"),
-    ],
-)
-def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
-    with pytest.raises(SettingError, match=problem):
-        policy_class(name)
-
-
-@dataclass(frozen=True)
-class Odd(Sink):
-    """Returns one number for all rows together."""
-
-    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        return {"odd": torch.zeros(())}
-
-
-def test_scores_and_factors_are_a_number_for_each_row() -> None:
-    assert not contract_violations(Sink())
-    assert contract_violations(Odd()) == [
-        "score() and log_factors() must return tensors, a number for each row"
-    ]
 
 
 def random_draw(purpose: Purpose, position: int, seen: int = 0) -> float:

@@ -84,7 +84,7 @@ def in_bfloat16() -> LoadedModel:
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
-        *((name, "float32") for name in ("entropy", "reservoir", "random", "snapkv")),
+        *((name, "float32") for name in ("entropy", "reservoir", "random", "snapkv", "keydiff")),
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.key_value_stats import KeyValueStat
 from sirchat.memory.ledger import HeldRows
 
 
@@ -51,6 +52,11 @@ class Policy(ABC):
     def attention_stats(self) -> AttentionStatsConfig | None:
         """Which attention statistics the policy uses; None for none."""
         return None
+
+    @property
+    def key_value_stats(self) -> tuple[KeyValueStat, ...]:
+        """Which statistics of keys and values the policy uses; they cost time at each ranking."""
+        return ()
 
     def newest_room(self, evictable: int) -> int:
         """How many of the `evictable` rows that it decides about it leaves to the newest tokens.

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig, or_median
+from sirchat.memory.key_value_stats import KeyValueStat
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy
 
@@ -19,8 +20,9 @@ class H2o(RecentScorePolicy):
     H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1): the score is the sum of the attention
     weights from all queries since the token was read; after each round it is multiplied by `decay`.
     `lifetime` divides the sum by the number of these queries, so that age alone earns nothing.
-    Known deviation: one choice of tokens serves all heads and layers, by the mean over heads and
-    over `layers` evenly spaced layers.
+    `values` multiplies the sum by |v|, the L1 norm of the token's value (VATP, Guo et al. 2024,
+    arXiv:2406.12335: "H2O w/ VATP"). Known deviation: one choice of tokens serves all heads and
+    layers, by the mean over heads and over `layers` evenly spaced layers; |v| is the mean over all.
     """
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048"
@@ -29,11 +31,18 @@ class H2o(RecentScorePolicy):
 
     layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
     lifetime: bool = field(default=False, metadata={"help": "divide by the queries since"})
+    values: bool = field(default=False, metadata={"help": "multiply by the norm of the value"})
 
     @property
     def attention_stats(self) -> AttentionStatsConfig:
         return AttentionStatsConfig(self.layers)
 
+    @property
+    def key_value_stats(self) -> tuple[KeyValueStat, ...]:
+        return ("value_norm",) if self.values else ()
+
     def score(self, rows: HeldRows) -> Tensor:
         received = or_median(rows.attention)
+        if self.values:
+            received = received * rows.value_norm
         return received / (rows.seen - rows.position) if self.lifetime else received

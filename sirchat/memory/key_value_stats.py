@@ -1,0 +1,119 @@
+"""Statistics of cached keys and values, by which policies rank rows.
+
+Each is one number for each row: the mean over a layer's key/value heads, then over all layers. They
+are computed when rows are ranked, and only those that the policy uses; nothing is recorded, so they
+are the same after a switch, an undo or a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
+"""Of a row's key k and value v in one head:
+
+- `key_norm`: the L2 norm |k|;
+- `key_similarity`: the cosine of k, as attention reads it, and the mean of k / |k| over all ranked
+  rows;
+- `value_norm`: the L1 norm |v|;
+- `value_range`: max(v) - min(v).
+"""
+
+Floats = NDArray[np.float64]
+
+
+class Block(NamedTuple):
+    """Keys and values of k of the n ranked rows.
+
+    Attributes:
+        rows: row numbers [k] among the ranked rows.
+        tensors: two for each layer, key then value, each [H, k, D].
+    """
+
+    rows: NDArray[np.int64]
+    tensors: list[Tensor]
+
+
+Blocks = Callable[[], Iterator[Block]]
+
+
+@torch.inference_mode()
+def key_value_stats(
+    wanted: Collection[KeyValueStat], count: int, written: Blocks, as_read: Blocks
+) -> dict[KeyValueStat, Floats]:
+    """The wanted statistics of `count` ranked rows, [count] each.
+
+    A row that is in no block gets the median of the others; 0 where there are none.
+
+    Args:
+        wanted: names of the statistics.
+        count: number of ranked rows, n.
+        written: gives the rows in blocks, keys as first written.
+        as_read: the same, keys rotated to where attention reads them.
+    """
+    found = {name: np.full(count, np.nan) for name in wanted}
+    if set(wanted) - {"key_similarity"}:
+        for block in written():
+            keys, values = block.tensors[::2], block.tensors[1::2]
+            for name, of in found.items():
+                if name == "key_norm":
+                    of[block.rows] = _mean([_norm(key, 2) for key in keys])
+                elif name == "value_norm":
+                    of[block.rows] = _mean([_norm(value, 1) for value in values])
+                elif name == "value_range":
+                    of[block.rows] = _mean([one.amax(-1) - one.amin(-1) for one in values])
+    if "key_similarity" in wanted:
+        for rows, similarity in _similarities(as_read):
+            found["key_similarity"][rows] = similarity
+    return {name: _or_median(one) for name, one in found.items()}
+
+
+def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+    """Row numbers [k] and similarities [k] of each block.
+
+    The cosine does not depend on the length of the mean, so that the sum will do.
+    """
+    sums: list[Tensor] = []
+    for block in as_read():
+        parts = [  # [H, 1, D]; float64, for the order of the blocks to make no difference
+            _unit(key).sum(1, keepdim=True, dtype=torch.float64) for key in block.tensors[::2]
+        ]
+        sums = [a + b.to(a.device) for a, b in zip(sums, parts, strict=True)] if sums else parts
+    anchors = [_unit(one) for one in sums]
+    for block in as_read():
+        pairs = zip(block.tensors[::2], anchors, strict=True)
+        yield block.rows, _mean([(_unit(key) * one.to(key.device)).sum(-1) for key, one in pairs])
+
+
+def _mean(layers: list[Tensor]) -> Floats:
+    """The mean over heads, then over layers, of numbers [H, k] per layer: [k]."""
+    total = torch.zeros(layers[0].shape[1], dtype=torch.float64, device=layers[0].device)
+    for one in layers:
+        total += one.double().mean(0).to(total.device)
+    mean: Floats = (total / len(layers)).cpu().numpy()
+    return mean
+
+
+def _norm(x: Tensor, p: int) -> Tensor:
+    """The p-norms [H, k] of vectors [H, k, D], in float32."""
+    norm: Tensor = torch.linalg.vector_norm(x, p, dim=-1, dtype=torch.float32)
+    return norm
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors [..., D] of length 1, in float32; a zero vector stays zero."""
+    return torch.nn.functional.normalize(x.float(), dim=-1)
+
+
+def _or_median(values: Floats) -> Floats:
+    """The values [n], the unknown ones replaced by the median of the others."""
+    unknown = np.isnan(values)
+    if unknown.any():
+        values[unknown] = 0.0 if unknown.all() else np.median(values[~unknown])
+    return values

@@ -1,0 +1,32 @@
+"""Policy `keydiff`: the tokens whose keys differ most from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.key_value_stats import KeyValueStat
+from sirchat.memory.ledger import HeldRows
+from sirchat.memory.policies.base import RecentScorePolicy
+
+
+@dataclass(frozen=True)
+class Keydiff(RecentScorePolicy):
+    """Keeps the sinks, the tokens with the most distinctive keys, and the `recent` newest.
+
+    KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where the anchor a is the
+    mean of k / |k| over all tokens that compete; keys are taken as attention reads them, with their
+    rotary position, as in kvpress. Known deviations: one choice of tokens serves all heads and
+    layers, by the mean over heads and layers; the newest tokens always stay.
+    """
+
+    source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
+
+    @property
+    def key_value_stats(self) -> tuple[KeyValueStat, ...]:
+        return ("key_similarity",)
+
+    def score(self, rows: HeldRows) -> Tensor:
+        return -rows.key_similarity

@@ -1,0 +1,32 @@
+"""Policy `knorm`: the tokens with the shortest keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sirchat.memory.key_value_stats import KeyValueStat
+from sirchat.memory.ledger import HeldRows
+from sirchat.memory.policies.base import RecentScorePolicy
+
+
+@dataclass(frozen=True)
+class Knorm(RecentScorePolicy):
+    """Keeps the sinks, the tokens whose keys have the smallest norm, and the `recent` newest.
+
+    L2 norm-based compression (Devoto et al. 2024, arXiv:2406.11430): a key of low L2 norm usually
+    gets much attention, so the score is -|k|. Known deviations: one choice of tokens serves all
+    heads and layers, by the mean over heads and layers; the first two layers, which the released
+    code can leave whole, count like the others; the newest tokens always stay.
+    """
+
+    source: ClassVar[str] = "L2 norm, arXiv:2406.11430"
+
+    @property
+    def key_value_stats(self) -> tuple[KeyValueStat, ...]:
+        return ("key_norm",)
+
+    def score(self, rows: HeldRows) -> Tensor:
+        return -rows.key_norm

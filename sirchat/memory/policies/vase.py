@@ -1,0 +1,67 @@
+"""Policy `vase`: the tokens with the widest values, and a draw of the others by attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.key_value_stats import KeyValueStat
+from sirchat.memory.ledger import HeldRows
+from sirchat.memory.policies.base import RecentScorePolicy, highest
+
+_POOL = 5
+"""Tokens side by side over which the attention is averaged."""
+
+
+@dataclass(frozen=True)
+class Vase(RecentScorePolicy):
+    """Keeps the sinks, the tokens whose values span most, a random draw, and the `recent` newest.
+
+    VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): of the room that sinks,
+    pins and the newest tokens leave, `large` percent go to the tokens of largest max(v) - min(v).
+    The others are drawn anew at each eviction, without replacement, each with a probability
+    proportional to the attention from the newest `window` queries, averaged over 5 tokens side by
+    side. The score is log(u) / w, u a uniform draw and w the attention: the largest are such a
+    sample (Efraimidis and Spirakis 2006). Known deviations: one choice of tokens serves all heads
+    and layers, by the mean over heads and layers (for attention, `layers` evenly spaced ones);
+    `large` is a share of the room, 25 % by default, where the code has a number of tokens.
+    """
+
+    source: ClassVar[str] = "VaSE, arXiv:2606.03928"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
+    needs_attention: ClassVar[bool] = True
+    log_scale: ClassVar[bool] = True
+
+    large: int = field(default=25, metadata={"help": "percent of the room for the widest values"})
+    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
+    window: int = field(default=64, metadata={"help": "newest queries that count"})
+
+    @property
+    def attention_stats(self) -> AttentionStatsConfig:
+        return AttentionStatsConfig(self.layers, max(1, self.window))
+
+    @property
+    def key_value_stats(self) -> tuple[KeyValueStat, ...]:
+        return ("value_range",)
+
+    def score(self, rows: HeldRows) -> Tensor:
+        side = _POOL // 2
+        pooled = torch.nn.functional.avg_pool1d(rows.recent_attention[None], _POOL, 1, side)[0]
+        weight = pooled / pooled.mean().clamp_min(1e-12) + 1e-12  # without attention: all alike
+        draws = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
+        return torch.from_numpy(draws).log() / weight
+
+    def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
+        fixed = rows.protected | rows.newest(self.recent)
+        room = max(0, num_keep - int(fixed.sum()))
+        others = rows.value_range.masked_fill(fixed, -math.inf)
+        widest = highest(others, torch.zeros_like(fixed), room * min(100, self.large) // 100)
+        ranking = self.score(rows).masked_fill(fixed, math.inf)
+        ranking[widest] = math.inf
+        return highest(ranking, rows.protected, num_keep)

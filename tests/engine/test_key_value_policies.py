@@ -1,0 +1,68 @@
+"""Policies that rank by keys and values: what they hold in a conversation, and when refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from families import loaded
+from sirchat.chat.settings import check_key_values
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.errors import SettingError
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.keydiff import Keydiff
+from sirchat.memory.policies.knorm import Knorm
+from sirchat.memory.policies.sink import Sink
+
+
+def talked(settings: CacheSettings, count: int = 60) -> Engine:
+    engine = Engine(loaded("llama"), settings)
+    ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    list(engine.feed(ids, [Role.USER] * count, TurnRef(0, 0)))
+    return engine
+
+
+def bounded(policy: Sink | Knorm | Keydiff, budget: int = 64) -> CacheSettings:
+    return CacheSettings(policy=policy, budget=budget, archive=2**20, protect=False)
+
+
+def test_the_shortest_keys_of_all_that_was_read_stay() -> None:
+    engine = talked(bounded(Sink()))
+    lengths = torch.stack([engine.cache.layer_keys(at)[0].norm(dim=-1) for at in range(4)])
+    wanted = lengths.mean((0, 1))[4:].topk(16, largest=False).indices + 4
+    list(engine.switch(bounded(Knorm(recent=0), budget=20)))
+    assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
+
+
+def test_the_most_distinctive_keys_of_all_that_was_read_stay() -> None:
+    engine = talked(bounded(Sink()))
+    keys = torch.stack([engine.cache.layer_keys(at)[0] for at in range(4)])  # [L, H, n, D]
+    anchor = torch.nn.functional.normalize(keys, dim=-1).mean(2, keepdim=True)
+    similarity = torch.cosine_similarity(keys, anchor, dim=-1).mean((0, 1))
+    wanted = similarity[4:].topk(16, largest=False).indices + 4
+    list(engine.switch(bounded(Keydiff(recent=0), budget=20)))
+    assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
+
+
+def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.memory.key_value_store.key_value_stats", None)
+    assert talked(bounded(Sink(), budget=32)).resident <= 32
+
+
+@pytest.mark.parametrize("policy", ["knorm", "keydiff", "vase"])
+def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
+    profile = changed(Profile(), "flag", policy=policy)
+    check_key_values(profile, loaded("llama"), "policy")
+    with pytest.raises(SettingError, match="compressed keys"):
+        check_key_values(profile, loaded("deepseek-mla"), "policy")
+
+
+def test_h2o_is_refused_there_only_with_the_values() -> None:
+    model = loaded("deepseek-mla")
+    check_key_values(changed(Profile(), "flag", policy="h2o"), model, "policy")
+    profile = changed(Profile(), "flag", policy="h2o", policy_options={"values": True})
+    with pytest.raises(SettingError, match="compressed keys"):
+        check_key_values(profile, model, "policy")
