@@ -8,22 +8,14 @@ are the same after a switch, an undo or a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
-"""Of a row's key k and value v in one head:
-
-- `key_norm`: the L2 norm |k|;
-- `key_similarity`: the cosine of k, as attention reads it, and the mean of k / |k| over all ranked
-  rows;
-- `value_norm`: the L1 norm |v|;
-- `value_range`: max(v) - min(v).
-"""
+from sirchat.memory.ledger import KeyValueStat
 
 Floats = NDArray[np.float64]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.key_value_stats import Block, KeyValueStat, key_value_stats
-from sirchat.memory.ledger import Ledger, State
+from sirchat.memory.key_value_stats import Block, key_value_stats
+from sirchat.memory.ledger import KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
 UNDO_BYTES = 256 * 2**20

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,6 +67,17 @@ ROW = np.dtype(
     ],
     align=True,
 )
+
+
+KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
+"""Of a row's key k and value v in one head:
+
+- `key_norm`: the L2 norm |k|;
+- `key_similarity`: the cosine of k, as attention reads it, and the mean of k / |k| over all ranked
+  rows;
+- `value_norm`: the L1 norm |v|;
+- `value_range`: max(v) - min(v).
+"""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 
 from ledger_rows import append_rows
 from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.key_value_stats import KeyValueStat
 from sirchat.memory.key_value_store import KeyValueStore
-from sirchat.memory.ledger import Ledger
+from sirchat.memory.ledger import KeyValueStat, Ledger
 from sirchat.memory.rope import Rotation
 
 LAYERS, HEADS, DIMS, ROWS = 3, 2, 6, 12

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.key_value_stats import KeyValueStat
-from sirchat.memory.ledger import HeldRows
+from sirchat.memory.ledger import HeldRows, KeyValueStat
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig, or_median
-from sirchat.memory.key_value_stats import KeyValueStat
-from sirchat.memory.ledger import HeldRows
+from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy
 
 

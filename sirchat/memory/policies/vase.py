@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.key_value_stats import KeyValueStat
-from sirchat.memory.ledger import HeldRows
+from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
 _POOL = 5
