@@ -76,10 +76,9 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
     newest = at >= seen - (150 - sinks) // 2
     protected = (at < sinks) | (newest & (engine.ledger.column("round") == 5))
     view = engine.ledger.view(at, sinks=sinks, protected=protected)
-    stats: dict[str, Any] = dict(
-        engine.store.statistics(at, engine.settings.policy.key_value_stats)
-    )
-    view = replace(view, **{name: torch.from_numpy(one) for name, one in stats.items()})
+    found = engine.store.statistics(at, engine.settings.policy.key_value_stats)
+    stats: dict[str, Any] = {name: torch.from_numpy(one) for name, one in found.items()}
+    view = replace(view, **stats)
     assert engine.ledger.held_positions.tolist() == engine.settings.policy.keep(view, 150).tolist()
     assert sum(len(r.positions) for r in records if isinstance(r, RestoredRows)) >= 86
 

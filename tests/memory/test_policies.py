@@ -122,7 +122,7 @@ def drawn_by_attention(case: Case, row: Row) -> float:
     mean = sum(of_all) / len(of_all)
     weight = float(of_all[case.rows.index(row)] / mean) if mean else 0.0
     draw = random_draw(Purpose.EVICTION, row.position, case.held.seen)
-    return draw ** (1 / (weight + 1e-12))
+    return float(draw ** (1 / (weight + 1e-12)))
 
 
 def widest_and_drawn(case: Case, recent: int, percent: int) -> list[int]:
