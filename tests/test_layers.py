@@ -87,7 +87,7 @@ def test_in_memory_only_the_cache_knows_transformers(module: str) -> None:
 
 @pytest.mark.parametrize("module", below("sirchat.memory.policies"))
 def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
-    allowed = ("attention", "ledger", "draws", "factors", "policies")
+    allowed = ("attention", "key_value_stats", "ledger", "draws", "factors", "policies")
     for name in ours(module):
         assert within(name, "sirchat.errors", *(f"sirchat.memory.{part}" for part in allowed)), name
 

@@ -19,6 +19,9 @@ from sirchat.memory.ledger import KeyValueStat
 
 Floats = NDArray[np.float64]
 
+_TINY = 1e-12
+"""Least length that is divided by: a zero vector has the cosine 0."""
+
 
 class Block(NamedTuple):
     """Keys and values of k of the n ranked rows.
@@ -73,14 +76,22 @@ def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]
     """
     sums: list[Tensor] = []
     for block in as_read():
-        parts = [  # [H, 1, D]; float64, for the order of the blocks to make no difference
-            _unit(key).sum(1, keepdim=True, dtype=torch.float64) for key in block.tensors[::2]
-        ]
+        parts = [_sum_of_units(key) for key in block.tensors[::2]]  # [H, 1, D]
         sums = [a + b.to(a.device) for a, b in zip(sums, parts, strict=True)] if sums else parts
-    anchors = [_unit(one) for one in sums]
     for block in as_read():
-        pairs = zip(block.tensors[::2], anchors, strict=True)
-        yield block.rows, _mean([(_unit(key) * one.to(key.device)).sum(-1) for key, one in pairs])
+        pairs = zip(block.tensors[::2], sums, strict=True)
+        yield block.rows, _mean([_cosines(key, one.to(key.device)) for key, one in pairs])
+
+
+def _sum_of_units(keys: Tensor) -> Tensor:
+    """The sum [H, 1, D] of vectors [H, k, D] over their lengths."""
+    return (1 / _norm(keys, 2).clamp_min(_TINY))[:, None] @ keys.float()
+
+
+def _cosines(keys: Tensor, anchor: Tensor) -> Tensor:
+    """Cosines [H, k] of vectors [H, k, D] and one of each head [H, 1, D]."""
+    products = (keys.float() @ anchor.mT)[..., 0]
+    return products / (_norm(keys, 2) * _norm(anchor, 2)).clamp_min(_TINY)
 
 
 def _mean(layers: list[Tensor]) -> Floats:
@@ -96,11 +107,6 @@ def _norm(x: Tensor, p: int) -> Tensor:
     """The p-norms [H, k] of vectors [H, k, D], in float32."""
     norm: Tensor = torch.linalg.vector_norm(x, p, dim=-1, dtype=torch.float32)
     return norm
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Vectors [..., D] of length 1, in float32; a zero vector stays zero."""
-    return torch.nn.functional.normalize(x.float(), dim=-1)
 
 
 def _or_median(values: Floats) -> Floats:
