@@ -51,11 +51,15 @@ def train_tiny_anchor(
 
 @train_app.command("anchor")
 def train_anchor(
-    model: Annotated[str, typer.Option(help="A folder, or a Hugging Face name.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder, or a Hugging Face name.")
+    ] = "tiny",
     out: Out = Path("anchor"),
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Texts, or JSONL; can be repeated. Without any, talk is made up."),
+        typer.Option(
+            help="Texts, transcripts, JSONL; can be repeated. Without any, talk is made up."
+        ),
     ] = None,
     variant: Annotated[
         str,
@@ -82,6 +86,10 @@ def train_anchor(
         int, typer.Option(help="Rows that a device reads at once; others accumulate.", min=1)
     ] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop after so long, earlier runs included.", min=0, metavar="MINUTES"),
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its peak.", min=0)] = 2e-5,
     warmup: Annotated[int, typer.Option(help="Steps in which it rises.", min=0)] = 20,
     schedule: Annotated[
@@ -103,7 +111,9 @@ def train_anchor(
     all GPUs, or machines, take part.
     """
     from sirchat.text.anchors import Per
-    from sirchat.training.anchor import TRAINED, AnchorOptions, Attention, Schedule, Trained
+    from sirchat.training.anchor import TRAINED, AnchorOptions, Trained
+    from sirchat.training.anchor_trainer import Attention
+    from sirchat.training.time_limit import Schedule
     from sirchat.ui.training import train_anchor_with_progress
 
     _refuse_unknown("variant", variant, TRAINED)
@@ -122,6 +132,7 @@ def train_anchor(
         batch=batch,
         per_device=per_device,
         steps=steps,
+        minutes=minutes,
         learning_rate=learning_rate,
         warmup=warmup,
         schedule=cast("Schedule", schedule),

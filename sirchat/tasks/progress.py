@@ -9,6 +9,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sirchat.text.duration import duration
+
 T = TypeVar("T")
 
 EVERY = 30.0
@@ -75,11 +77,3 @@ def _lines(
             line = f"{name}: {finished:,} of {total:,}{time_left}"
             console.print(line, markup=False, soft_wrap=True)
         yield one
-
-
-def duration(seconds: float) -> str:
-    """A time in words: `40 s`, `3 min`, `2 h 5 min`."""
-    if round(seconds) < 60:
-        return f"{round(seconds)} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -8,7 +8,6 @@ with our own masks and loss; the model's code is unchanged.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,34 +15,34 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PrinterCallback,
-    Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils import logging as transformers_logging
 
-from sirchat.errors import ModelError, SettingError, UsageError
+from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import locate, unloadable
+from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.training.anchor_rows import Row, TalkRows, TextRows, Writer
-from sirchat.training.ansan import block_mask, position_in_document, visible
+from sirchat.training.anchor_trainer import (
+    AnchorTrainer,
+    Attention,
+    Step,
+    StepCallback,
+    collate,
+)
+from sirchat.training.loss_history import LossHistory, checkpoint_losses
+from sirchat.training.time_limit import ENDLESS, Schedule, TrainingClock
 from sirchat.world.dialogue import Mix
-
-Schedule = Literal["constant", "cosine"]
 
 Trained = Variant | Literal["none"]
 """The kind of anchors that a model is trained with; `none` is ordinary training, as a baseline."""
-
-Attention = Literal["sdpa", "flex"]
-"""How attention is computed: SDPA with a dense mask, or flex attention with a block mask."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 
@@ -56,7 +55,7 @@ class AnchorOptions:
     """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
 
     Attributes:
-        model: a folder, or a hub id.
+        model: a name that `load_model` takes; GGUF weights are unpacked.
         out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
         data: files to train on; empty for synthetic dialogue.
         variant, per: see `Trained` and `Anchors`.
@@ -66,7 +65,10 @@ class AnchorOptions:
         mix: mix of rounds in synthetic dialogue.
         tokens: tokens in a row.
         batch: rows in a step.
-        steps: number of steps; None for one epoch of the data (synthetic: 1,000).
+        steps: number of steps; None for one epoch of the data (synthetic: 1,000) or, with
+            `minutes`, for as many as fit.
+        minutes: time that the training may take, in all runs together; data repeats meanwhile.
+            None for any. Saving comes on top.
         per_device: rows in one forward pass on each device; gradients are accumulated.
         schedule: learning-rate schedule after `warmup` steps.
     """
@@ -84,6 +86,7 @@ class AnchorOptions:
     batch: int = 512
     per_device: int = 1
     steps: int | None = None
+    minutes: float | None = None
     learning_rate: float = 2e-5
     warmup: int = 20
     schedule: Schedule = "constant"
@@ -98,6 +101,12 @@ class AnchorOptions:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.out.with_name(f"{self.out.name}.checkpoints")
+
+    @property
+    def resumes_from(self) -> Path | None:
+        """The last checkpoint, if the training goes on from there."""
+        found = self.checkpoints.glob("checkpoint-*") if self.resume else ()
+        return max(found, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,8 @@ def prepare(options: AnchorOptions) -> Training:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
     if options.attention == "flex" and not torch.cuda.is_available():
         raise SettingError("attention is 'flex', which trains on a GPU, and there is none here")
+    if options.minutes is not None and not options.minutes > 0:
+        raise SettingError(f"--minutes can't be {options.minutes:g}; it must be more than 0")
     rows_at_once(options)
     model, tokenizer = _load(options)
     if options.attention == "flex":
@@ -138,23 +149,25 @@ def prepare(options: AnchorOptions) -> Training:
     return Training(options, model, tokenizer, anchors, rows)
 
 
+@quiet_libraries()
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
-    """The model to train, and its tokenizer."""
-    trust = {"trust_remote_code": options.trust_remote_code}
-    source, gguf = locate(options.model)
-    if gguf:
-        raise ModelError(f"model {options.model!r} is GGUF, which can't be trained")
-    transformers_logging.disable_progress_bar()
+    """The model to train, in float32, and its tokenizer; those of a checkpoint when resuming."""
+    checkpoint = options.resumes_from
+    source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
+    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
-        if options.scratch:
-            config = AutoConfig.from_pretrained(source, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, **more)
+        if options.scratch and not checkpoint:
+            config = AutoConfig.from_pretrained(source, **more)
+            more = {"trust_remote_code": options.trust_remote_code}
             with torch.random.fork_rng():
                 torch.manual_seed(options.seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **more)
                 return model, tokenizer
+        # Without this a model of a GGUF file counts as quantized, and can't be saved.
+        more |= {"quantization_config": GgufConfig(dequantize=True)} if where else {}
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, **trust
+            source, dtype=torch.float32, use_safetensors=None if where else True, **more
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise unloadable(options.model, error) from error
@@ -179,119 +192,49 @@ def add_anchor(model: Any, tokenizer: Any) -> int:
         model.resize_token_embeddings(token_id + 1, mean_resizing=False)
     tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     for table in tables:  # a single one if they are tied
-        table[token_id] = table[:rows].mean(0)
+        mean = table[:rows].mean(0)
+        table[rows:] = mean  # a tokenizer may have tokens that the model lacks
+        table[token_id] = mean
     return token_id
-
-
-class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """Trains on rows in their order, under the mask of equation (4)."""
-
-    def __init__(self, *, sinks: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.sinks = sinks
-        # The loss is a sum, divided by the token count of the whole step.
-        self.model_accepts_loss_kwargs = True
-
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: Row,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        """The weighted mean loss over all tokens of the step, on all devices."""
-        mask = inputs.get("visible")
-        if mask is None:
-            mask = block_mask(inputs["is_anchor"], inputs["document"], sinks=self.sinks)
-        output = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=inputs["position"],
-            use_cache=False,
-        )
-        sums = weighted_sum(output.logits, inputs)
-        count = num_items_in_batch if num_items_in_batch is not None else inputs["labels"].numel()
-        loss: Tensor = sums / count
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
-        return loss
-
-
-def weighted_sum(logits: Tensor, row: Row) -> Tensor:
-    """The loss in nats summed over all predicted tokens; weights have mean 1 in each row."""
-    ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
-    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
-    weight = weight / weight.mean(1, keepdim=True)
-    return (nats.view_as(weight) * weight).sum()
-
-
-def collate(rows: list[Row], sinks: int, attention: Attention = "sdpa") -> Row:
-    """A batch: ids, positions within each document, and the mask or what it is made from."""
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    document = batch["document"]
-    if attention == "sdpa":
-        del batch["document"]
-        batch["visible"] = visible(batch.pop("is_anchor"), document, sinks=sinks)
-    batch["position"] = position_in_document(document)
-    starts_document = document[:, 1:] != document[:, :-1]
-    batch["weight"][:, 1:][starts_document] = 0.0  # these are not predicted
-    batch["labels"] = batch["input_ids"][:, 1:].clone()
-    return batch
 
 
 def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
     if options.data:
         return TextRows(writer, options.data, options.tokens)
-    rows = (1000 if options.steps is None else options.steps) * options.batch
+    rows = (_steps(options) or 1000) * options.batch
     return TalkRows(writer, options.mix, rows, options.tokens, options.seed)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A finished step, of `steps`: its loss in nats per token, and the speed so far."""
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_second: float
+def _steps(options: AnchorOptions) -> int | None:
+    """The largest number of steps; None for one epoch."""
+    endless = options.steps is None and options.minutes is not None
+    return ENDLESS if endless else options.steps
 
 
-class _StepCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports each step to `show`, in place of the Trainer's own output."""
-
-    def __init__(self, tokens: int, show: Callable[[Step], None]) -> None:
-        self._tokens, self._show, self._start = tokens, show, time.perf_counter()
-        self._first: int | None = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Report the loss of a step."""
-        if not logs or "loss" not in logs or not state.is_world_process_zero:
-            return
-        self._first = state.global_step - 1 if self._first is None else self._first
-        done = (state.global_step - self._first) * self._tokens
-        speed = done / max(1e-9, time.perf_counter() - self._start)
-        self._show(Step(state.global_step, state.max_steps, float(logs["loss"]), speed))
-
-
+@quiet_libraries()
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
-    """Train, and write the model to the options' `out`; calls `show` after each step."""
-    options = training.options
+    """Train, and write model and loss history to the options' `out`; calls `show` for each step."""
+    options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
+    before = checkpoint_losses(checkpoint) if checkpoint else []
+    limit = None if options.minutes is None else 60 * options.minutes
+    clock = TrainingClock(limit, [one.seconds for one in before])
+    history = LossHistory(options.out, before) if is_first() else None
     trainer = AnchorTrainer(
         model=training.model,
         args=arguments(options),
         train_dataset=training.rows,
-        data_collator=lambda rows: collate(rows, sinks, options.attention),
+        data_collator=collate,
         sinks=sinks,
+        attention=options.attention,
+        clock=clock,
+        schedule=options.schedule,
         processing_class=training.tokenizer,
-        callbacks=[_StepCallback(options.batch * options.tokens, show)],
+        callbacks=[StepCallback(clock, history, show)],
     )
     trainer.remove_callback(PrinterCallback)
-    resumes = options.resume and any(options.checkpoints.glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=str(newest(options.checkpoints)) if resumes else None)
+    if not clock.is_over:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.is_world_process_zero():
         trained = trainer.accelerator.unwrap_model(trainer.model)
         trained = trained.to(torch.bfloat16) if options.bf16 else trained
@@ -305,11 +248,6 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
 def is_first() -> bool:
     """Whether this is the only process, or the first of several."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def newest(checkpoints: Path) -> Path:
-    """The last checkpoint."""
-    return max(checkpoints.glob("checkpoint-*"), key=lambda one: int(one.name.rpartition("-")[2]))
 
 
 def rows_at_once(options: AnchorOptions) -> int:
@@ -330,13 +268,12 @@ def arguments(options: AnchorOptions) -> TrainingArguments:
         output_dir=str(options.checkpoints),
         per_device_train_batch_size=options.per_device,
         gradient_accumulation_steps=options.batch // rows_at_once(options),
-        max_steps=-1 if options.steps is None else options.steps,
+        max_steps=_steps(options) or -1,
         num_train_epochs=1,
         learning_rate=options.learning_rate,
         adam_beta1=0.9,
         adam_beta2=0.95,
         weight_decay=0.0,
-        lr_scheduler_type="cosine" if options.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=options.warmup,
         max_grad_norm=1.0,
         bf16=options.bf16,
@@ -347,6 +284,8 @@ def arguments(options: AnchorOptions) -> TrainingArguments:
         save_steps=options.checkpoint_every,
         save_total_limit=2,
         logging_steps=1,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all",
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,

@@ -5,7 +5,6 @@ Documents are packed into rows and do not attend to each other; the last one of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from sirchat.text.anchor_placement import with_anchors
 from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
+from sirchat.training.anchor_files import read_file
 from sirchat.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.world.dialogue import Mix, dialogue
 from sirchat.world.rounds import draw_length
@@ -139,10 +139,8 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    Each line of a `.jsonl` file is a conversation, `{"messages": [{"role", "content"}, ...]}`, or a
-    text, `{"text"}`; any other file is one text.
-
-    Raises SettingError when a file can't be read, or when all files do not fill one row.
+    `read_file` says which files. Raises UsageError when one can't be read, SettingError when all of
+    them do not fill one row.
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
@@ -184,29 +182,6 @@ def packed(documents: Iterable[Document], tokens: int) -> Row:
     }
 
 
-@dataclass(frozen=True)
-class _Message:
-    role: str
-    text: str
-
-
 def _documents(writer: Writer, file: Path) -> Iterator[Document]:
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"data {str(file)!r} can't be read: {error}") from None
-    if file.suffix != ".jsonl":
-        yield writer.text(text)
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            if "messages" in entry:
-                yield writer.talk([_Message(m["role"], m["content"]) for m in entry["messages"]])
-            else:
-                yield writer.text(str(entry["text"]))
-        except (ValueError, KeyError, TypeError):
-            raise SettingError(
-                f"{file}, line {number}, is neither a text nor a conversation",
-                hint='{"text": ...} or {"messages": [{"role": ..., "content": ...}, ...]}',
-            ) from None
+    for one in read_file(file):
+        yield writer.text(one) if isinstance(one, str) else writer.talk(one)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
-import pytest
 from rich.console import Console
 
 from command import run
-from sirchat.tasks.progress import duration, with_progress
+from sirchat.tasks.progress import with_progress
 
 
 def lines_of(times: list[float], total: int, known: int = 0, *, terminal: bool = False) -> str:
@@ -56,14 +55,6 @@ def test_a_terminal_gets_a_bar() -> None:
     drawn = lines_of([31.0, 62.0], 2, terminal=True)
     assert "\x1b" in drawn
     assert "1/2" in drawn or "2/2" in drawn
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (59, "59 s"), (59.7, "1 min"), (3_599, "1 h 0 min"), (7_500, "2 h 5 min")],
-)
-def test_a_time_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_the_command_reports_to_stderr_only() -> None:

@@ -24,15 +24,14 @@ from sirchat.text.detokenizer import ends_sentence
 from sirchat.training.anchor import (
     TALK,
     AnchorOptions,
-    Step,
     add_anchor,
-    collate,
     prepare,
     train_anchors,
-    weighted_sum,
 )
 from sirchat.training.anchor_rows import TalkRows, TextRows, Writer, packed
+from sirchat.training.anchor_trainer import Step, collate, weighted_sum
 from sirchat.training.ansan import visible
+from sirchat.training.loss_history import read_losses
 from sirchat.world.dialogue import Mix, dialogue
 from sirchat.world.messages import Message
 
@@ -56,7 +55,7 @@ def options(folder: Path, out: Path, **more: Any) -> AnchorOptions:
 def losses(options: AnchorOptions) -> list[float]:
     found: list[Step] = []
     train_anchors(prepare(options), found.append)
-    return [one.loss for one in found]
+    return [one.entry.loss for one in found]
 
 
 def said(document: Any) -> str:
@@ -133,9 +132,10 @@ def test_the_loss_is_that_of_each_document_by_itself() -> None:
     writer, model = Writer(tiny().tokenizer, EP), babbler().module
     documents = [writer.talk(list(dialogue(Random(n), 2, MIX))) for n in range(2)]
     length = sum(len(one.ids) for one in documents)
-    row = collate([packed(documents, length)], sinks=1)
+    row = collate([packed(documents, length)])
+    sees = visible(row["is_anchor"], row["document"], sinks=1)
     logits = model(
-        input_ids=row["input_ids"], attention_mask=row["visible"], position_ids=row["position"]
+        input_ids=row["input_ids"], attention_mask=sees, position_ids=row["position"]
     ).logits
     found = weighted_sum(logits, row)
     total = weights = 0.0
@@ -184,8 +184,9 @@ def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Pa
     plain = options(folder, tmp_path / "plain", variant="none", scratch=True, seed=7)
     ready = prepare(plain)
     assert ready.anchors is None
-    document = ready.rows[0]["document"]
-    seen = collate([ready.rows[0]], 0)["visible"][0, 0]
+    row = collate([ready.rows[0]])
+    document = row["document"][0]
+    seen = visible(row["is_anchor"], row["document"])[0, 0]
     assert torch.equal(seen, (document[:, None] == document).tril())
     other = prepare(options(folder, tmp_path / "ep", variant="ep", scratch=True, seed=7))
     old = load_model(str(folder)).module
@@ -205,13 +206,22 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Pa
     whole = losses(options(folder, tmp_path / "whole", steps=6))
 
     def stop(step: Step) -> None:
-        if step.step == 5:
+        if step.entry.step == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train_anchors(prepare(options(folder, tmp_path / "part", steps=6)), stop)
     rest = losses(options(folder, tmp_path / "part", steps=6, resume=True))
     assert rest == whole[4:]
+    histories = [read_losses(tmp_path / name) for name in ("whole", "part")]
+    for history in histories:
+        assert [one.step for one in history] == [1, 2, 3, 4, 5, 6]
+        assert [one.tokens for one in history] == [192 * step for step in range(1, 7)]
+        assert [one.loss for one in history] == whole
+        times = [one.seconds for one in history]
+        assert times == sorted(times)
+    rates = [[one.learning_rate for one in history] for history in histories]
+    assert rates[0] == rates[1] == [0.0] + [1e-3] * 5
     one, other = (load_model(str(tmp_path / name), device="cpu") for name in ("whole", "part"))
     pairs = zip(one.module.parameters(), other.module.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
