@@ -180,7 +180,7 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     assert names > {"facts-12.jsonl", "facts-12.md", "facts-12.svg", "facts-12.json"}
     again = run(*arguments)
     assert again.stdout == first.stdout
-    assert run("eval", "retrieval", "--measures", "bm25").returncode == 2
+    assert run("eval", "retrieval", "--measures", "bm52").returncode == 2
 
 
 def test_recalled_tokens_reveal_the_private_answer() -> None:

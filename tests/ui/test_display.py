@@ -59,7 +59,7 @@ def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
     chat.ask("/set max_new_tokens 100000")
     chat.say("Go on.")
     chat.wait(re.escape(_reply().split()[0]))
-    chat.wait_screen(rf"[a-z].*\n── entropy · .*\n{_GAUGE}.*\nturns \S\S ")
+    chat.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S ")
     assert " out, " not in chat.text
     assert chat.screen.cursor.hidden
     chat.send("\x03")

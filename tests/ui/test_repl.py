@@ -112,9 +112,9 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "reported"),
     [
-        ("/policy reservoir sample=100", "policy: entropy -> reservoir"),
+        ("/policy reservoir sample=100", "policy: salience -> reservoir"),
         ("/policy reservoir sample=100", "policy_options: none -> sample=100"),
-        ("/policy stream", "policy: entropy -> sink"),
+        ("/policy stream", "policy: salience -> sink"),
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
@@ -126,7 +126,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal, paged: Path) -> Non
         ("/set top_k 40", "top_k: none -> 40"),
         ("/set protect off", "protect: on -> off"),
         ("/set pin_system no", "pin_system: on -> off"),
-        ("/set policy window", "policy: entropy -> window"),
+        ("/set policy window", "policy: salience -> window"),
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
         ("/panel turn", "panel: live -> turn"),
@@ -173,7 +173,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
         ("/sinks", "sinks is 4"),
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
-        ("/policy", "policy is entropy; others: anchor, "),
+        ("/policy", "policy is salience; others: anchor, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
@@ -215,7 +215,7 @@ def test_panel_shows_all_that_is_held_through_a_pager_when_long(
     chat.ask("My name is Anna.")
     assert chat.ask("/panel") == ""  # the pager has it
     drawn = _plain(paged)
-    assert drawn.startswith("╭─ entropy · decay 1 · tiny ─")
+    assert drawn.startswith("╭─ salience · decay 1 · tiny ─")
     chat.resize(rows=80, columns=120)
     on_screen = chat.ask("/panel full")
     assert on_screen == drawn.rstrip()
@@ -248,7 +248,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("/decay 0.9")
     assert re.fullmatch(
         r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 forgotten; \d+ said, [\d,]+ tok/s; "
-        r"policy entropy, decay 0.9",
+        r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )
 
