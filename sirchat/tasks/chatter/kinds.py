@@ -6,12 +6,27 @@ vary between first and third person, long and short, lists and numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 
-Values = Callable[[Random], str]
-"""Draws a value; other draws are the wrong options."""
+from sirchat.tasks.chatter.values import (
+    CITY,
+    COLOUR,
+    DAY,
+    FOOD,
+    JOB,
+    NAME,
+    PET,
+    Values,
+    code,
+    date,
+    full_name,
+    number,
+    one_of,
+    phone,
+    street,
+    three_of,
+    time,
+)
 
 
 @dataclass(frozen=True)
@@ -37,75 +52,6 @@ class Kind:
     corrected: str = ""
 
 
-def _one_of(text: str) -> Values:
-    words = tuple(text.split(","))
-    return lambda rng: rng.choice(words)
-
-
-def _three_of(text: str) -> Values:
-    words = tuple(text.split(","))
-
-    def draw(rng: Random) -> str:
-        first, second, third = rng.sample(words, 3)
-        return f"{first}, {second} and {third}"
-
-    return draw
-
-
-def _number(low: int, high: int, form: str = "{}") -> Values:
-    return lambda rng: form.format(rng.randint(low, high))
-
-
-def _time(rng: Random) -> str:
-    return f"{rng.randint(1, 12)}:{rng.choice(('05', '10', '20', '25', '35', '40', '50', '55'))}"
-
-
-def _code(rng: Random) -> str:
-    return f"{_WORD(rng)}{rng.randint(10, 99)}"
-
-
-def _street(rng: Random) -> str:
-    return f"{rng.randint(2, 98)} {_STREET(rng)}"
-
-
-def _phone(rng: Random) -> str:
-    return f"{rng.randint(200, 989)}-{rng.randint(1000, 9999)}"
-
-
-def _date(rng: Random) -> str:
-    return f"{_MONTH(rng)} {rng.randint(2, 28)}"
-
-
-def _full_name(rng: Random) -> str:
-    return f"{_NAME(rng)} {_SURNAME(rng)}"
-
-
-_NAME = _one_of(
-    "Marta,Olga,Priya,Hannah,Zoe,Ingrid,Fatima,Noriko,Beatrice,Lucia,Tobias,Rafael,Hugo,Dmitri,"
-    "Kofi,Anton,Malik,Stefan,Owen,Elias,Greta,Camille,Yusuf,Leonard"
-)
-_SURNAME = _one_of(
-    "Halvorsen,Okafor,Brandt,Castellano,Whitlock,Moreau,Lindqvist,Petrov,Tanaka,Delgado,Ashworth,"
-    "Kowalski,Ferreira,Nakamura,Sinclair,Rosenberg"
-)
-_CITY = _one_of(
-    "Lisbon,Oslo,Denver,Kyoto,Prague,Dublin,Nairobi,Lima,Athens,Montreal,Helsinki,Seville,Krakow,"
-    "Perth,Geneva,Cairo"
-)
-_STREET = _one_of(
-    "Maple Street,Harbour Road,Mill Lane,Station Road,Orchard Avenue,King Street,Bridge Road,"
-    "Chapel Lane,Garden Street,Park Avenue"
-)
-_MONTH = _one_of("January,March,April,May,June,August,September,October,November,December")
-_DAY = _one_of("Monday,Tuesday,Wednesday,Thursday,Friday,Saturday,Sunday")
-_COLOUR = _one_of("green,orange,purple,yellow,silver,brown,pink,turquoise,white,red")
-_WORD = _one_of("walnut,falcon,copper,meadow,anchor,lantern,pepper,thunder,velvet,granite,cactus")
-_FOOD = _one_of("peanuts,shellfish,eggs,strawberries,soy,sesame,mustard,celery,walnuts,kiwi")
-_JOB = _one_of(
-    "a nurse,a plumber,a translator,an architect,a baker,a pilot,a librarian,a dentist,a carpenter,"
-    "a chemist,a lawyer,a florist"
-)
-_PET = _one_of("Biscuit,Pepper,Shadow,Mango,Waffles,Ziggy,Clover,Pickles,Bandit,Nutmeg")
 _GROUP = ("my sister", "my brother", "my cousin", "my neighbour", "my boss", "my roommate")
 
 KINDS: tuple[Kind, ...] = (
@@ -114,7 +60,7 @@ KINDS: tuple[Kind, ...] = (
         ("{who}'s name is {v}, by the way.", "{who} is called {v}.", "You know {who}? {v}."),
         ("What is {who}'s name?", "What is {who} called?"),
         "The name is {v}.",
-        _NAME,
+        NAME,
         who=_GROUP,
     ),
     Kind(
@@ -125,14 +71,14 @@ KINDS: tuple[Kind, ...] = (
         ),
         ("What is our dog called?", "What did we name our dog?"),
         "The dog is called {v}.",
-        _PET,
+        PET,
     ),
     Kind(
         "where somebody moved",
         ("{who} has just moved to {v}.", "Guess what, {who} lives in {v} now."),
         ("Which city did {who} move to?", "Where does {who} live now?"),
         "They live in {v} now.",
-        _CITY,
+        CITY,
         who=_GROUP,
         corrected="I mixed that up: {who} moved to {v}, not there.",
     ),
@@ -141,14 +87,14 @@ KINDS: tuple[Kind, ...] = (
         ("I was born in {v}, even if I don't sound like it.", "I grew up in {v}."),
         ("Where did I grow up?", "Which city am I from?"),
         "You are from {v}.",
-        _CITY,
+        CITY,
     ),
     Kind(
         "job",
         ("{who} works as {v}.", "{who} is {v}, you know, and always tired."),
         ("What does {who} do for a living?", "What is {who}'s job?"),
         "The job: {v}.",
-        _JOB,
+        JOB,
         who=_GROUP,
     ),
     Kind(
@@ -156,7 +102,7 @@ KINDS: tuple[Kind, ...] = (
         ("My train leaves at {v}.", "I have to catch the train at {v} tomorrow."),
         ("When does my train leave?", "What time is my train?"),
         "Your train leaves at {v}.",
-        _time,
+        time,
         corrected="Sorry, I looked at the wrong timetable. The train goes at {v}.",
     ),
     Kind(
@@ -167,7 +113,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         ("When do I see the dentist?", "On which day is my appointment with the dentist?"),
         "The appointment is on {v}.",
-        _DAY,
+        DAY,
         corrected="The dentist called and moved me to {v}.",
     ),
     Kind(
@@ -175,7 +121,7 @@ KINDS: tuple[Kind, ...] = (
         ("{who} gets married on {v}.", "Save the date: {v}, that's when {who} gets married."),
         ("When does {who} get married?", "What is the date of {who}'s wedding?"),
         "The wedding is on {v}.",
-        _date,
+        date,
         who=_GROUP,
     ),
     Kind(
@@ -183,14 +129,14 @@ KINDS: tuple[Kind, ...] = (
         ("My birthday is {v}.", "I'll turn thirty on {v}."),
         ("When is my birthday?", "What date is my birthday?"),
         "Your birthday is {v}.",
-        _date,
+        date,
     ),
     Kind(
         "room",
         ("They put us in room {v}.", "Our hotel room is number {v}, on the quiet side."),
         ("What is our room number?", "Which room are we in?"),
         "The room is number {v}.",
-        _number(102, 989),
+        number(102, 989),
         corrected="They changed our room, it is {v} now.",
     ),
     Kind(
@@ -198,28 +144,28 @@ KINDS: tuple[Kind, ...] = (
         ("The wifi password here is {v}.", "If you need the wifi: {v}."),
         ("What is the wifi password?", "How do I get into the wifi? I need the password."),
         "The wifi password is {v}.",
-        _code,
+        code,
     ),
     Kind(
         "locker",
         ("My locker code is {v}.", "I set the code of my locker to {v} so I would not forget it."),
         ("What is the code of my locker?", "I forgot my locker code. What was it?"),
         "The locker code is {v}.",
-        _number(1000, 9999),
+        number(1000, 9999),
     ),
     Kind(
         "phone",
         ("Call the office at {v}.", "The new number of the office is {v}."),
         ("What is the office's phone number?", "Which number do I call for the office?"),
         "The number is {v}.",
-        _phone,
+        phone,
     ),
     Kind(
         "address",
         ("{who} lives at {v}.", "The party is at {who}'s place, {v}."),
         ("What is {who}'s address?", "At which address does {who} live?"),
         "The address is {v}.",
-        _street,
+        street,
         who=_GROUP,
     ),
     Kind(
@@ -227,28 +173,28 @@ KINDS: tuple[Kind, ...] = (
         ("My doctor is called {v}.", "I go to a new doctor now, {v}, and she is lovely."),
         ("What is the name of my doctor?", "Who is my doctor?"),
         "Your doctor is {v}.",
-        _full_name,
+        full_name,
     ),
     Kind(
         "teacher",
         ("Our piano teacher, {v}, is on holiday.", "The kids have piano lessons with {v}."),
         ("Who teaches the piano?", "What is the piano teacher's name?"),
         "The piano teacher is {v}.",
-        _full_name,
+        full_name,
     ),
     Kind(
         "allergy",
         ("I can't eat {v}, I'm allergic.", "Remember that I'm allergic to {v}."),
         ("What am I allergic to?", "Which food can't I eat?"),
         "You are allergic to {v}.",
-        _FOOD,
+        FOOD,
     ),
     Kind(
         "shopping list",
         ("We still need {v}.", "Could you note down what to buy? {v}.", "Shopping: {v}."),
         ("What do we still need to buy?", "What is on the shopping list?"),
         "The list: {v}.",
-        _three_of(
+        three_of(
             "milk,rice,candles,onions,soap,butter,lemons,flour,batteries,honey,carrots,tea,salt"
         ),
     ),
@@ -257,21 +203,21 @@ KINDS: tuple[Kind, ...] = (
         ("{v} are coming on Saturday.", "For dinner on Saturday I have invited {v}."),
         ("Who is coming on Saturday?", "Whom did I invite for dinner on Saturday?"),
         "The guests are {v}.",
-        _three_of("Marta,Hugo,Priya,Owen,Greta,Malik,Zoe,Anton,Lucia,Kofi,Ingrid,Stefan"),
+        three_of("Marta,Hugo,Priya,Owen,Greta,Malik,Zoe,Anton,Lucia,Kofi,Ingrid,Stefan"),
     ),
     Kind(
         "packing",
         ("I must not forget to pack {v}.", "Things I always forget to pack: {v}."),
         ("What must I not forget to pack?", "Which things do I have to pack?"),
         "You must pack {v}.",
-        _three_of("socks,sunscreen,a towel,my passport,a charger,gloves,a map,slippers,a torch"),
+        three_of("socks,sunscreen,a towel,my passport,a charger,gloves,a map,slippers,a torch"),
     ),
     Kind(
         "car",
         ("My car is {v}, you can't miss it.", "I'll be in the {v} car in front of the station."),
         ("What colour is my car?", "Which colour is the car?"),
         "The car is {v}.",
-        _COLOUR,
+        COLOUR,
         corrected="I sold the old car, the new one is {v}.",
     ),
     Kind(
@@ -279,14 +225,14 @@ KINDS: tuple[Kind, ...] = (
         ("We painted the front door {v}.", "Look for the house with the {v} door."),
         ("What colour is our front door?", "Which colour did we paint the door?"),
         "The door is {v}.",
-        _COLOUR,
+        COLOUR,
     ),
     Kind(
         "parking",
         ("I parked on level {v}.", "The car is on level {v} of the car park, near the lift."),
         ("On which level did I park?", "Where is the car? Which level?"),
         "The car is on level {v}.",
-        _number(2, 9),
+        number(2, 9),
     ),
     Kind(
         "seat",
@@ -307,7 +253,7 @@ KINDS: tuple[Kind, ...] = (
         ("The repair will cost {v} dollars.", "They want {v} dollars to repair the roof."),
         ("How much will the repair cost?", "What do they want for the repair?"),
         "The repair costs {v} dollars.",
-        _number(120, 990),
+        number(120, 990),
         corrected="The bill has come, the repair was {v} dollars after all.",
     ),
     Kind(
@@ -315,7 +261,7 @@ KINDS: tuple[Kind, ...] = (
         ("{who} is {v} now, can you believe it?", "{who} has just turned {v}."),
         ("How old is {who}?", "What is {who}'s age?"),
         "The age is {v}.",
-        _number(21, 89),
+        number(21, 89),
         who=("my uncle", "my aunt", "my landlord", "my coach"),
     ),
     Kind(
@@ -323,14 +269,14 @@ KINDS: tuple[Kind, ...] = (
         ("I'm learning to play the {v}.", "In my free time I play the {v}, rather badly."),
         ("Which instrument do I play?", "What instrument am I learning?"),
         "You play the {v}.",
-        _one_of("cello,flute,accordion,harp,banjo,trumpet,clarinet,ukulele,oboe,drums"),
+        one_of("cello,flute,accordion,harp,banjo,trumpet,clarinet,ukulele,oboe,drums"),
     ),
     Kind(
         "sport",
         ("{who} is crazy about {v}.", "{who} spends every weekend on {v}."),
         ("Which sport does {who} love?", "What is {who}'s favourite sport?"),
         "It is {v}.",
-        _one_of("rowing,fencing,badminton,climbing,archery,rugby,judo,sailing,curling,squash"),
+        one_of("rowing,fencing,badminton,climbing,archery,rugby,judo,sailing,curling,squash"),
         who=_GROUP,
     ),
     Kind(
@@ -338,14 +284,14 @@ KINDS: tuple[Kind, ...] = (
         ("I have started to learn {v}.", "My evening class is {v}, twice a week."),
         ("Which language am I learning?", "What language is my evening class?"),
         "You are learning {v}.",
-        _one_of("Turkish,Greek,Korean,Swedish,Arabic,Polish,Dutch,Hindi,Finnish,Welsh"),
+        one_of("Turkish,Greek,Korean,Swedish,Arabic,Polish,Dutch,Hindi,Finnish,Welsh"),
     ),
     Kind(
         "where the keys are",
         ("The spare keys are {v}.", "If you lock yourself out, the spare keys are {v}."),
         ("Where are the spare keys?", "Where do we keep the spare keys?"),
         "The spare keys are {v}.",
-        _one_of(
+        one_of(
             "under the blue pot,in the tool box,behind the mirror,in the tea tin,on the top shelf,"
             "inside the old boot,next to the boiler,in the glove compartment"
         ),
@@ -355,7 +301,7 @@ KINDS: tuple[Kind, ...] = (
         ("We are going to see {v} tonight.", "I bought tickets for {v}, the film everyone likes."),
         ("Which film are we going to see?", "For which film did I buy tickets?"),
         "The film is {v}.",
-        _one_of(
+        one_of(
             "The Silent Harbour,Northern Lights,A Winter in Rome,The Last Orchard,Paper Boats,"
             "Midnight Ferry,The Clockmaker,Seven Bridges"
         ),
@@ -365,7 +311,7 @@ KINDS: tuple[Kind, ...] = (
         ("I bought {v} for {who}, but it is a surprise.", "{who} will get {v} for Christmas."),
         ("What is the present for {who}?", "What did I buy for {who}?"),
         "The present is {v}.",
-        _one_of(
+        one_of(
             "a kite,a telescope,a chess set,a scarf,a teapot,a bicycle,a cookbook,a puzzle,a lamp"
         ),
         who=("my niece", "my nephew", "my grandfather", "my best friend"),
@@ -375,7 +321,7 @@ KINDS: tuple[Kind, ...] = (
         ("I have an interview at {v}.", "{v} has invited me for an interview!"),
         ("Which company invited me?", "At which company do I have an interview?"),
         "The company is {v}.",
-        _one_of(
+        one_of(
             "Northwind,Bluepeak,Hartley and Sons,Solaris Foods,Quantum Bikes,Redwood Media,"
             "Granite Bank,Lumen Labs"
         ),
@@ -385,7 +331,7 @@ KINDS: tuple[Kind, ...] = (
         ("Let's meet {v}.", "We said we would all meet {v}, at noon."),
         ("Where do we meet?", "Where did we say we would meet?"),
         "You meet {v}.",
-        _one_of(
+        one_of(
             "at the fountain,in front of the museum,by the ferry,at the bakery,on the old bridge,"
             "at the tram stop,behind the theatre,in the library"
         ),
@@ -396,14 +342,14 @@ KINDS: tuple[Kind, ...] = (
         ("Take bus number {v} from the station.", "It's bus {v} that stops right at our door."),
         ("Which bus stops at our door?", "What number is the bus that I take?"),
         "It is bus {v}.",
-        _number(11, 98),
+        number(11, 98),
     ),
     Kind(
         "drink",
         ("{who} only ever drinks {v}.", "For {who} please order {v}."),
         ("What does {who} drink?", "What do I order for {who}?"),
         "The drink is {v}.",
-        _one_of(
+        one_of(
             "ginger ale,black coffee,tomato juice,green tea,lemonade,hot chocolate,apple juice,"
             "sparkling water"
         ),
@@ -414,7 +360,7 @@ KINDS: tuple[Kind, ...] = (
         ("I have to take the pills {v}.", "The doctor said to take these pills {v}."),
         ("How often do I take the pills?", "When do I have to take my pills?"),
         "You take them {v}.",
-        _one_of(
+        one_of(
             "twice a day,every six hours,before breakfast,on an empty stomach,once a week,"
             "after lunch,every other day,before bed"
         ),
