@@ -245,7 +245,11 @@ def locomo(
         int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
     ] = 24,
     measures: Annotated[
-        str, typer.Option(help="Recall measures to compare, with commas.", metavar="A,B,...")
+        str,
+        typer.Option(
+            help="Recall measures to compare, with commas; default: that of --recall.",
+            metavar="A,B,...",
+        ),
     ] = "",
     counts: Annotated[
         str, typer.Option(help="How many tokens they bring back.", metavar="N,M,...")
@@ -254,6 +258,8 @@ def locomo(
     """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""
     from sirchat.tasks.locomo import Locomo
 
+    if not measures and compared["settings"][0].recall != "off":
+        measures = compared["settings"][0].recall
     return Locomo(
         **compared,
         data=data,

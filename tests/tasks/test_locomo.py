@@ -248,3 +248,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert "2 questions about 1 conversation of" in result.stderr + result.stdout
     assert (tmp_path / "out" / "locomo.json").exists()
+
+
+@pytest.mark.slow
+def test_recall_is_measured_where_it_is_on(tmp_path: Path) -> None:
+    options = ("--policies", "sink", "--budgets", "64", "--limit", "2", "--model", "tiny")
+    more = ("--reply-tokens", "0", "--recall", "bm25", "--recall-n", "8", "--counts", "4,8")
+    result = run("eval", "locomo", "--data", str(locomo_file(tmp_path, 1)), *options, *more)
+    assert result.returncode == 0, result.stderr
+    assert "bm25" in result.stdout
