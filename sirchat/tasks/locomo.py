@@ -25,6 +25,7 @@ from sirchat.tasks.locomo_tables import tables_of
 from sirchat.tasks.long_talk import LongTalk, TalkQuestion, long_talks
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import data_name
 from sirchat.tasks.study import Cell, Grid
 from sirchat.tasks.talk_questions import ReadTalk
 from sirchat.tasks.talk_rounds import read_talk
@@ -71,6 +72,10 @@ class Locomo(Grid):
                     f"counts is {self.counts}, must be 1 to {most} under a budget of "
                     f"{setting.budget}"
                 )
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+        return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
     def talks(self) -> list[LongTalk]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.results_log import Record
 
@@ -56,3 +58,18 @@ def setting_key(setting: Profile, **more: object) -> str:
     depends = without(setting.model_dump(mode="json"), WITHOUT_EFFECT) | more
     text = json.dumps(depends, sort_keys=True)
     return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def data_name(path: Path) -> str:
+    """A file or folder of data by its name and a hash of its contents, so that a change shows.
+
+    Raises SettingError for a file that can't be read.
+    """
+    files = [one for one in path.rglob("*.json*") if one.is_file()] if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(files):
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError as error:
+        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    return f"{path.name} {digest.hexdigest()[:12]}"

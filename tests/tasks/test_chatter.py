@@ -153,6 +153,15 @@ def test_blanks_before_marks_and_in_contractions_go() -> None:
     assert untokenized(" I don ’ t  know , do you ? ") == "I don’t know, do you?"
 
 
+def test_other_data_of_the_same_name_are_another_run(talk: Path) -> None:
+    study = Chatter((Profile(),), limit=5, data=str(talk))
+    before = study.shared()
+    talk.write_text(talk.read_text().replace("lake", "sea"))
+    assert (
+        before != study.shared() != Chatter((Profile(),), limit=5, data=str(talk), facts=4).shared()
+    )
+
+
 def test_a_file_without_talk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(SettingError, match="no rounds of talk"):

@@ -29,6 +29,7 @@ from sirchat.tasks.chatter.talk import Talk, read_talks
 from sirchat.tasks.reading import followed_by_reply, open_engine, read_ids, read_system, whole_round
 from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
+from sirchat.tasks.reuse import data_name
 from sirchat.tasks.study import Cell, Grid
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template, TurnIds
@@ -65,7 +66,7 @@ class Chatter(Grid):
 
     def parameters(self) -> Record:
         """All that the findings depend on, except the model."""
-        return super().parameters() | {"data": Path(self.data).name}
+        return super().parameters() | {"data": data_name(Path(self.data))}
 
     def units(self) -> list[str]:
         """One unit for each conversation: its length and its number."""
