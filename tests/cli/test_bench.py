@@ -58,7 +58,7 @@ def test_archive_says_what_it_took() -> None:
 @pytest.mark.slow
 def test_without_json_a_table_is_printed() -> None:
     done = run("bench", "training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
-    assert done.stdout.splitlines()[0] == "tiny on cpu, cache 1024, 2 pairs"
+    assert done.stdout.splitlines()[0] == "tiny on cpu, 1 thread, cache 1024, 2 pairs"
     assert "a training step of 64 tokens" in done.stdout
     done = run("bench", "archive", "--tokens", "2000", "--device", "cpu")
     assert done.stdout.splitlines()[0] == "tiny on cpu, 2,000 tokens"

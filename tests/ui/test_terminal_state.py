@@ -99,7 +99,7 @@ def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
 ) -> None:
     shell.wait_screen(rf"^loading {endless} ")
     shell.wait_prompt()
-    assert shell.lines[0].startswith(f"{endless}, policy entropy")
+    assert shell.lines[0].startswith(f"{endless}, policy salience")
     shell.say("/exit")
     assert shell.code() == 0
 
