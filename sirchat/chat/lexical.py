@@ -53,7 +53,7 @@ class TurnWords:
     def _read(self, texts: list[str]) -> None:
         """Split what is new; all, if a text that was read has changed or is gone."""
         if self._texts != texts[: len(self._texts)]:
-            self.__init__()  # type: ignore[misc]
+            self._texts, self._terms, self._numbers = [], [], {}
         for text in texts[len(self._texts) :]:
             known = self._numbers
             self._terms.append([known.setdefault(term, len(known)) for term in terms_of(text)])

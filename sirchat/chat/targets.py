@@ -10,6 +10,7 @@ import numpy as np
 from sirchat.chat.snapshot import Positions, Texts
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.text.detokenizer import tokens_spelling
 
 
 def positions_of(
@@ -54,9 +55,7 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
         parts = [pieces[i] for i in run.tolist()]
         ends = np.cumsum([len(part) for part in parts])
         for match in re.finditer(re.escape(text), "".join(parts), re.IGNORECASE):
-            first = np.searchsorted(ends, match.start(), side="right")
-            last = np.searchsorted(ends, match.end() - 1, side="right")
-            chosen[run[first : last + 1]] = True
+            chosen[run[tokens_spelling(ends, match.start(), match.end())]] = True
     return said[chosen]
 
 

@@ -40,7 +40,7 @@ class OpenTurn:
         self.ref = TurnRef(tally.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Make room for a user turn of `count` ids and its reply, if `evict` is "turn"."""
+        """Make room for a user turn of `count` ids and its reply; see the engine's method."""
         records = self._engine.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 

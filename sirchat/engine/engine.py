@@ -2,10 +2,10 @@
 
 Let E be the rows of the budget that the policy decides about: without sinks, pins and the reserve
 for recall. Ids are read in chunks of at most E/4, or less where the policy leaves less room to the
-newest tokens, and room for a chunk is made before it is read.
-While generating, room is made in blocks, when the cache is full. So `resident <= budget` after
-every forward pass, except where rows are evicted only between turns (`evict`). The carried logits
-are those of the last token read; they predict the next one.
+newest tokens, and room for a chunk is made before it is read. While generating, room is made in
+blocks, when the cache is full. So `resident <= budget` after every forward pass, except where rows
+are evicted only between turns (`evict`). The carried logits are those of the last token read; they
+predict the next one.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Engine:
         return moves
 
     def fill_reserve(self, found: SearchResult) -> Moves:
-        """Fill the reserve with the best of what was found; see `CacheContents.bring`."""
+        """Fill the reserve with the best of what was found; see `CacheContents.fill_reserve`."""
         return self.contents.fill_reserve(found)
 
     def clear_reserve(self) -> Moves:

@@ -53,7 +53,7 @@ class ArchivedTurns:
 
     def by_words(self, words: Scores) -> Tensor:
         """The scores [n] of `bm25`, from a score for each turn of the conversation."""
-        return self._of_rows(with_neighbours(words))
+        return self._of_rows(plus_neighbours(words))
 
     def by_both(self, words: Scores, wanted: Rows, layer: int, rotation: LayerRotation) -> Tensor:
         """The scores [n] of `hybrid`, in standard deviations from the mean of the turns.
@@ -68,7 +68,7 @@ class ArchivedTurns:
         keys = np.zeros(len(words))
         keys[among] = self._by_keys(wanted, layer, rotation)
         parts = (
-            _standard(with_neighbours(one), among) * weight
+            _standard(plus_neighbours(one), among) * weight
             for one, weight in ((words, 1.0), (keys, KEYS))
         )
         return self._of_rows(np.sum(list(parts), axis=0))
@@ -101,7 +101,7 @@ class ArchivedTurns:
         return torch.from_numpy(scores[self.turns])
 
 
-def with_neighbours(scores: Scores) -> Scores:
+def plus_neighbours(scores: Scores) -> Scores:
     """Scores [n] of consecutive turns, each with a part of those before and after it."""
     shared = scores.copy()
     shared[1:] += NEIGHBOUR * scores[:-1]

@@ -22,10 +22,10 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.engine.engine import Engine
-from sirchat.memory.ledger import Role
 from sirchat.tasks.asking import read
 from sirchat.tasks.long_talk import LongTalk, TalkSession
-from sirchat.tasks.reading import read_ids
+from sirchat.tasks.reading import followed_by_reply, read_ids
+from sirchat.text.detokenizer import tokens_spelling
 
 Positions = NDArray[np.int64]
 
@@ -108,12 +108,11 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
     engine, template, now = _continued(session), session.template, session.conversation
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
-        asked, answered = template.user(user.text), template.assistant(reply.text)
-        ids, roles = [*answered.ids, *template.closing], [*answered.roles]
-        roles += [Role.TEMPLATE] * len(template.closing)
-        bounds += [bounds[-1] + len(asked.ids), bounds[-1] + len(asked.ids) + len(ids)]
+        asked = template.user(user.text)
+        whole = followed_by_reply(template, asked, reply.text)
+        bounds += [bounds[-1] + len(asked.ids), bounds[-1] + len(whole.ids)]
         turns += [Turn("user", user.text), Turn("assistant", reply.text)]
-        read_ids(engine, [*asked.ids, *ids], number, roles=[*asked.roles, *roles])
+        read_ids(engine, whole.ids, number, roles=whole.roles)
         engine.close_round()
     saved = engine.save()
     for number, (start, end) in enumerate(pairwise(bounds), len(now.turns)):
@@ -148,9 +147,5 @@ def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
             found[name] = at
             continue
         cursor = start + end - first
-        tokens = slice(
-            int(np.searchsorted(ends, start, side="right")),
-            int(np.searchsorted(ends, cursor - 1, side="right")) + 1,
-        )
-        found[name] = at[tokens]
+        found[name] = at[tokens_spelling(ends, start, cursor)]
     return found

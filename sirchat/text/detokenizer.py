@@ -7,7 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"
+import numpy as np
+from numpy.typing import NDArray
+
+UNFINISHED = "\ufffd"
+"""What a token that spells a part of a character decodes to."""
 
 _LONGEST = 8
 """Most tokens that spell one character, or a few characters that share tokens."""
@@ -41,7 +45,7 @@ class TextStream:
         """The text that this id completes; empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
+        if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
             return ""
         self._advance()
         return text
@@ -84,7 +88,7 @@ class TokenTexts:
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
-            at += self._join(ids, positions, texts, at) if _UNFINISHED in texts[at] else 1
+            at += self._join(ids, positions, texts, at) if UNFINISHED in texts[at] else 1
         return texts
 
     def _join(
@@ -95,7 +99,7 @@ class TokenTexts:
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
             whole = self._decode(ids[start:end])
-            if _UNFINISHED not in whole:
+            if UNFINISHED not in whole:
                 texts[start:end] = [whole, *[""] * (end - 1 - start)]
                 return end - start
         return 1
@@ -113,6 +117,15 @@ class TokenTexts:
         return text[len(lead) :] if lead and text.startswith(lead) else decode(ids)
 
 
+def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
+    """The tokens that spell the characters from `start` to before `end`, in part or in whole.
+
+    `ends` [n] says up to which character each of the tokens spells; start < end.
+    """
+    first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
+    return slice(first, last + 1)
+
+
 class SentenceEnds:
     """Says of each id of a stream whether a sentence ends there, in any script.
 
@@ -128,7 +141,7 @@ class SentenceEnds:
         self._recent.append(token_id)
         if token_id not in self._known:
             text = str(self._tokenizer.decode([token_id]))
-            is_partial = text.endswith(_UNFINISHED)
+            is_partial = text.endswith(UNFINISHED)
             self._known[token_id] = None if is_partial else ends_sentence(text)
         known = self._known[token_id]
         if known is not None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.detokenizer import UNFINISHED, TokenTexts
 
 _INSIDE = "-'\u2019/@_&"
 """Characters that join to the letter or digit right before them."""
-
-_UNFINISHED = "\ufffd"
-"""What a token that spells a part of a character decodes to."""
 
 
 class WordContinuation:
@@ -22,15 +19,12 @@ class WordContinuation:
 
     def __init__(self, tokenizer: Any) -> None:
         self._texts = TokenTexts(tokenizer)
-        self._known: dict[int, str] = {}
 
     def __call__(self, previous: int, token_id: int) -> bool:
         return continues_word(self._text(previous), self._text(token_id))
 
     def _text(self, token_id: int) -> str:
-        if token_id not in self._known:
-            self._known[token_id] = self._texts([token_id], [0])[0]
-        return self._known[token_id]
+        return self._texts([token_id], [0])[0]
 
 
 def continues_word(previous: str, text: str) -> bool:
@@ -43,4 +37,4 @@ def continues_word(previous: str, text: str) -> bool:
 
 
 def _is_part(character: str) -> bool:
-    return character.isalnum() or character == _UNFINISHED
+    return character.isalnum() or character == UNFINISHED

@@ -31,7 +31,7 @@ from sirchat.tasks.report import Report
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.reuse import data_name
 from sirchat.tasks.study import Cell, Grid
-from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.detokenizer import TokenTexts, tokens_spelling
 from sirchat.text.template import Template, TurnIds
 
 
@@ -176,21 +176,18 @@ def _read(
     return found
 
 
-def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[list[int], list[int]]:
+def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, range]:
     """The tokens of a round that tell a fact, and those of its value, by index in the round."""
     start, end = turn.content
-    pieces = texts(turn.ids[start:end], range(end - start))
+    indices = range(start, end)
+    pieces = texts(turn.ids[start:end], indices)
     ends = np.cumsum([len(piece) for piece in pieces])
-    begin = "".join(pieces).index(fact.told)
-    value = begin + fact.told.index(fact.value)
-    spans = (begin, begin + len(fact.told)), (value, value + len(fact.value))
-    told, held = (
-        range(
-            int(np.searchsorted(ends, a, "right")), int(np.searchsorted(ends, b - 1, "right")) + 1
-        )
-        for a, b in spans
+    told = "".join(pieces).index(fact.told)
+    value = told + fact.told.index(fact.value)
+    return (
+        indices[tokens_spelling(ends, told, told + len(fact.told))],
+        indices[tokens_spelling(ends, value, value + len(fact.value))],
     )
-    return [start + at for at in told], [start + at for at in held]
 
 
 def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:

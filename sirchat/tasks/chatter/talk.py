@@ -6,14 +6,13 @@ reads.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from sirchat.errors import SettingError
 from sirchat.tasks.long_talk import long_talks
+from sirchat.tasks.sirllm_files import dailydialog
 from sirchat.text.transcript import TranscriptTurn, read_transcript
 
 Talk = list[tuple[str, str]]
@@ -34,7 +33,7 @@ def read_talks(path: Path) -> list[Talk]:
     if b'"session_1"' in data and path.suffix == ".json":
         return _of_weeks(path)
     first = data.lstrip().partition(b"\n")[0]
-    talks = _dailydialog(data) if b'"answerKey"' in first else _transcript(data, path.name)
+    talks = _dailydialog(path) if b'"answerKey"' in first else _transcript(data, path.name)
     if not any(talks):
         raise SettingError(
             f"data {str(path)!r} has no rounds of talk",
@@ -43,20 +42,10 @@ def read_talks(path: Path) -> list[Talk]:
     return talks
 
 
-def _dailydialog(data: bytes) -> list[Talk]:
-    """Each line is a turn and the options for its reply; the id is `CONVERSATION_TURN`."""
-    lines = [json.loads(line) for line in data.splitlines() if line.strip()]
-    talks = []
-    for _, group in groupby(lines, key=lambda line: line["id"].partition("_")[0]):
-        talks.append([_round(line) for line in group])
-    return talks
-
-
-def _round(line: dict[str, object]) -> tuple[str, str]:
-    question = line["question"]
-    assert isinstance(question, dict)
-    reply = next(o["text"] for o in question["choices"] if o["label"] == line["answerKey"])
-    return untokenized(question["stem"]), untokenized(reply)
+def _dailydialog(path: Path) -> list[Talk]:
+    """Each question is a turn, and its right answer the reply."""
+    talks = [[one.unlisted for one in talk] for talk in dailydialog(path)]
+    return [[(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in talks]
 
 
 def _of_weeks(path: Path) -> list[Talk]:
@@ -92,8 +81,3 @@ def untokenized(text: str) -> str:
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r" ([.,!?;:%)])", r"\1", text)
     return re.sub(r" ?(['’]) ?(s|t|re|ve|ll|d|m)\b", r"\1\2", text)
-
-
-def count_rounds(talks: Sequence[Talk]) -> int:
-    """Number of rounds of all conversations."""
-    return sum(len(talk) for talk in talks)
