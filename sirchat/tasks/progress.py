@@ -9,12 +9,9 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sirchat.text.duration import duration
+from sirchat.text.duration import ProgressPace
 
 T = TypeVar("T")
-
-EVERY = 30.0
-"""Least number of seconds between two lines in a log file."""
 
 
 def with_progress(
@@ -37,18 +34,12 @@ def with_progress(
         clock: the time in seconds.
     """
     console = console or Console(stderr=True, highlight=False)
-    report = _bar if console.is_terminal else _lines
-    return report(done, total, known, name, console, clock)
+    if console.is_terminal:
+        return _bar(done, total, known, name, console)
+    return _lines(done, total, known, name, console, clock)
 
 
-def _bar(
-    done: Iterator[T],
-    total: int,
-    known: int,
-    name: str,
-    console: Console,
-    clock: Callable[[], float],
-) -> Iterator[T]:
+def _bar(done: Iterator[T], total: int, known: int, name: str, console: Console) -> Iterator[T]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         bar = progress.add_task(name, total=total, completed=known)
@@ -65,15 +56,11 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """A line at the start, when a unit ends and `EVERY` seconds have passed, and at the end."""
-    started = last = clock()
+    """A line at the start, when a unit ends and one is due, and at the end."""
+    pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
-    for number, one in enumerate(done, 1):
-        now, finished = clock(), known + number
-        if finished == total or now - last >= EVERY:
-            last = now
-            left = (now - started) / number * (total - finished)
-            time_left = f", {duration(left)} left" if finished < total else ""
-            line = f"{name}: {finished:,} of {total:,}{time_left}"
+    for finished, one in enumerate(done, known + 1):
+        if pace.is_due(finished):
+            line = f"{name}: {finished:,} of {total:,}{pace.left(finished)}"
             console.print(line, markup=False, soft_wrap=True)
         yield one

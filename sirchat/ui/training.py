@@ -20,7 +20,7 @@ from rich.progress import (
 
 from sirchat.errors import SettingError
 from sirchat.models.progress import quiet_libraries
-from sirchat.text.duration import duration
+from sirchat.text.duration import ProgressPace, duration
 from sirchat.training.loss_history import HISTORY, LAST, LossEntry, mean_of_last, read_losses
 from sirchat.training.loss_plot import PLOT, draw_losses
 from sirchat.training.schedule import SIZES
@@ -29,9 +29,6 @@ from sirchat.training.trainer import Trainer, TrainOptions, TrainStep, train
 if TYPE_CHECKING:
     from sirchat.training.anchor import AnchorOptions
     from sirchat.training.anchor_trainer import Step
-
-EVERY = 30.0
-"""Least number of seconds between two lines in a log file."""
 
 Show = Callable[[float, float, str], None]
 """Called with what is done, of how much, and what to say of it."""
@@ -102,25 +99,18 @@ def training_progress(
 
 
 class _Lines:
-    """Prints progress at the first step, each `EVERY` seconds, and at the end."""
+    """Prints progress at the first step, when a line is due, and at the end."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
-        self._first: tuple[float, float] | None = None  # time and progress
-        self._printed = 0.0
+        self._pace: ProgressPace | None = None
 
     def show(self, done: float, total: float, text: str) -> None:
-        now = self._clock()
-        if self._first is None:
-            self._first = now, done
-        elif done < total and now - self._printed < EVERY:
+        if self._pace is None:
+            self._pace = ProgressPace(done, total, self._clock)
+        elif not self._pace.is_due(done):
             return
-        self._printed = now
-        began, before = self._first
-        left = ""
-        if before < done < total:
-            left = f", {duration((now - began) / (done - before) * (total - done))} left"
-        line = f"{done:,.0f} of {total:,.0f} {text}{left}"
+        line = f"{done:,.0f} of {total:,.0f} {text}{self._pace.left(done)}"
         self._console.print(line, markup=False, soft_wrap=True)
 
 
