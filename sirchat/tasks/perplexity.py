@@ -2,7 +2,8 @@
 
 The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
 chat. The surprisal of a token is given the tokens held when it was read. `full` reads on beyond the
-context length of the model, as in the paper.
+context length of the model, as in the paper. Anchor tokens that a model asks for are inserted, and
+do not count.
 
 Some parts of a text are harder than others. Several readings even this out: each starts further
 into the same text and ends with the part before its start, so that parts take turns in each place.
@@ -26,6 +27,7 @@ from sirchat.tasks.reading import open_engine, read_ids, whole_round
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import Cell, Findings, Grid, mean
+from sirchat.text.anchor_placement import plain_text_ids
 from sirchat.text.template import Template
 from sirchat.world.dialogue import Dialogue, Mix
 
@@ -37,7 +39,7 @@ _ROUNDS = 40
 
 @dataclass(frozen=True)
 class Perplexity(Grid):
-    """The study; `limit` is the number of tokens to read.
+    """The study; `limit` is the number of tokens to read, without inserted anchor tokens.
 
     Attributes:
         text: a UTF-8 file; None for synthetic dialogue.
@@ -66,21 +68,25 @@ class Perplexity(Grid):
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
         """The ids of one reading, round by round; `limit` ids in all, or fewer."""
-        left = self.limit
-        for ids in (
-            self._talk(model, reading) if self.text is None else self._chunks(model, reading)
-        ):
-            yield ids[:left]
-            left -= len(ids)
-            if left <= 0:
-                return
+        if self.text is None:
+            left = self.limit
+            for ids in self._talk(model, reading):
+                yield (taken := _first(ids, left, model))
+                left -= _count(taken, model)
+                if left <= 0:
+                    return
+        else:
+            yield from self._chunks(model, reading)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the text: the mean surprisal, in nats, of each hundredth of it."""
         model = session.model
+        rounds = list(self.rounds(model, int(unit)))
         if cell.setting.policy == "full":
-            model = replace(model, context_length=max(model.context_length, self.limit))
-        found = read(model, session.profile, self.rounds(model, int(unit)))
+            length = max(model.context_length, sum(map(len, rounds)))
+            model = replace(model, context_length=length)
+        found = read(model, session.profile, iter(rounds))
+        found = found[_is_text([i for ids in rounds for i in ids], model)]
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -122,9 +128,16 @@ class Perplexity(Grid):
                 first = False
 
     def _chunks(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
-        ids: list[int] = model.tokenizer(_read(self.text or ""))["input_ids"]
-        starts = range(0, min(len(ids), self.limit), _CHUNK)
-        for start in _rotated(starts, reading, self.readings):
+        def encode(text: str, special: bool = False) -> list[int]:
+            # Text that looks like a control token stays text.
+            found = model.tokenizer(text, add_special_tokens=special, split_special_tokens=True)
+            ids: list[int] = found["input_ids"]
+            return ids
+
+        begin = encode("", special=True)
+        ids = begin + plain_text_ids(_read(self.text or ""), model.anchors, encode)
+        ids = _first(ids, self.limit, model)
+        for start in _rotated(range(0, len(ids), _CHUNK), reading, self.readings):
             yield ids[start : start + _CHUNK]
 
 
@@ -135,6 +148,21 @@ def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
     """The parts from the start of this reading on, then those before it."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
+
+
+def _is_text(ids: Sequence[int], model: LoadedModel) -> np.ndarray:
+    """Mask [n] of the ids that are not inserted anchors."""
+    anchor = None if model.anchors is None else model.anchors.token_id
+    return np.array([one != anchor for one in ids], bool)
+
+
+def _count(ids: Sequence[int], model: LoadedModel) -> int:
+    return int(_is_text(ids, model).sum())
+
+
+def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
+    """The ids up to the `count`-th that is no anchor, and an anchor behind it."""
+    return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 
 def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from sirchat.text.anchors import Anchors
@@ -32,6 +33,14 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
         random = Random(text)
         return _insert_after(ids, anchor, lambda count: random.random() < CHANCE)
     return ids
+
+
+def plain_text_ids(text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of a text outside of a chat. It has no rounds: `round` means sentences here."""
+    if anchors is None:
+        return encode(text)
+    per = "sentence" if anchors.per == "round" else anchors.per
+    return with_anchors(text, replace(anchors, per=per), encode)
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:

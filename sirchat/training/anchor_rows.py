@@ -6,7 +6,7 @@ Documents are packed into rows and do not attend to each other; the last one of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sirchat.errors import SettingError
-from sirchat.text.anchor_placement import with_anchors
+from sirchat.text.anchor_placement import plain_text_ids
 from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
@@ -86,13 +86,7 @@ class Writer:
         """A plain text, after the BOS token if the tokenizer has one."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
-        anchors = self._anchors
-        if anchors is None:
-            ids += self._encode(text)
-        elif anchors.per == "round":  # a plain text has no rounds
-            ids += with_anchors(text, replace(anchors, per="sentence"), self._encode)
-        else:
-            ids += with_anchors(text, anchors, self._encode)
+        ids += plain_text_ids(text, self._anchors, self._encode)
         return self._document(ids, [1.0] * len(ids))
 
     def _encode(self, text: str) -> list[int]:

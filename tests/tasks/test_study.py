@@ -7,10 +7,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from chatting import babbler, tiny
+from chatting import babbler, tiny, with_anchors
 from command import run
 from sirchat.cli.study_flags import settings_of
 from sirchat.config.layers import changed
@@ -163,6 +164,27 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
     assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
     with pytest.raises(SettingError, match="can't be read"):
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
+
+
+def test_anchors_are_inserted_into_a_text_and_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
+    model = with_anchors()
+    assert model.anchors is not None
+    study = Perplexity((Profile(policy="full", sinks=1),), 300, text=str(file))
+    ids = [token for piece in study.rounds(model) for token in piece]
+    anchor = np.array(ids) == model.anchors.token_id
+    assert (~anchor).sum() == 300
+    text = model.tokenizer.decode(np.array(ids)[~anchor])
+    assert file.read_text("utf-8").startswith(text.lstrip())
+    assert anchor.sum() == text.count(".")  # one for each sentence
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    (found,) = run_units(study, model).values()
+    assert found["tokens"] == 300
+    expected = nats.numpy()[~anchor[1:]]  # [299]: the first token of all has no surprisal
+    assert np.mean(found["nats"][1:]) == pytest.approx(float(expected[2:].mean()), abs=1e-3)
 
 
 def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -> None:
