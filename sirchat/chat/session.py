@@ -216,9 +216,9 @@ class Session:
         yield turn.done(text)
         yield from self._reports.problems()
 
-    def score_continuation(self, reply: str) -> ContinuationScore:
-        """Log-probabilities of a reply, or of its beginning, as the next one; nothing changes."""
-        return self._engine.score_continuation(self.template.assistant(reply).ids)
+    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
+        """Log-probabilities of each reply, or of its beginning, as the next; nothing changes."""
+        return self._engine.score_continuations([self.template.assistant(r).ids for r in replies])
 
     def undo(self) -> list[Event]:
         """Undo the last user turn and all after it, as if they had never been read.

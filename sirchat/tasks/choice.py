@@ -87,13 +87,13 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
     return chosen, means.index(max(means))
 
 
-def _scores(session: Session, question: Question) -> list[ContinuationScore]:
-    """Read the question, and score each reply to it; a single one needs no passes of the model."""
+def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
+    """Read the question, and score each reply to it; a single one needs no pass of the model."""
     for _ in session.read_user(question.text):
         pass
     if len(question.replies) == 1:
         return [ContinuationScore((0,), (0.0,), True)]
-    return [session.score_continuation(reply) for reply in question.replies]
+    return session.score_continuations(question.replies)
 
 
 def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:

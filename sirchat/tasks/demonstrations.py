@@ -153,7 +153,7 @@ class Demonstrations(Grid):
 def _chosen(session: Session, one: Question) -> int:
     for _ in session.read_user(one.text):
         pass
-    return most_likely([session.score_continuation(reply) for reply in one.replies], "paper")
+    return most_likely(session.score_continuations(one.replies), "paper")
 
 
 def _peak_held(session: Session, one: Question) -> int:

@@ -106,7 +106,7 @@ class Privacy(ExtendedByLimit):
         switch(session, **settings)
         for _ in session.read_user(one.question):
             pass
-        scored = session.score_continuation(one.answer)
+        (scored,) = session.score_continuations([one.answer])
         session.undo()
         quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")
         right = choose(session, quiz, "paper") == quiz.right

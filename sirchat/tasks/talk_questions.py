@@ -133,7 +133,7 @@ def ranked_by_recall(session: Session, text: str) -> Positions:
 def _surprisal(session: Session, question: TalkQuestion) -> Record:
     if question.category == ADVERSARIAL:
         return {"nats": None, "answer_tokens": None}
-    scored = session.score_continuation(scored_answer(question))
+    (scored,) = session.score_continuations([scored_answer(question)])
     return {"nats": -sum(scored.log_probabilities), "answer_tokens": len(scored.ids)}
 
 

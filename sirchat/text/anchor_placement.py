@@ -35,7 +35,9 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
     return ids
 
 
-def plain_text_ids(text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]) -> list[int]:
+def plain_text_ids(
+    text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
+) -> list[int]:
     """The ids of a text outside of a chat. It has no rounds: `round` means sentences here."""
     if anchors is None:
         return encode(text)

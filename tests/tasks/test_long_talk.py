@@ -120,7 +120,7 @@ def test_reading_leaves_the_session_as_if_each_round_had_been_read(
     for each in (quick, slow):
         for _ in each.read_user(question):
             pass
-        scores.append(each.score_continuation("Fennel").log_probabilities)
+        scores.append(each.score_continuations(["Fennel"])[0].log_probabilities)
     assert scores[0] == pytest.approx(scores[1], abs=2e-3)
 
 

@@ -64,7 +64,8 @@ def test_scoring_a_reply_changes_nothing_and_gives_the_score_of_each_token() -> 
         pass
     engine, before = chat._engine, contents(chat._engine)
     drawn = [
-        chat.score_continuation(reply) for reply in ("cold", "The answer is cold (B).", "cold")
+        chat.score_continuations([reply])[0]
+        for reply in ("cold", "The answer is cold (B).", "cold")
     ]
     assert drawn[0] == drawn[2]
     assert same(contents(engine), before)
@@ -80,8 +81,7 @@ def test_a_greedy_reply_is_known_as_such() -> None:
     list(chat.undo())
     for _ in chat.read_user("What is the opposite of hot?"):
         pass
-    assert chat.score_continuation(said).greedy
-    assert not chat.score_continuation("Bananas.").greedy
+    assert [one.greedy for one in chat.score_continuations([said, "Bananas."])] == [True, False]
 
 
 def scored(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
