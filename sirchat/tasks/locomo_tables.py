@@ -30,27 +30,36 @@ def tables_of(
     measures: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
-    """All tables; `findings` and `settings` [n] belong together."""
-    columns = {
+    """The tables; `findings` and `settings` [n] belong together.
+
+    Without replies there is nothing about F1, with a single row no table of differences.
+    """
+    measured = {
         "token F1": f1,
         "nats a token": nats_a_token,
         "nats an answer": nats,
         "evidence held": held,
         "says not mentioned": abstains,
     }
+    columns = {
+        name: of
+        for name, of in measured.items()
+        if of not in (f1, abstains) or any(per_question(one, of) for one in findings)
+    }
     answers: tuple[tuple[Value, ...], ...] = tuple(
-        (one.name, *(_mean(per_question(one, measured)) for measured in columns.values()))
-        for one in findings
+        (one.name, *(_mean(per_question(one, of)) for of in columns.values())) for one in findings
     )
     return (
         Table("Answers", ("setting", *columns), answers),
         *(
             _differences(f"{name}, less that of another row", findings, settings, columns[name])
             for name in ("nats a token", "token F1")
+            if name in columns and len(findings) > 1
         ),
         *(
             _by_category(f"{name} by category", findings, columns[name])
             for name in ("nats a token", "token F1", "evidence held")
+            if name in columns
         ),
         *((_back(findings, measures, counts),) if measures else ()),
     )

@@ -82,7 +82,10 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
     one = study(
         tmp_path, Profile(policy="window", budget=128), more=0, reply_tokens=0, conversations=(0,)
     )
-    (found,) = run_units(one, tiny()).values()
+    units = run_units(one, tiny())
+    names = [table.name for table in one.report(units).tables]
+    assert names == ["Answers", "nats a token by category", "evidence held by category"]
+    (found,) = units.values()
     talk, chat = one.talks[0], session(tiny(), policy="window", budget=128)
     for question, record in zip(talk.questions, found["questions"], strict=True):
         chat.reset()
