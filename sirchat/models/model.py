@@ -22,6 +22,7 @@ from sirchat.models.attention_hook import (
     install_hook,
     observed_by,
 )
+from sirchat.models.gguf.header import read_gguf
 from sirchat.models.packaged import PACKAGED, packaged_gguf
 from sirchat.models.probe import (
     context_length,
@@ -199,6 +200,9 @@ def load_model(
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:
+        found = _from_gguf(source, pick_dtype(dtype, target), progress, **gguf) if gguf else None
+        if found is not None:
+            return wrap_model(name, found[0].to(target).eval(), found[1])
         if not gguf:  # a GGUF file is no config; its layers show in the probe
             config = AutoConfig.from_pretrained(source, **options)
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
@@ -214,6 +218,19 @@ def load_model(
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise unloadable(name, error) from error
     return wrap_model(name, module.to(target).eval(), tokenizer)
+
+
+def _from_gguf(
+    folder: str, dtype: torch.dtype, progress: Progress | None, gguf_file: str
+) -> tuple[Any, Any] | None:
+    """Model and tokenizer of a GGUF file; None if only transformers can read it."""
+    file = read_gguf(Path(folder) / gguf_file)
+    from sirchat.models.gguf import loading  # needs the extra
+
+    if not loading.is_read_here(file):
+        return None
+    tokenizer = loading.load_tokenizer(folder, gguf_file, file.architecture)
+    return loading.load_module(file, dtype, progress), tokenizer
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
@@ -266,15 +283,14 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """The error that says, in one line, why a model can't be had."""
-    return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=_hint(name))
+    is_gguf = name in PACKAGED or name.lower().endswith(".gguf")
+    hint = "give tiny, tiny-anchor, smollm2, a folder with safetensors, a .gguf file, or a hub id"
+    if is_gguf:
+        lacks = isinstance(error, ImportError)
+        hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
+    return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=hint)
 
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def _hint(name: str) -> str:
-    if name in PACKAGED or name.lower().endswith(".gguf"):
-        return "GGUF files need the extra: pip install 'sirchat[gguf]'"
-    return "give tiny, tiny-anchor, smollm2, a folder with safetensors, a .gguf file, or a hub id"

@@ -1,4 +1,4 @@
-"""A Llama model written as a GGUF file, as llama.cpp stores it."""
+"""A Llama or Qwen model written as a GGUF file, as llama.cpp stores it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from sirchat.paths import tiny_dir
 _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -29,7 +31,7 @@ def write_gguf(path: Path, model: LoadedModel) -> Path:
     import gguf
 
     config = model.module.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -39,6 +41,8 @@ def write_gguf(path: Path, model: LoadedModel) -> Path:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "qwen3":
+        writer.add_key_length(config.head_dim)
     _add_tokenizer(writer, model.tokenizer)
     for name, weight in _tensors(model.module).items():
         writer.add_tensor(name, weight.float().contiguous().numpy())
@@ -81,12 +85,12 @@ def _tensors(module: Any) -> dict[str, torch.Tensor]:
             out["output.weight"] = weight
         elif name.startswith("model.layers."):
             layer, part = name.removeprefix("model.layers.").split(".", 1)
-            part = part.removesuffix(".weight")
-            if part == "self_attn.q_proj":
+            part, kind = part.rsplit(".", 1)
+            if part == "self_attn.q_proj" and config.model_type == "llama":
                 weight = _permuted(weight, config.num_attention_heads)
-            elif part == "self_attn.k_proj":
+            elif part == "self_attn.k_proj" and config.model_type == "llama":
                 weight = _permuted(weight, config.num_key_value_heads)
-            out[f"blk.{layer}.{_NAMES[part]}.weight"] = weight
+            out[f"blk.{layer}.{_NAMES[part]}.{kind}"] = weight
     return out
 
 

@@ -1,0 +1,1 @@
+"""GGUF files: read once, mapped into memory, and made into a model tensor by tensor."""

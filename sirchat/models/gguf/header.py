@@ -1,0 +1,210 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies in the mapped file.
+
+Versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Nothing
+of the tensors is read here. A file is not trusted: every length is checked against the file's size
+before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.errors import ModelError
+
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+
+BLOCKS = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "BF16": (30, 1, 2),
+}
+"""Number, values in a block, and bytes of a block, for each tensor type that is read."""
+
+_TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class GgufTensor:
+    """A tensor as stored.
+
+    Attributes:
+        shape: as torch has it, the fastest dimension last.
+        type: a key of `BLOCKS`, or `type 19` or the like for one that is not in it.
+        data: its bytes [n], a view of the mapped file; none of an unknown type.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+    data: NDArray[np.uint8]
+
+    @property
+    def blocks(self) -> NDArray[np.uint8]:
+        """The bytes by block: [number of blocks, bytes of a block]."""
+        return self.data.reshape(-1, BLOCKS[self.type][2])
+
+
+@dataclass(frozen=True, eq=False)
+class GgufFile:
+    """A GGUF file.
+
+    Attributes:
+        metadata: its keys and values; an array is a list.
+        tensors: by name, in the file's order.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """The model's architecture, such as `llama`."""
+        return str(self.metadata.get("general.architecture", ""))
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Map a file, and read its header; raises ModelError, naming what is wrong, if it is none."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: empty
+        raise ModelError(f"{path} can't be read: {error}") from error
+    reader = _Reader(path, mapped)
+    try:
+        return reader.file()
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise reader.broken(str(error)) from error
+
+
+class _Entry(NamedTuple):
+    """What the header says of a tensor: `type` is a number, `offset` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+class _Reader:
+    """Reads a header from its beginning to its end."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+        self._path, self._mapped, self._at = path, mapped, 0
+        self._size = len(mapped)
+
+    def broken(self, why: str) -> ModelError:
+        """The error for a file that is not as it should be."""
+        return ModelError(
+            f"{self._path} is no GGUF file that can be read: {why}",
+            hint="it may be incomplete: compare its size with that of the original",
+        )
+
+    def file(self) -> GgufFile:
+        """The whole header."""
+        if self._mapped[:4] != b"GGUF":
+            raise self.broken("it does not begin with GGUF")
+        self._at = 4
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise self.broken(f"version {version}, must be 2 or 3")
+        tensors, pairs = self._count(24), self._count(13)
+        metadata = {}
+        for _ in range(pairs):
+            key = self._string()
+            metadata[key] = self._value(self._scalar("I"))
+        entries = [self._entry() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
+            raise self.broken(f"alignment {alignment}")
+        start = -(-self._at // alignment) * alignment
+        data = np.frombuffer(self._mapped, np.uint8)
+        tensors_by_name = {one.name: self._tensor(data, start, one) for one in entries}
+        return GgufFile(metadata, tensors_by_name)
+
+    def _scalar(self, kind: str) -> Any:
+        (value,) = struct.unpack_from("<" + kind, self._mapped, self._at)
+        self._at += struct.calcsize("<" + kind)
+        return value
+
+    def _count(self, least: int) -> int:
+        """A number of things of at least `least` bytes each, which the file has room for."""
+        count = int(self._scalar("Q"))
+        if count * least > self._size - self._at:
+            raise self.broken(f"it ends before {count:,} entries")
+        return count
+
+    def _string(self) -> str:
+        length = self._count(1)
+        start, self._at = self._at, self._at + length
+        return self._mapped[start : self._at].decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(self._scalar("I"))
+        raise self.broken(f"metadata of type {kind}")
+
+    def _array(self, kind: int) -> list[Any]:
+        if kind == _STRING:
+            return [self._string() for _ in range(self._count(8))]
+        if kind not in _SCALARS:  # arrays of arrays are used by no model
+            raise self.broken(f"an array of type {kind}")
+        size = struct.calcsize("<" + _SCALARS[kind])
+        count = self._count(size)
+        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._at)
+        self._at += count * size
+        return list(values)
+
+    def _entry(self) -> _Entry:
+        name, dimensions = self._string(), self._scalar("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self.broken(f"tensor {name} has {dimensions} dimensions")
+        shape = tuple(int(self._scalar("Q")) for _ in range(dimensions))[::-1]
+        return _Entry(name, shape, self._scalar("I"), self._scalar("Q"))
+
+    def _tensor(self, data: NDArray[np.uint8], start: int, entry: _Entry) -> GgufTensor:
+        shape = entry.shape
+        if entry.type not in _TYPES:
+            return GgufTensor(shape, f"type {entry.type}", data[:0])
+        kind, values, size = _TYPES[entry.type]
+        if not shape or shape[-1] % values:
+            raise self.broken(f"{kind} blocks do not fit the shape {shape}")
+        begin, length = start + entry.offset, prod(shape) // values * size
+        if begin + length > self._size:
+            raise self.broken(f"it has {self._size:,} bytes, and its tensors need more")
+        return GgufTensor(shape, kind, data[begin : begin + length])

@@ -1,0 +1,174 @@
+"""A transformers model made from a GGUF file: empty at first, then filled tensor by tensor.
+
+For the architectures that most files have. transformers reads the others itself, in several passes
+over the file, and holds all weights twice while it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from sirchat.errors import ModelError
+from sirchat.models.gguf.blocks import floats
+from sirchat.models.gguf.header import BLOCKS, GgufFile
+from sirchat.models.progress import Progress
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Architectures whose files are read here; they share names and sizes."""
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_SPECIAL = ("bos", "eos", "unknown", "padding")
+_MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
+
+_MOST = 1 << 40  # of anything
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def is_read_here(file: GgufFile) -> bool:
+    """Whether `load_module` knows all that is in the file."""
+    values = _config_values(file) if file.architecture in ARCHITECTURES else None
+    return values is not None and all(
+        parameter_name(name) is not None and tensor.type in BLOCKS
+        for name, tensor in file.tensors.items()
+    )
+
+
+def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
+    """The tokenizer of a file of one of the `ARCHITECTURES`."""
+    if architecture == "llama":
+        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
+    return AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
+
+
+def load_module(file: GgufFile, dtype: torch.dtype, progress: Progress | None = None) -> Any:
+    """The transformers model, with its weights unpacked to `dtype`.
+
+    Raises ModelError when tensors are missing or have another shape.
+    """
+    values = _config_values(file) or {}
+    _check_sizes(file, values)
+    config = AutoConfig.for_model(**values)
+    with init_empty_weights(include_buffers=False):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for done, (name, tensor) in enumerate(file.tensors.items(), 1):
+        weight = _in_rows(floats(tensor).to(dtype), name, file)
+        _put(module, parameter_name(name) or "", weight)
+        if progress is not None:
+            progress("Unpacking weights", done, len(file.tensors))
+    module.tie_weights()
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"the GGUF file has no {name}", hint="it may be incomplete")
+    return module
+
+
+def parameter_name(name: str) -> str | None:
+    """The name that transformers has for a tensor; None for one that is not known."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
+    if found is None:
+        return None
+    layer, part, kind = found.groups()
+    inner = (_OUTER if layer is None else _LAYER).get(part)
+    if inner is None:
+        return None
+    return f"{inner}.{kind}" if layer is None else f"model.layers.{layer}.{inner}.{kind}"
+
+
+def _config_values(file: GgufFile) -> Mapping[str, Any] | None:
+    """The values of the model's config; None if the file says more than is understood here."""
+    kind, metadata = file.architecture, file.metadata
+    values: dict[str, Any] = {"model_type": kind}
+    for key, value in metadata.items():
+        if not key.startswith(kind + "."):
+            continue
+        part = key.removeprefix(kind + ".")
+        if part in _SIZES:
+            if not isinstance(value, int | float) or not 0 < value < _MOST:
+                return None  # such as another number of heads in each layer
+            values[_SIZES[part]] = value
+        elif part not in _MEANS_NOTHING:  # such as a scaled rotation, or experts
+            return None
+    if kind == "llama" and "head_dim" not in values:
+        values["head_dim"] = metadata.get("llama.rope.dimension_count")
+    values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    short = {"unknown": "unk", "padding": "pad"}
+    for one in _SPECIAL:
+        values[f"{short.get(one, one)}_token_id"] = metadata.get(f"tokenizer.ggml.{one}_token_id")
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
+    """Raise ModelError if the sizes can't be those of the tensors, before a model is made."""
+    layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
+    embedding = file.tensors.get("token_embd.weight")
+    queries = file.tensors.get(f"blk.{(layers or 0) - 1}.attn_q.weight")
+    if embedding is None or queries is None:
+        raise ModelError(
+            f"the GGUF file lacks weights of its {layers} layers", hint="it may be incomplete"
+        )
+    heads = values.get("num_attention_heads") or 0
+    rows = heads * (values.get("head_dim") or (hidden or 0) // max(1, heads))
+    if embedding.shape != (values["vocab_size"], hidden) or queries.shape != (rows, hidden):
+        raise ModelError("the GGUF file's weights have other sizes than it says")
+
+
+def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
+    """The rows of llama's queries and keys in transformers' order: rotary halves, not pairs."""
+    if file.architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
+        return weight
+    which = "head_count" if ".attn_q." in name else "head_count_kv"
+    default = file.metadata["llama.attention.head_count"]
+    heads = int(file.metadata.get(f"llama.attention.{which}", default))
+    pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _put(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Set a parameter, of which only the shape was known."""
+    owner_name, _, own = name.rpartition(".")
+    try:
+        owner = module.get_submodule(owner_name)
+        wanted = owner.get_parameter(own).shape
+    except AttributeError:
+        raise ModelError(f"the GGUF file has {name}, which the model has not") from None
+    if wanted != weight.shape:
+        shapes = f"{list(weight.shape)}, must be {list(wanted)}"
+        raise ModelError(f"the GGUF file's {name} is {shapes}")
+    setattr(owner, own, nn.Parameter(weight))

@@ -1,0 +1,175 @@
+"""GGUF files: headers of any kind are read or refused in one line, blocks as ggml defines them."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chatting import tiny
+from gguf_file import write_gguf
+from sirchat.errors import ModelError
+from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
+from sirchat.models.gguf.header import BLOCKS, GgufTensor, read_gguf
+from sirchat.models.gguf.loading import is_read_here
+from sirchat.models.model import load_model, locate
+
+gguf = pytest.importorskip("gguf")
+
+HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q8_0": (0,),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+"""Where a block of each format has its floats of two bytes."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, written as GGUF in float32."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny())
+
+
+def random_tensor(kind: str, rows: int, columns: int) -> GgufTensor:
+    """Random blocks, whose floats are not too odd."""
+    _, values, size = BLOCKS[kind]
+    rng = np.random.default_rng(len(kind) + rows)
+    blocks = rng.integers(0, 256, (rows * columns // values, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        half = rng.normal(size=(len(blocks), 1)).astype(np.float16)
+        blocks[:, at : at + 2] = half.view(np.uint8)
+    return GgufTensor((rows, columns), kind, blocks.reshape(-1))
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_blocks_are_unpacked_as_by_ggmls_own_package(kind: str) -> None:
+    tensor = random_tensor(kind, 6, 512)
+    number = gguf.constants.GGMLQuantizationType(BLOCKS[kind][0])
+    wanted = gguf.quants.dequantize(tensor.blocks, number).reshape(6, 512)
+    assert np.array_equal(floats(tensor).numpy(), wanted)
+
+
+@pytest.mark.parametrize("kind", FOUR_BIT)
+def test_four_bit_blocks_are_taken_apart_without_loss(kind: str) -> None:
+    tensor = random_tensor(kind, 6, 512)
+    q, scale, minimum = four_bit(tensor)
+    assert (q.dtype, int(q.max())) == (torch.uint8, 15)
+    again = q.view(6, 16, 32) * scale[..., None] + minimum[..., None]
+    assert torch.equal(again.view(6, 512), floats(tensor))
+
+
+def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path) -> None:
+    ours, theirs = read_gguf(file), gguf.GGUFReader(file)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            assert ours.metadata[key] == field.contents(), key
+    assert list(ours.tensors) == [one.name for one in theirs.tensors]
+    for one in theirs.tensors:
+        assert ours.tensors[one.name].shape == tuple(map(int, one.shape[::-1]))
+        assert np.array_equal(
+            ours.tensors[one.name].data, np.asarray(one.data).view(np.uint8).ravel()
+        )
+
+
+def test_a_file_that_says_more_than_is_understood_is_left_to_transformers(file: Path) -> None:
+    read = read_gguf(file)
+    assert is_read_here(read)
+    for key in ("llama.rope.scaling.type", "llama.expert_used_count"):
+        more = type(read)(dict(read.metadata) | {key: 1}, read.tensors)
+        assert not is_read_here(more)
+    odd = GgufTensor((4,), "type 19", np.zeros(0, np.uint8))
+    for name, tensor in (
+        ("rope_freqs.weight", read.tensors["output_norm.weight"]),
+        ("output.weight", odd),
+    ):
+        assert not is_read_here(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_file_gives_the_model_that_transformers_makes_of_it() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, name = locate("smollm2")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, **name, dtype=torch.float32)
+    ours = load_model("smollm2", dtype="float32", device="cpu")
+    wanted = theirs.state_dict()
+    assert wanted.keys() == ours.module.state_dict().keys()
+    assert all(torch.equal(one, wanted[key]) for key, one in ours.module.state_dict().items())
+    assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **name)
+    text = "<|im_start|>user\nIt's Anna's 12th, naïve 東京!<|im_end|>\n"
+    assert tokenizer.get_vocab() == ours.tokenizer.get_vocab()
+    assert tokenizer.encode(text) == ours.tokenizer.encode(text)
+    assert tokenizer.chat_template == ours.tokenizer.chat_template
+    assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        (lambda data: b"", "can't be read"),
+        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "version 9"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "ends before"),
+        (lambda data: data[:200], "ends before|unpack"),
+        (lambda data: data[: len(data) // 2], "tensors need more"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line_without_advice_to_install(
+    file: Path, tmp_path: Path, damaged: object, why: str
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(damaged(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ModelError, match=why) as caught:
+        load_model(str(broken), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert "install" not in caught.value.hint
+
+
+def test_a_tensor_that_is_missing_is_named(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
+    with pytest.raises(ModelError, match=r"no model\.layers\.1\.mlp\.up_proj"):
+        load_model(str(broken), device="cpu")
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count"])
+def test_sizes_that_are_not_those_of_the_weights_are_refused_before_a_model_is_made(
+    file: Path, tmp_path: Path, key: str
+) -> None:
+    data = bytearray(file.read_bytes())
+    name = f"llama.{key}".encode()
+    at = data.index(name) + len(name) + 4  # behind the type
+    data[at : at + 4] = struct.pack("<I", 4_000_000_000)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data)
+    with pytest.raises(ModelError, match=r"lacks weights|other sizes"):
+        load_model(str(broken), device="cpu")
+
+
+changes = st.lists(st.tuples(st.integers(0, 4_000), st.integers(0, 255)), min_size=1, max_size=8)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=changes)
+def test_any_header_is_read_or_refused(
+    file: Path, tmp_path: Path, changes: list[tuple[int, int]]
+) -> None:
+    data = bytearray(file.read_bytes()[:200_000])
+    for at, value in changes:
+        data[at] = value
+    broken = tmp_path / "mutated.gguf"
+    broken.write_bytes(data)
+    with contextlib.suppress(ModelError):  # nothing else, and in no time
+        read_gguf(broken)
