@@ -52,6 +52,29 @@ class PassWeights:
         return found
 
 
+class HighestWeights:
+    """The highest weight that some rows receive in a forward pass, averaged over heads and layers.
+
+    Args:
+        layers: numbers of the layers that count.
+        slots: the rows [k], by their slot in the cache.
+    """
+
+    def __init__(self, layers: Collection[int], slots: Tensor) -> None:
+        self._layers, self._slots = frozenset(layers), slots
+        self._sum: Tensor | None = None
+
+    def observe(self, call: AttentionCall) -> None:
+        if call.layer in self._layers:
+            weights = call.weights()[:, :, self._slots.to(call.keys.device)]  # [H_q, m, k]
+            highest = weights.amax(1).mean(0).cpu()
+            self._sum = highest if self._sum is None else self._sum + highest
+
+    def mean(self) -> NDArray[np.float64] | None:
+        """[k]; None if no counted layer was observed."""
+        return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
+
+
 class AttentionTracker:
     """A block in which ids are read, in one forward pass or several.
 

@@ -192,8 +192,16 @@ class Engine:
         return self.contents.make_room_for_turn(count, max_new_tokens, at.round)
 
     def close_round(self) -> None:
-        """Apply the decay of the round that ends; only a fixed decay applies to its own rows."""
+        """Apply the decay of the round that ends; only a fixed decay applies to its own rows.
+
+        Where the policy asks for it, the round's held rows are read once more before that.
+        """
         decay, ledger = self.settings.decay, self.ledger
+        layers = self.settings.policy.repeat_layers
+        if layers is not None:
+            in_round = ledger.column("round")[ledger.held_positions] == self._round
+            rows = torch.from_numpy(np.flatnonzero(in_round))
+            self._reader.repeat(rows, layers, self.contents.budget.chunk_size)
         if decay is not None:
             ledger.close_round(decay)
         else:

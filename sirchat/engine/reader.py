@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.attention_tracker import AttendingModel, AttentionTracker
+from sirchat.engine.attention_tracker import AttendingModel, AttentionTracker, HighestWeights
 from sirchat.engine.records import ContinuationScore, TurnRef
 from sirchat.engine.scoring import surprisal, surprisal_of
 from sirchat.memory.attention import AttentionStatsConfig
@@ -140,6 +140,31 @@ class Reader:
                 self._cache.commit(len(part), at)
                 tracker.add(observer)
                 start += len(part)
+
+    def repeat(self, rows: Tensor, layers: int, most: int) -> None:
+        """Read the held rows [k] once more behind all others, for the attention they receive.
+
+        At most `most` ids at a time; nothing else changes. `layers` are those that count, 0 for
+        all. Nothing is read where positions are those of the stream and leave the model's context.
+        """
+        held = self._ledger.held_positions
+        ids = self._ledger.column("token_id")[held]
+        wide = AttentionStatsConfig(layers).counted_layers(
+            len(self._cache.layers), self._model.sliding_layers
+        )
+        size = 4 * self._model.heads * (self._cache.length + most)  # bytes of a row's weights
+        most = max(1, min(most, PASS_BYTES // size, self._rows_per_pass))
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            end = self._ledger.seen + len(part)
+            if self._cache.in_stream and end > self._model.context_length:
+                return
+            self._cache.reserve(self._cache.length + len(part))
+            observer = HighestWeights(wide, self._cache.slots_of(part))
+            self._forward(ids[part.numpy()].tolist(), observer=observer)
+            highest = observer.mean()
+            if highest is not None:
+                self._ledger.attention.repeat.set(held[part.numpy()], highest)
 
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.repeat_attention import RepeatAttention
+
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -83,6 +85,7 @@ class AttentionCheckpoint:
         positions: [n], ascending.
         total: [n], each as of the time when the ledger's log decay was `log_decay` [n].
         window: weights from the newest queries.
+        repeated: [n], see `RepeatAttention`.
         restorations: number of times that rows had been restored to the cache by then; None if
             nothing had been counted yet.
     """
@@ -91,13 +94,19 @@ class AttentionCheckpoint:
     total: Floats
     log_decay: Floats
     window: tuple[QueryWindow, ...] = ()
+    repeated: Floats | None = None
     restorations: int | None = 0
 
 
 class AttentionStats:
-    """Attention received by every row of the stream."""
+    """Attention received by every row of the stream.
+
+    Attributes:
+        repeat: what rows received while their round was read a second time.
+    """
 
     def __init__(self) -> None:
+        self.repeat = RepeatAttention()
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
         self._window: tuple[QueryWindow, ...] = ()
@@ -173,10 +182,16 @@ class AttentionStats:
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
         """A copy of what rows [n], ascending, have received until now."""
         self._is_checkpointed = True
+        repeated = self.repeat.of(positions)
         if not self.is_counted:
-            nothing = np.zeros(0)
-            return AttentionCheckpoint(positions[:0], nothing, nothing, restorations=None)
-        return replace(self._of(positions), window=self._window, restorations=self._restorations)
+            zeros = np.zeros(len(positions))
+            return AttentionCheckpoint(positions, zeros, zeros, (), repeated, restorations=None)
+        return replace(
+            self._of(positions),
+            window=self._window,
+            repeated=repeated,
+            restorations=self._restorations,
+        )
 
     def _of(self, positions: Positions) -> AttentionCheckpoint:
         known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
@@ -189,6 +204,7 @@ class AttentionStats:
 
         Rows from position `seen` on have never been read.
         """
+        self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
             self._total = self._log_decay = np.zeros(0)
             self._window = ()
@@ -205,8 +221,11 @@ class AttentionStats:
 
     def load(self, saved: AttentionCheckpoint) -> None:
         """Take over saved statistics."""
-        self._put(saved)
-        self._window = saved.window
+        if saved.total.any():
+            self._put(saved)
+            self._window = saved.window
+        if saved.repeated is not None:
+            self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
         """Exempt rows from position `start` on from the decays up to `log_decay`, the ledger's."""
@@ -214,6 +233,7 @@ class AttentionStats:
 
     def erase(self, positions: Positions) -> None:
         """Delete all that is known of these rows."""
+        self.repeat.erase(positions)
         self._total[positions[positions < len(self._total)]] = 0
         self._window = tuple(
             QueryWindow(one.positions[stays], one.weights[:, stays])

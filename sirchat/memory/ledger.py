@@ -94,6 +94,8 @@ class HeldRows:
         log_decayed_surprisal: logarithm of the surprisal times these decays.
         attention: attention received so far, if the policy has it counted; else 0.
         recent_attention: attention received from the newest queries alone, likewise.
+        repeat_attention: highest attention weight received while the row's round was read a second
+            time, if a policy has that done; else 0.
         key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
@@ -114,6 +116,7 @@ class HeldRows:
     log_decayed_surprisal: Tensor
     attention: Tensor
     recent_attention: Tensor
+    repeat_attention: Tensor
     key_norm: Tensor
     key_similarity: Tensor
     value_norm: Tensor
@@ -354,6 +357,7 @@ class Ledger:
             log_decayed_surprisal=tensor(self.log_decayed_surprisal_of(at)),
             attention=tensor(self.attention.totals(at, self.log_decay)),
             recent_attention=tensor(self.attention.recent(at)),
+            repeat_attention=tensor(self.attention.repeat.of(at)),
             key_norm=unused,
             key_similarity=unused,
             value_norm=unused,

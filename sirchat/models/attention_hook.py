@@ -52,14 +52,18 @@ class AttentionCall:
         """Factor on the scores before the softmax."""
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
-    def mean_weights(self) -> Tensor:
-        """Attention weights [m, n], float32, averaged over the heads.
+    def weights(self) -> Tensor:
+        """Attention weights [H_q, m, n], float32.
 
         Computed again from queries and keys where the attention function does not return them.
         """
         if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
-            return self.returned[0].float().mean(0)
-        return attention_weights(self).mean((0, 1))
+            return self.returned[0].float()
+        return attention_weights(self).flatten(0, 1)
+
+    def mean_weights(self) -> Tensor:
+        """Attention weights [m, n], float32, averaged over the heads."""
+        return self.weights().mean(0)
 
 
 class AttentionObserver(Protocol):

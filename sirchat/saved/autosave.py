@@ -351,13 +351,16 @@ def _row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
 
 def _attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
     """The attention that rows received; empty where it was not tracked."""
-    if not len(received.positions):
+    counted = [received.total, received.repeated]
+    if not any(one is not None and one.any() for one in counted):
         return {}
     named: dict[str, NDArray[Any]] = {
         "positions": received.positions,
         "total": received.total,
         "log_decay": received.log_decay,
     }
+    if received.repeated is not None:
+        named["repeated"] = received.repeated
     for number, part in enumerate(received.window):
         named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
     return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
@@ -372,7 +375,11 @@ def _pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | No
     count = sum(key.endswith(".weights") for key in named)
     window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
     return AttentionCheckpoint(
-        named["positions"], named["total"], named["log_decay"], tuple(window)
+        named["positions"],
+        named["total"],
+        named["log_decay"],
+        tuple(window),
+        named.get("repeated"),
     )
 
 

@@ -165,7 +165,7 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
 ]
 
 
-STATS = ("key_norm", "key_similarity", "value_norm", "value_range")
+STATS = ("key_norm", "key_similarity", "value_norm", "value_range", "repeat_attention")
 
 
 def column(rows: list[Row], name: str) -> Any:
@@ -282,6 +282,16 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
     ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
     ("vase", {}, drawn_by_attention),
+    (
+        "kvzip",
+        {},
+        lambda case, row: looked_at(case, row, words_count=True, template_counts=False),
+    ),
+    (
+        "kvzip",
+        {"words": False, "template": False},
+        lambda case, row: looked_at(case, row, words_count=False, template_counts=True),
+    ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
     ("salience", {"user": True}, lambda case, row: salient(case, row, ALL)),
@@ -294,6 +304,14 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
         for off in sorted(ALL)
     ),
 ]
+
+
+def looked_at(case: Case, row: Row, *, words_count: bool, template_counts: bool) -> float:
+    """The kvzip score: attention on repeating, added up over the word if words count."""
+    word = next(word for word in words(case.rows) if row in word)
+    total = sum(float(one.stats["repeat_attention"]) for one in (word if words_count else [row]))
+    left_out = row.role is Role.TEMPLATE and not template_counts
+    return 0.0 if left_out else total * float(row.faded)
 
 
 @pytest.mark.parametrize(("name", "options", "score"), SCORES)

@@ -84,7 +84,10 @@ def in_bfloat16() -> LoadedModel:
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
-        *((name, "float32") for name in ("entropy", "reservoir", "random", "snapkv", "keydiff")),
+        *(
+            (name, "float32")
+            for name in ("entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip")
+        ),
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
 )

@@ -57,6 +57,14 @@ class Policy(ABC):
         """Which statistics of keys and values the policy uses; they cost time at each ranking."""
         return ()
 
+    @property
+    def repeat_layers(self) -> int | None:
+        """Layers whose attention counts while a finished round is read again; 0 for all layers.
+
+        None if rounds are not read again.
+        """
+        return None
+
     def newest_room(self, evictable: int) -> int:
         """How many of the `evictable` rows that it decides about it leaves to the newest tokens.
 

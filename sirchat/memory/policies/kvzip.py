@@ -1,0 +1,56 @@
+"""Policy `kvzip`: the tokens that the model looks at when it reads their round a second time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.attention import or_median
+from sirchat.memory.factors import log_sum_by_word, product_of, words_of
+from sirchat.memory.ledger import HeldRows, Role
+from sirchat.memory.policies.base import RecentScorePolicy
+
+_LEAST = 1e-9  # a weight of zero still has a logarithm
+
+
+@dataclass(frozen=True)
+class Kvzip(RecentScorePolicy):
+    """Keeps the sinks, the tokens needed to repeat what was said, and the newest.
+
+    KVzip (Kim et al. 2025, arXiv:2505.23416) between turns: when a round has ended, it is read once
+    more behind itself, and a token's score is the highest attention weight that it receives then
+    (equation 2). A repeated token looks for its first occurrence, and needs no look where it can be
+    foretold. Known deviations: a round is read again once, when it ends, and without the paper's
+    prompt; the score is the mean over heads and layers, so that one choice serves them all. Two
+    factors of `salience` are ours, and can be switched off: `words` adds up the score over the
+    row's word, `template` is 0 for the chat template's tokens.
+    """
+
+    source: ClassVar[str] = "KVzip, arXiv:2505.23416"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
+    needs_attention: ClassVar[bool] = True
+    log_scale: ClassVar[bool] = True
+
+    layers: int = field(default=0, metadata={"help": "layers that are counted; 0 for all"})
+    words: bool = field(default=True, metadata={"help": "add up attention over each word"})
+    template: bool = field(default=True, metadata={"help": "evict the chat template first"})
+
+    @property
+    def repeat_layers(self) -> int:
+        return self.layers
+
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        own = or_median(rows.repeat_attention).double().clamp_min(_LEAST).log()
+        found = {"repeat attention": own + rows.log_decay_since}
+        if self.words:
+            found["word"] = log_sum_by_word(own, words_of(rows)) - own
+        if self.template:
+            found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
+        return found
+
+    def score(self, rows: HeldRows) -> Tensor:
+        return product_of(self.log_factors(rows))
