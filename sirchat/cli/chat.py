@@ -47,7 +47,7 @@ def open_chat(
         chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
 
 
-_AT_ONCE = ("model", "device", "dtype", "panel", "theme", "save", "save_kv")
+_AT_ONCE = ("model", "device", "dtype", "quantize", "panel", "theme", "save", "save_kv")
 """Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""
 
 

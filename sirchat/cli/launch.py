@@ -69,6 +69,7 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         device=profile.device,
         dtype=profile.dtype,
         threads=profile.threads,
+        quantize=profile.quantize,
         trust_remote_code=trust,
         progress=report,
     )

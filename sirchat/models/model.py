@@ -24,6 +24,7 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.gguf.header import read_gguf
 from sirchat.models.packaged import PACKAGED, packaged_gguf
+from sirchat.models.packed import pack_module, packed_buffers
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -36,6 +37,14 @@ from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+Quantize = Literal["auto", "none", "int8", "int4"]
+"""How weights are held on a CPU.
+
+`auto` leaves those of a GGUF file packed, and others as they are; `none` unpacks all; `int8` and
+`int4` round every matrix to eight bits with a scale for each row, or to four with a scale and a
+minimum for each 32 weights (and eight where four do not fit).
+"""
 
 BUNDLED = {"tiny", "tiny-anchor"}
 """Names of the models that come with sirchat."""
@@ -64,7 +73,7 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Width V of the logits."""
-        return int(self.module.get_output_embeddings().weight.shape[0])
+        return int(self.module.get_output_embeddings().out_features)
 
     @cached_property
     def heads(self) -> int:
@@ -82,8 +91,8 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device of the input embeddings."""
-        device: torch.device = self.module.get_input_embeddings().weight.device
+        """Where the weights are."""
+        device: torch.device = self.module.device
         return device
 
     @property
@@ -91,6 +100,13 @@ class LoadedModel:
         """The weights' type."""
         dtype: torch.dtype = self.module.dtype
         return dtype
+
+    @cached_property
+    def precision(self) -> str:
+        """The weights' type in words, such as `float32` or `float32 with packed weights`."""
+        is_packed = next(packed_buffers(self.module), None) is not None
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} with packed weights" if is_packed else name
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
@@ -186,12 +202,13 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     threads: int = 0,
+    quantize: Quantize = "auto",
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. On a CPU it computes with `threads` threads; 0
-    for as many as there are free cores. Raises ModelError, in one line, when the model
-    can't be had or can't be held.
+    for as many as there are free cores. `quantize` is for CPUs. Raises ModelError, in one line,
+    when the model can't be had or can't be held.
     """
     transformers_logging.set_verbosity_error()
     target = pick_device(device)
@@ -200,9 +217,13 @@ def load_model(
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:
-        found = _from_gguf(source, pick_dtype(dtype, target), progress, **gguf) if gguf else None
+        kind, on_cpu = pick_dtype(dtype, target), target.type == "cpu"
+        if quantize in ("int8", "int4") and not on_cpu:
+            raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
+        packed = quantize == "auto" and on_cpu
+        found = _from_gguf(source, kind, packed, progress, **gguf) if gguf else None
         if found is not None:
-            return wrap_model(name, found[0].to(target).eval(), found[1])
+            return wrap_model(name, _finished(found[0].to(target), quantize), found[1])
         if not gguf:  # a GGUF file is no config; its layers show in the probe
             config = AutoConfig.from_pretrained(source, **options)
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
@@ -210,18 +231,24 @@ def load_model(
         with reporting(progress) as reports:
             module = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=pick_dtype(dtype, target),
+                dtype=kind,
                 use_safetensors=None if gguf else True,
                 **options,
                 **reports,
             )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise unloadable(name, error) from error
-    return wrap_model(name, module.to(target).eval(), tokenizer)
+    return wrap_model(name, _finished(module.to(target), quantize), tokenizer)
+
+
+def _finished(module: Any, quantize: Quantize) -> Any:
+    if quantize in ("int8", "int4"):
+        pack_module(module, 8 if quantize == "int8" else 4)
+    return module.eval()
 
 
 def _from_gguf(
-    folder: str, dtype: torch.dtype, progress: Progress | None, gguf_file: str
+    folder: str, dtype: torch.dtype, keep_packed: bool, progress: Progress | None, gguf_file: str
 ) -> tuple[Any, Any] | None:
     """Model and tokenizer of a GGUF file; None if only transformers can read it."""
     file = read_gguf(Path(folder) / gguf_file)
@@ -230,7 +257,7 @@ def _from_gguf(
     if not loading.is_read_here(file):
         return None
     tokenizer = loading.load_tokenizer(folder, gguf_file, file.architecture)
-    return loading.load_module(file, dtype, progress), tokenizer
+    return loading.load_module(file, dtype, progress, keep_packed=keep_packed), tokenizer
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:

@@ -107,7 +107,7 @@ def _check_a_move(
     cache = BoundedCache(rotations, capacity=2)
     ids = [[_probe_token(config)] * 2]
     module(
-        input_ids=torch.tensor(ids, device=module.get_input_embeddings().weight.device),
+        input_ids=torch.tensor(ids, device=module.device),
         past_key_values=cache,
         use_cache=True,
     )
@@ -143,7 +143,7 @@ def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Te
     """Each layer's cached tensors [H, D] of one token read at `position`."""
     layers = config.num_hidden_layers
     cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
-    device = module.get_input_embeddings().weight.device
+    device = module.device
     try:
         module(
             input_ids=torch.tensor([[_probe_token(config)]], device=device),

@@ -29,6 +29,7 @@ from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.ledger import ROW, Flag
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
+from sirchat.models.packed import packed_buffers
 from sirchat.saved.names import tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
@@ -56,7 +57,7 @@ def fingerprint(model: LoadedModel) -> str:
     for rotation in (layer.key for layer in model.rotations):
         if rotation is not None:
             digest.update(rotation.inv_freq.numpy().tobytes())
-    for weight in model.module.parameters():
+    for weight in (*model.module.parameters(), *packed_buffers(model.module)):
         digest.update(str(tuple(weight.shape)).encode())
         sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
         digest.update(sample.float().cpu().numpy().tobytes())
@@ -224,7 +225,7 @@ def _meta(model: LoadedModel) -> dict[str, Any]:
     return {
         "model": model.name,
         "fingerprint": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.precision,
         "sirchat": __version__,
         "torch": torch.__version__,
     }
@@ -235,13 +236,15 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
 
     The dtype is checked first, because the same weights in another dtype have another fingerprint.
     """
-    meta, dtype = store.meta, str(model.dtype).removeprefix("torch.")
+    meta, dtype = store.meta, model.precision
     again = f"sirchat --resume {store.id}"
     rebuild = "--rebuild reads its text again with the model that is loaded"
+    kind, _, packed = meta["dtype"].partition(" ")
+    unpacked = "" if packed else " --quantize none"
     if meta["dtype"] != dtype:
         raise SessionError(
             f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
-            hint=f"{again} --dtype {meta['dtype']} takes it up; {rebuild}",
+            hint=f"{again} --dtype {kind}{unpacked} takes it up; {rebuild}",
         )
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(

@@ -78,7 +78,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "model": model.name,
         "revision": revision(model),
         "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.precision,
         "threads": threads_in_words(model.device),
         "sirchat": __version__,
         "torch": torch.__version__,

@@ -26,8 +26,11 @@ _NAMES = {
 }
 
 
-def write_gguf(path: Path, model: LoadedModel) -> Path:
-    """Write a model that has the bundled tokenizer to `path`, in float32; returns the path."""
+def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
+    """Write a model that has the bundled tokenizer to `path`; returns the path.
+
+    Matrices are of a type such as `Q4_1`, embeddings of `Q8_0` then, all else of float32.
+    """
     import gguf
 
     config = model.module.config
@@ -45,7 +48,12 @@ def write_gguf(path: Path, model: LoadedModel) -> Path:
         writer.add_key_length(config.head_dim)
     _add_tokenizer(writer, model.tokenizer)
     for name, weight in _tensors(model.module).items():
-        writer.add_tensor(name, weight.float().contiguous().numpy())
+        values = weight.float().contiguous().numpy()
+        if kind == "F32" or weight.ndim < 2:
+            writer.add_tensor(name, values)
+            continue
+        stored = gguf.GGMLQuantizationType["Q8_0" if name == "token_embd.weight" else kind]
+        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -72,7 +72,7 @@ def test_without_a_progress_callback_nothing_is_drawn_either(
 
 def test_a_gguf_file_reports_its_tensors(gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reports = load_reporting(str(gguf))
-    tensors = [(done, total) for what, done, total in reports if what == "Unpacking weights"]
+    tensors = [(done, total) for what, done, total in reports if what == "Reading weights"]
     assert tensors[-1][0] == tensors[-1][1] == len(tiny().module.state_dict()) - 1
     assert capfd.readouterr() == ("", "")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -74,6 +74,13 @@ class GgufTensor:
     def blocks(self) -> NDArray[np.uint8]:
         """The bytes by block: [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
+
+    def row_blocks(self, most: int) -> Iterator[GgufTensor]:
+        """The tensor in parts of at most `most` rows."""
+        by_row = self.data.reshape(self.shape[0], -1)
+        for start in range(0, self.shape[0], most):
+            part = by_row[start : start + most]
+            yield GgufTensor((len(part), *self.shape[1:]), self.type, part.reshape(-1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
-from sirchat.models.gguf.blocks import floats
-from sirchat.models.gguf.header import BLOCKS, GgufFile
+from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
+from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
+from sirchat.models.packed import Int4Linear, Int8Linear, SharedEmbedding, WeightStore, eight_bits
 from sirchat.models.progress import Progress
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -38,6 +40,7 @@ _SIZES = {
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 _MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
 
+_ROWS = 4096  # of a matrix that are held as float32 at once
 _MOST = 1 << 40  # of anything
 
 _OUTER = {
@@ -76,22 +79,41 @@ def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
 
 
-def load_module(file: GgufFile, dtype: torch.dtype, progress: Progress | None = None) -> Any:
+def load_module(
+    file: GgufFile,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    keep_packed: bool = False,
+) -> Any:
     """The transformers model, with its weights unpacked to `dtype`.
 
-    Raises ModelError when tensors are missing or have another shape.
+    With `keep_packed`, matrices of four bits stay as they are, and other blocks get eight bits with
+    a scale for each row. Raises ModelError when tensors are missing or have another shape.
     """
     values = _config_values(file) or {}
     _check_sizes(file, values)
     config = AutoConfig.for_model(**values)
     with init_empty_weights(include_buffers=False):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    store = WeightStore(_most_packed(file) if keep_packed else 0)
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
-        weight = _in_rows(floats(tensor).to(dtype), name, file)
-        _put(module, parameter_name(name) or "", weight)
+        target = parameter_name(name) or ""
+        packed = _packed(tensor, name, file) if keep_packed else None
+        if packed is not None:
+            store.move(packed)
+        if packed is None:
+            _put(module, target, _in_rows(floats(tensor).to(dtype), name, file))
+        elif target == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
+            module.set_input_embeddings(SharedEmbedding(packed, dtype))
+            if module.config.tie_word_embeddings:
+                module.set_output_embeddings(packed)
+        else:
+            _replace(module, target, packed)
         if progress is not None:
-            progress("Unpacking weights", done, len(file.tensors))
-    module.tie_weights()
+            progress("Reading weights", done, len(file.tensors))
+    if not isinstance(module.get_input_embeddings(), SharedEmbedding):
+        module.tie_weights()
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ModelError(f"the GGUF file has no {name}", hint="it may be incomplete")
@@ -158,6 +180,40 @@ def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
     heads = int(file.metadata.get(f"llama.attention.{which}", default))
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> Int4Linear | Int8Linear | None:
+    """A matrix as a packed layer without bias; None for other tensors, and for plain floats."""
+    if len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
+        return None
+    is_embedding = name == "token_embd.weight"  # its rows are looked up, too
+    if tensor.type in FOUR_BIT and Int4Linear.fits(*tensor.shape) and not is_embedding:
+        return Int4Linear(*(_in_rows(one, name, file) for one in four_bit(tensor)))
+    parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # all at once is much
+    q, scale = (_in_rows(torch.cat(one), name, file) for one in zip(*parts, strict=True))
+    return Int8Linear(q, scale)
+
+
+def _most_packed(file: GgufFile) -> int:
+    """An upper bound for the bytes of all packed layers."""
+    matrices = [one for one in file.tensors.values() if len(one.shape) == 2]
+    return sum(
+        # four bits and two bfloat16 for each 32 are 20 bytes; else a byte each, and 2 for a row
+        prod(one.shape) // 32 * (20 if one.type in FOUR_BIT else 32) + 2 * one.shape[0] + 128
+        for one in matrices
+        if BLOCKS[one.type][1] > 1
+    )
+
+
+def _replace(module: nn.Module, name: str, packed: Int4Linear | Int8Linear) -> None:
+    """Put a packed layer in the place of the one that has this weight; the bias stays."""
+    path = name.removesuffix(".weight")
+    before = module.get_submodule(path)
+    wanted = [packed.out_features, packed.in_features]
+    if not isinstance(before, nn.Linear) or list(before.weight.shape) != wanted:
+        raise ModelError(f"the GGUF file's {name} is {wanted}, which the model has not")
+    packed.bias = before.bias
+    module.set_submodule(path, packed)
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:

@@ -1,0 +1,133 @@
+"""Weights that stay packed: the same products as from unpacked ones, in less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatting import answer, session, tiny
+from gguf_file import write_gguf
+from sirchat.errors import ModelError
+from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.packed import (
+    Int4Linear,
+    Int8Linear,
+    SharedEmbedding,
+    WeightStore,
+    eight_bits,
+    four_bits,
+)
+
+FEW_AND_MANY = [1, 5, 32, 33, 200]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bits_multiply_like_the_weights_that_they_stand_for(
+    rows: int, dtype: torch.dtype
+) -> None:
+    q = torch.randint(0, 16, (192, 96), dtype=torch.uint8)
+    scale, minimum = torch.rand(192, 3) * 0.1, -torch.rand(192, 3)
+    weight = (q.view(192, 3, 32) * scale[..., None] + minimum[..., None]).view(192, 96)
+    bias, x = torch.randn(192).to(dtype), torch.randn(2, rows, 96).to(dtype)
+    found = Int4Linear(q, scale, minimum, bias)(x)
+    assert (found.dtype, found.shape) == (dtype, (2, rows, 192))
+    assert relative(found, x.float() @ weight.T + bias.float()) < 0.01
+    assert relative(Int4Linear(q, scale, minimum).unpacked().T, weight) < 0.004  # bfloat16
+
+
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+def test_eight_bits_multiply_like_the_weights_that_they_stand_for(rows: int) -> None:
+    weight, x = torch.randn(50, 96), torch.randn(rows, 96)
+    q, scale = eight_bits(weight)
+    layer = Int8Linear(q, scale)
+    stored = q.float() * scale.float()[:, None]
+    assert relative(stored, weight) < 0.01
+    assert relative(layer(x), x @ stored.T) < 0.01
+    assert torch.equal(layer.rows(torch.tensor([[3, 7]])), stored[[3, 7]][None])
+
+
+def test_rounding_to_four_bits_errs_by_at_most_half_a_step() -> None:
+    weight = torch.randn(64, 64)
+    q, scale, minimum = four_bits(weight)
+    again = (q.view(64, 2, 32) * scale[..., None] + minimum[..., None]).view(64, 64)
+    assert ((again - weight).abs() <= scale.repeat_interleave(32, 1) / 2 + 1e-5).all()
+
+
+def test_what_does_not_fit_four_bits_gets_eight() -> None:
+    assert Int4Linear.fits(64, 32)
+    assert not Int4Linear.fits(63, 32)
+    assert not Int4Linear.fits(64, 31)
+
+
+def test_layers_move_into_one_block_of_memory_and_compute_the_same() -> None:
+    layer, x = Int8Linear(*eight_bits(torch.randn(50, 96))), torch.randn(3, 96)
+    before, store = layer(x), WeightStore(6_000)
+    store.move(layer)
+    assert layer.q.untyped_storage().data_ptr() == layer.scale.untyped_storage().data_ptr()
+    assert torch.equal(layer(x), before)
+    other = Int8Linear(*eight_bits(torch.randn(50, 96)))
+    store.move(other)  # there is no room for it
+    assert torch.isfinite(other(x)).all()
+
+
+@pytest.fixture(scope="module", params=["Q4_0", "Q4_1", "Q8_0"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model as a GGUF file of packed weights."""
+    pytest.importorskip("gguf")
+    path = tmp_path_factory.mktemp("gguf") / f"tiny-{request.param}.gguf"
+    return write_gguf(path, tiny(), request.param)
+
+
+def size(model: LoadedModel) -> int:
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def test_a_gguf_file_stays_packed_and_gives_nearly_the_same_logits(file: Path) -> None:
+    packed, unpacked = load_model(str(file)), load_model(str(file), quantize="none")
+    assert (packed.precision, unpacked.precision) == ("float32 with packed weights", "float32")
+    assert size(packed) < 1.1 * file.stat().st_size < 0.5 * size(unpacked)
+    ids = list(range(10, 90))
+    found, wanted = (one.forward(ids, one.new_cache(96)) for one in (packed, unpacked))
+    assert relative(found, wanted) < 0.05  # eight bits a row are coarser than Q8_0
+    one_by_one = packed.new_cache(96)
+    for number, token in enumerate(ids[:20]):
+        logits = packed.forward([token], one_by_one)
+        one_by_one.commit(1)
+        assert relative(logits[0], found[number]) < 0.05
+
+
+def test_it_chats(file: Path) -> None:
+    if "Q4_0" in file.name:
+        pytest.skip("too coarse for this small model")
+    chat = session(load_model(str(file)), max_new_tokens=30)
+    list(chat.ask("My name is Anna."))
+    assert "Anna" in answer(list(chat.ask("What is my name?")))
+
+
+@pytest.mark.parametrize(("quantize", "error"), [("int8", 0.06), ("int4", 0.3)])
+def test_any_model_can_be_rounded(quantize: str, error: float) -> None:
+    rounded = load_model("tiny", quantize=quantize)  # type: ignore[arg-type]
+    assert isinstance(rounded.module.get_input_embeddings(), SharedEmbedding)
+    ids = list(range(10, 90))
+    found, wanted = (one.forward(ids, one.new_cache(96)) for one in (rounded, tiny()))
+    assert relative(found, wanted) < error
+    assert rounded.vocab_size == tiny().vocab_size
+
+
+def test_on_a_gpu_weights_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.models.model.pick_device", lambda name: torch.device("meta"))
+    with pytest.raises(ModelError, match="quantize int8 is for CPUs"):
+        load_model("tiny", quantize="int8")
