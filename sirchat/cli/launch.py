@@ -12,6 +12,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_class
+from sirchat.models.hub import require
 from sirchat.ui.interrupt import insistent
 
 if TYPE_CHECKING:
@@ -30,8 +31,15 @@ def misplaced_flag(flag: str, command: str) -> UsageError:
     return UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
 
 
-def profile_of(flags: dict[str, Any]) -> Profile:
-    """The settings from flags, environment and profile files together, by their precedence."""
+def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
+    """The settings from flags, environment and profile files together, by their precedence.
+
+    If the model will be loaded, and a flag or the environment names it, it is looked for first,
+    before anything heavy is imported.
+    """
+    model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
+    if model and loads_model:
+        require(model)
     named = flags.get("profile")
     settings = {key: value for key, value in flags.items() if key != "profile"}
     return resolve(named, settings, os.environ)

@@ -36,7 +36,9 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Every setting of a profile, as YAML."""
-    typer.echo(displayable(show(profile_of({**flags, "profile": name}))), nl=False)
+    typer.echo(
+        displayable(show(profile_of({**flags, "profile": name}, loads_model=False))), nl=False
+    )
 
 
 @profiles_app.command("path")

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from sirchat import paths
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.models.attention_hook import (
@@ -23,7 +22,8 @@ from sirchat.models.attention_hook import (
     observed_by,
 )
 from sirchat.models.gguf.header import read_gguf
-from sirchat.models.packaged import PACKAGED, packaged_gguf
+from sirchat.models.hub import only_cached
+from sirchat.models.names import locate
 from sirchat.models.packed import pack_module, packed_buffers
 from sirchat.models.probe import (
     context_length,
@@ -45,9 +45,6 @@ Quantize = Literal["auto", "none", "int8", "int4"]
 `int4` round every matrix to eight bits with a scale for each row, or to four with a scale and a
 minimum for each 32 weights (and eight where four do not fit).
 """
-
-BUNDLED = {"tiny", "tiny-anchor"}
-"""Names of the models that come with sirchat."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +213,8 @@ def load_model(
         use_threads(threads)
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
+    if not Path(source).is_dir():
+        options["local_files_only"] = only_cached(source)
     try:
         kind, on_cpu = pick_dtype(dtype, target), target.type == "cpu"
         if quantize in ("int8", "int4") and not on_cpu:
@@ -273,18 +272,6 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     )
 
 
-def locate(name: str) -> tuple[str, dict[str, str]]:
-    """Where the model is, and the option that names a GGUF file."""
-    if name in BUNDLED:
-        return str(paths.tiny_dir().parent / name), {}
-    path = packaged_gguf(name) if name in PACKAGED else Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"model file {name!r} does not exist", hint="check the path")
-        return str(path.parent), {"gguf_file": path.name}
-    return (str(path) if path.exists() else name), {}
-
-
 def pick_device(name: DeviceName) -> torch.device:
     """The device of that name, or the best there is; raises ModelError when it is not here."""
     available = {
@@ -310,11 +297,8 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """The error that says, in one line, why a model can't be had."""
-    is_gguf = name in PACKAGED or name.lower().endswith(".gguf")
-    hint = "give tiny, tiny-anchor, smollm2, a folder with safetensors, a .gguf file, or a hub id"
-    if is_gguf:
-        lacks = isinstance(error, ImportError)
-        hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
+    lacks = isinstance(error, ImportError)
+    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
     return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=hint)
 
 

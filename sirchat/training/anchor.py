@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from sirchat.errors import SettingError, UsageError
-from sirchat.models.model import locate, unloadable
+from sirchat.models.model import unloadable
+from sirchat.models.names import locate
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 from sirchat.training.anchor_rows import Row, TalkRows, TextRows, Writer

@@ -18,7 +18,8 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
 from sirchat.models.gguf.header import BLOCKS, GgufTensor, read_gguf
 from sirchat.models.gguf.loading import is_read_here
-from sirchat.models.model import load_model, locate
+from sirchat.models.model import load_model
+from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")
 

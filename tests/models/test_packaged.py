@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import ModelError
-from sirchat.models.model import load_model, locate
+from sirchat.models.model import load_model
+from sirchat.models.names import locate
 
 
 @pytest.fixture

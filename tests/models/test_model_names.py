@@ -1,0 +1,132 @@
+"""Names of models: what is not here is said at once, with what may have been meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+
+from sirchat.errors import ModelError
+from sirchat.models.hub import only_cached, require
+from sirchat.models.names import locate
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, an empty folder, and a GGUF file, where the process stands."""
+    (tmp_path / "my-llama").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "my-llama" / name).touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "qwen.gguf").touch()
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_is_here_is_found(models: Path) -> None:
+    assert locate("tiny")[0].endswith("tiny")
+    assert locate("my-llama") == ("my-llama", {})
+    assert locate("./my-llama/") == ("my-llama", {})
+    assert locate(str(models / "ggufs/qwen.gguf")) == (
+        str(models / "ggufs"),
+        {"gguf_file": "qwen.gguf"},
+    )
+    assert locate("google/gemma-3-1b-it") == ("google/gemma-3-1b-it", {})
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("name", "problem", "hint"),
+    [
+        ("./my-lama", "folder './my-lama' does not exist", "did you mean my-llama?"),
+        ("/nowhere/x", "folder '/nowhere/x' does not exist", "give tiny,"),
+        ("a b", "folder 'a b' does not exist", "give tiny,"),
+        ("ggufs/qwem.gguf", "file 'ggufs/qwem.gguf' does not exist", "mean ggufs/qwen.gguf?"),
+        ("./empty", "has no config.json", "give tiny,"),
+        ("./ggufs", "has no config.json", "give the file: ggufs/qwen.gguf"),
+        ("./no-weights", "has no weights", ".safetensors"),
+        ("my-llama/config.json", "is a file, but no .gguf", "give its folder"),
+    ],
+)
+def test_what_is_not_here_is_named(name: str, problem: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        locate(name)
+    assert problem in str(caught.value)
+    assert hint in caught.value.hint
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, error: Exception | None, cached: bool) -> list[str]:
+    """The hub answers with this, and the cache has the model or not; the names that were asked."""
+    asked: list[str] = []
+
+    def model_info(self: HfApi, name: str, **_: object) -> None:
+        asked.append(name)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    found = "/cache/config.json" if cached else None
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: found)
+    return asked
+
+
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled(), ConnectionError(), TimeoutError()])
+def test_without_the_hub_only_the_cache_counts(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    answering(monkeypatch, error, cached=True)
+    assert only_cached("google/gemma-3-1b-it")
+    asked = answering(monkeypatch, error, cached=False)
+    with pytest.raises(ModelError, match="the hub can't be reached") as caught:
+        only_cached("smolm2")
+    assert caught.value.hint == "did you mean smollm2?"
+    assert asked == ["smolm2"]  # once
+
+
+def test_a_name_that_the_hub_does_not_know_is_no_connection_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Response:
+        headers: dict[str, str] = {}  # noqa: RUF012
+        request = None
+
+    unknown = RepositoryNotFoundError("404", response=Response())  # type: ignore[arg-type]
+    answering(monkeypatch, unknown, cached=False)
+    with pytest.raises(ModelError, match="the hub has no model 'tinny'") as caught:
+        only_cached("tinny")
+    assert caught.value.hint == "did you mean tiny?"
+
+
+def test_a_model_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, None, cached=False)
+    assert not only_cached("google/gemma-3-1b-it")
+
+
+def test_a_model_that_is_here_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch, None, cached=False)
+    require("tiny")
+    assert not asked
+
+
+def test_a_mistyped_path_fails_before_anything_heavy_is_imported() -> None:
+    code = """
+import sys
+from sirchat.cli import main
+sys.argv = ["sirchat", "--model", "./nowhere", "--no-save"]
+try:
+    main()
+except SystemExit as end:
+    print(end.code, sorted({"torch", "transformers", "huggingface_hub"} & set(sys.modules)))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert found.stdout.split("\n")[0] == "1 []"
+    assert "model folder './nowhere' does not exist" in found.stderr
