@@ -6,7 +6,13 @@ import numpy as np
 
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.snapshot import Positions, Texts
-from sirchat.chat.targets import positions_of, turn_of_target, with_target_removed, without_quotes
+from sirchat.chat.targets import (
+    positions_of,
+    turn_of_target,
+    whole_words,
+    with_target_removed,
+    without_quotes,
+)
 from sirchat.engine.engine import Engine
 from sirchat.errors import UsageError
 
@@ -44,4 +50,4 @@ def erase_text(target: str, now: Conversation, system: str | None) -> str | None
 
 
 def _occurs_in(text: str, said: list[str]) -> bool:
-    return bool(text) and any(text.lower() in one.lower() for one in said)
+    return any(whole_words(text).search(one) for one in said)

@@ -12,6 +12,12 @@ from sirchat.errors import UsageError, format_value
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import tokens_spelling
 
+_WITHOUT_BLANKS = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+
 
 def positions_of(
     target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
@@ -19,7 +25,8 @@ def positions_of(
     """Positions [k], ascending, of the tokens that `target` means, among the positions [n] given.
 
     `last` is the last user turn, `turn N` any turn. Everything else, and whatever is in quotes, is
-    a text, which is searched everywhere, ignoring case. Tokens of the chat template never match.
+    a text, which is searched everywhere, as whole words and ignoring case. Tokens of the chat
+    template never match.
 
     Args:
         target: what the user typed.
@@ -54,14 +61,30 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     for run in np.split(np.arange(len(at)), breaks):
         parts = [pieces[i] for i in run.tolist()]
         ends = np.cumsum([len(part) for part in parts])
-        for match in re.finditer(re.escape(text), "".join(parts), re.IGNORECASE):
+        for match in whole_words(text).finditer("".join(parts)):
             chosen[run[tokens_spelling(ends, match.start(), match.end())]] = True
     return said[chosen]
 
 
 def with_target_removed(target: str, text: str) -> str:
     """`text` without the occurrences of `target`, which is a text too."""
-    return re.sub(re.escape(without_quotes(target)), "", text, flags=re.IGNORECASE)
+    return whole_words(without_quotes(target)).sub("", text)
+
+
+def whole_words(text: str) -> re.Pattern[str]:
+    """Finds a text where it is no part of a longer word, ignoring case.
+
+    Scripts that put no blanks between words have no such parts.
+    """
+    if not text:
+        return re.compile("(?!)")  # nothing
+    before = r"(?<!\w)" if _ends_word(text[0]) else ""
+    after = r"(?!\w)" if _ends_word(text[-1]) else ""
+    return re.compile(before + re.escape(text) + after, re.IGNORECASE)
+
+
+def _ends_word(character: str) -> bool:
+    return bool(re.match(r"\w", character)) and not _WITHOUT_BLANKS.match(character)
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import Forgotten, TokenRow, Undone
+from sirchat.chat.events import TokenRow, Undone
 from sirchat.chat.session import Session
-from sirchat.chat.targets import turn_of_target, without_quotes
+from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
@@ -58,6 +59,7 @@ class Commands:
         self._saved_chat = saved_chat
         self._screen = screen
         self._switching = Switching(session, screen)
+        self._forgetting = Forgetting(session, screen, history, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -204,22 +206,9 @@ class Commands:
         self._switching.pin(rest, pinned=False)
 
     def do_forget(self, rest: str) -> None:
-        """TEXT|last|turn N: erase it for good: from memory, archive, saved chat and history."""
-        typed, unnamed = self._forget_typed(rest)
-        try:
-            events = self._session.forget(rest)
-        except UsageError:
-            if typed < 1 and not unnamed:
-                raise
-            if typed > 0:
-                self._screen.note(f"erased from what was typed: {typed:,} lines; it was never read")
-            return
-        for event in events:
-            if isinstance(event, Forgotten):
-                self._screen.note(
-                    f"{event.tokens:,} tokens erased; "
-                    f"holds {event.resident:,}/{self._session.budget:,}"
-                )
+        """TEXT|last|turn N: show what would be erased for good (memory, archive, saved chat, typed
+        lines); with --yes erase it, with --everywhere from lines of other chats, too."""
+        self._forgetting.run(rest)
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""
@@ -261,20 +250,6 @@ class Commands:
     def do_exit(self, rest: str) -> None:
         """-: leave; Ctrl-D does, too."""
         raise Leave
-
-    def _forget_typed(self, target: str) -> tuple[int, bool]:
-        """Erase from the input history and the chat's name; returns lines, and if it had it."""
-        turns = self._session.turns
-        turn = turn_of_target(target, [one.role for one in turns])
-        if turn is None:
-            text = without_quotes(target)
-            typed = self._history.forget(text) - 1  # this command is among them
-            return typed, self._saved_chat.unname(text, whole=False)
-        if not 0 <= turn < len(turns):
-            return 0, False
-        if turns[turn].role == "user":
-            self._history.forget(turns[turn].text, whole=True)
-        return 0, self._saved_chat.unname(turns[turn].text, whole=True)
 
     def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
         """The held tokens that `/tokens KIND NUMBER` selects."""

@@ -12,52 +12,66 @@ from sirchat import paths
 
 
 class Typed(History):
-    """Lines typed at the prompt, in this chat and in earlier ones."""
+    """Lines typed at the prompt, in this chat and in earlier ones.
 
-    def forget(self, text: str, *, whole: bool = False) -> int:
-        """Erase each entry that contains `text`, ignoring case; if `whole`, each that equals it.
+    Attributes:
+        typed_now: lines typed since the program began.
+    """
 
-        Returns the number of entries. Raises OSError.
-        """
-        before = len(self._loaded_strings)
-        self._loaded_strings = [x for x in self._loaded_strings if not _has(x, text, whole)]
-        return before - len(self._loaded_strings)
+    def __init__(self) -> None:
+        super().__init__()
+        self.typed_now: set[str] = set()
+
+    def append_string(self, string: str) -> None:
+        self.typed_now.add(string.strip())
+        super().append_string(string)
+
+    def lines(self) -> list[str]:
+        """All lines, the newest first."""
+        return list(self.load_history_strings())
+
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        """Erase each line that matches; raises OSError."""
+        self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
+        self.typed_now = {one for one in self.typed_now if not matches(one)}
 
 
 class InMemory(Typed, InMemoryHistory):
     """A history that is lost when the chat ends."""
 
-    def forget(self, text: str, *, whole: bool = False) -> int:
-        self._storage = [one for one in self._storage if not _has(one, text, whole)]
-        return super().forget(text, whole=whole)
+    def __init__(self) -> None:
+        InMemoryHistory.__init__(self)
+        self.typed_now = set()
+
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        self._storage = [one for one in self._storage if not matches(one)]
+        super().forget(matches)
 
 
 class _Private(Typed, FileHistory):
     """A file with private permissions, also when recreated; errors of writing are ignored."""
+
+    def __init__(self, path: str) -> None:
+        FileHistory.__init__(self, path)
+        self.typed_now = set()
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):
             paths.open_private(paths.history_file(), "a").close()
             super().store_string(string)
 
-    def forget(self, text: str, *, whole: bool = False) -> int:
-        entries = [x for x in self.load_history_strings() if not _has(x, text, whole)]
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        stays = [one for one in self.lines() if not matches(one)]
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
             paths.open_private(paths.history_file().with_name("history.new"), "w").close()
-            for entry in reversed(entries):
+            for entry in reversed(stays):
                 FileHistory.store_string(self, entry)
             os.replace(self.filename, path)
         finally:
             self.filename = path
             paths.history_file().with_name("history.new").unlink(missing_ok=True)
-        return super().forget(text, whole=whole)
-
-
-def _has(entry: str, text: str, whole: bool) -> bool:
-    if whole:
-        return entry.strip() == text.strip()
-    return bool(text) and text.lower() in entry.lower()
+        super().forget(matches)
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:

@@ -142,7 +142,8 @@ def test_forgotten_text_is_in_no_name(folder: Path, target: str) -> None:
     chat = Chat()
     chat.say("Oranges and Marmalade")
     chat.do("/save Marmalade")
-    assert "name" in chat.do(f"/forget {target}")
+    assert "would erase" in chat.do(f"/forget {target}")
+    assert "name" in chat.do("/forget --yes")
     chat.saved_chat.close()
     assert [one.name for one in list_sessions(folder).sessions] == [""]
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
@@ -152,9 +153,9 @@ def test_words_of_the_name_alone_can_be_forgotten_and_other_words_keep_it(folder
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/save Marmalade")
-    chat.do("/forget some words")
+    chat.do("/forget --yes some words")
     assert find_session(folder, "Marmalade")
-    chat.do("/forget MARMA")
+    chat.do("/forget --yes MARMALADE")
     assert [one.name for one in list_sessions(folder).sessions] == [""]
     with pytest.raises(UsageError):
-        chat.do("/forget MARMA")
+        chat.do("/forget --yes MARMALADE")

@@ -35,7 +35,8 @@ class Chat:
         self._out = io.StringIO()
         self._screen = Screen(self._out, self._out)
         self.saved_chat = SavedChat(self.session, self._screen)
-        self._history = InMemory()
+        self.history = InMemory()
+        self._commands = self._new_commands()
 
     def say(self, *texts: str) -> None:
         for text in texts:
@@ -45,13 +46,16 @@ class Chat:
     def do(self, line: str) -> str:
         """Run a command; returns what it shows."""
         before = len(self._out.getvalue())
-        commands = Commands(self.session, self._screen, self._history, self.saved_chat)
         try:
-            commands.run(line)
+            self._commands.run(line)
         except Another as other:
             self.session = other.session
+            self._commands = self._new_commands()
         self.saved_chat.update()
         return self._out.getvalue()[before:]
+
+    def _new_commands(self) -> Commands:
+        return Commands(self.session, self._screen, self.history, self.saved_chat)
 
     def crash(self) -> None:
         self.saved_chat._saving.let_go()

@@ -1,0 +1,188 @@
+"""`/forget`: says first what it would erase, erases it, and says what still tells of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sirchat import paths
+from sirchat.chat.events import Forgotten
+from sirchat.chat.session import Session
+from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
+from sirchat.errors import UsageError
+from sirchat.ui.history import Typed
+from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.screen import Screen
+from sirchat.ui.text import displayable_line
+
+_TELLING = 5.0  # nats: a word of this surprisal tells of something
+_SHOWN = 5
+_COMMAND = re.compile(r"\s*/forget\b")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be forgotten: words, or a turn; and whether other chats' typed lines are meant."""
+
+    target: str
+    everywhere: bool
+
+
+class Forgetting:
+    """The command `/forget` of one chat."""
+
+    def __init__(
+        self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
+    ) -> None:
+        self._session, self._screen = session, screen
+        self._history, self._saved_chat = history, saved_chat
+        self._previewed: _Request | None = None
+
+    def run(self, rest: str) -> None:
+        """Show what would be erased; with `--yes` erase it, or what was shown last."""
+        words = rest.split()
+        flags = {word for word in words if word in ("--yes", "--everywhere")}
+        target = " ".join(word for word in words if word not in flags)
+        request = _Request(target, "--everywhere" in flags)
+        if not target:
+            if "--yes" not in flags or self._previewed is None:
+                raise UsageError("say what", hint="/forget TEXT, last, or turn N")
+            request = self._previewed
+        if "--yes" in flags:
+            self._previewed = None
+            self._forget(request)
+        else:
+            self._preview(request)
+            self._previewed = request
+
+    def _preview(self, request: _Request) -> None:
+        tokens, turns = self._tokens(request.target)
+        mine = self._typed(request, mine=True)
+        others = self._typed(request, mine=False)
+        if not (tokens or turns or mine or others):
+            raise UsageError(f"{displayable_line(request.target)!r} is nowhere in this chat")
+        parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
+        if mine:
+            parts.append(_lines(mine))
+        if others and request.everywhere:
+            parts.append(f"{_lines(others)} of other chats")
+        stays = ""
+        if others and not request.everywhere:
+            stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
+        self._screen.note(
+            f"would erase {' and '.join(parts)}, and end /undo{stays}: /forget --yes does it"
+        )
+
+    def _forget(self, request: _Request) -> None:
+        """Erase from memory, archive and saved chat first, then from what was typed."""
+        session, target = self._session, request.target
+        telling = self._telling_words(target)
+        turn = turn_of_target(target, [one.role for one in session.turns])
+        said = session.turns[turn].text if turn is not None and turn >= 0 else ""
+        matches = self._matches(request)
+        typed = self._typed(request, mine=True) + request.everywhere * self._typed(
+            request, mine=False
+        )
+        unnamed = self._saved_chat.unname(said or without_quotes(target), whole=turn is not None)
+        try:
+            events = session.forget(target)
+        except UsageError:
+            if not typed and not unnamed:
+                raise
+            events = []
+        self._saved_chat.update()
+        for event in events:
+            if isinstance(event, Forgotten):
+                holds = f"{event.resident:,}/{session.budget:,}"
+                self._screen.note(f"{event.tokens:,} tokens erased; holds {holds}")
+        try:
+            self._history.forget(matches)
+        except OSError as error:
+            self._screen.error(f"what was typed stays in {paths.history_file()}: {error}")
+        else:
+            if typed:
+                self._screen.note(f"{_lines(typed)} erased")
+        self._point_out(telling)
+
+    def _tokens(self, target: str) -> tuple[int, list[int]]:
+        """The number of tokens that a target means, and the turns that say it."""
+        turns = [one.role for one in self._session.turns]
+        turn = turn_of_target(target, turns)
+        pattern = whole_words(without_quotes(target))
+        said = [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
+        if turn is not None:
+            said = [turn] if 0 <= turn < len(turns) else []
+        try:
+            return len(self._session.why(target)), said
+        except UsageError:
+            return 0, said
+
+    def _matches(self, request: _Request) -> _Matches:
+        turns = self._session.turns
+        own = {one.text.strip() for one in turns if one.role == "user"} | self._history.typed_now
+        turn = turn_of_target(request.target, [one.role for one in turns])
+        if turn is None:
+            pattern = whole_words(without_quotes(request.target))
+            return _Matches(pattern, "", None if request.everywhere else own)
+        said = turns[turn] if 0 <= turn < len(turns) else None
+        whole = said.text.strip() if said is not None and said.role == "user" else ""
+        return _Matches(None, whole, own)
+
+    def _typed(self, request: _Request, *, mine: bool) -> int:
+        """How many typed lines say it, of this chat or of others; without lines of `/forget`."""
+        here = self._matches(_Request(request.target, everywhere=False))
+        anywhere = self._matches(_Request(request.target, everywhere=True))
+        lines = [one for one in self._history.lines() if not _COMMAND.match(one)]
+        return sum(here(one) if mine else anywhere(one) and not here(one) for one in lines)
+
+    def _telling_words(self, target: str) -> list[str]:
+        """The words of a turn that is to be forgotten whole that told something."""
+        if turn_of_target(target, [one.role for one in self._session.turns]) is None:
+            return []
+        try:
+            rows = [one.row for one in self._session.why(target)]
+        except UsageError:
+            return []
+        text, marks = "", set[int]()
+        for row in rows:
+            if (row.surprisal or 0.0) >= _TELLING:
+                marks.update(range(len(text), len(text) + len(row.text)))
+            text += row.text
+        words = re.finditer(r"\w{3,}", text)
+        return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
+
+    def _point_out(self, telling: list[str]) -> None:
+        """Name the turns that repeat what was forgotten."""
+        said = [one.text for one in self._session.turns]
+        found = []
+        for word in telling:
+            if turns := [n for n, text in enumerate(said) if whole_words(word).search(text)]:
+                found.append(f"{displayable_line(word)} in {_turns(turns)}")
+        if found:
+            self._screen.note(f"still said: {', '.join(found[:_SHOWN])}; /forget WORD erases it")
+
+
+@dataclass(frozen=True)
+class _Matches:
+    """Whether a typed line says what is to be forgotten: words, or exactly a `whole` message.
+
+    `among` are the lines that may match; None for all.
+    """
+
+    pattern: re.Pattern[str] | None
+    whole: str
+    among: set[str] | None
+
+    def __call__(self, line: str) -> bool:
+        if self.pattern is None:
+            return bool(self.whole) and line.strip() == self.whole
+        is_meant = self.among is None or line.strip() in self.among or bool(_COMMAND.match(line))
+        return is_meant and bool(self.pattern.search(line))
+
+
+def _turns(turns: list[int]) -> str:
+    return f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}" if turns else ""
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} typed line{'s' * (count > 1)}"

@@ -1,0 +1,93 @@
+"""`/forget` at the prompt: nothing goes without a yes, and no more than was shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from saved_chats import Chat
+from sirchat.errors import UsageError
+from sirchat.paths import sessions_dir
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """A chat after two messages, and lines that were typed in other chats before."""
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    chat = Chat(budget=300)
+    chat.history.append_string("an old line on Marmalade")
+    chat.history.append_string("what is called all that")
+    chat.history.typed_now.clear()
+    for text in ("Oranges make Marmalade.", "this is what the others said"):
+        chat.history.append_string(text)
+        chat.say(text)
+    return chat
+
+
+def do(chat: Chat, line: str) -> str:
+    chat.history.append_string(line)
+    return " ".join(chat.do(line).split())
+
+
+def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
+    seen, undoable = chat.texts, len(chat.session.turns)
+    shown = do(chat, "/forget Marmalade")
+    assert "would erase" in shown
+    assert "tokens in turn 0 and 1 typed line, and end /undo" in shown
+    assert "1 typed line of other chats would stay (--everywhere)" in shown
+    assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
+    done = do(chat, "/forget --yes")
+    assert "tokens erased" in done
+    assert "1 typed line erased" in done
+    assert chat.texts[0] == "Oranges make ."
+    assert chat.history.get_strings() == [
+        "an old line on Marmalade",
+        "what is called all that",
+        "this is what the others said",
+        "/forget --yes",
+    ]
+    with pytest.raises(UsageError):
+        do(chat, "/forget --yes")  # nothing is shown any more
+
+
+def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
+    assert "and 1 typed line of other chats" in do(chat, "/forget --everywhere marmalade")
+    do(chat, "/forget --yes")
+    assert not any("armalade" in line for line in chat.history.get_strings())
+
+
+def test_parts_of_words_stay(chat: Chat) -> None:
+    with pytest.raises(UsageError, match="nowhere in this chat"):
+        do(chat, "/forget range")
+    do(chat, "/forget --yes is")
+    assert chat.texts[1] == "this  what the others said"
+    assert "what is called all that" in chat.history.get_strings()
+
+
+def test_what_else_says_it_is_pointed_out(chat: Chat) -> None:
+    chat.say("Yes, Marmalade again.")
+    assert "Marmalade in turn" in do(chat, "/forget --yes turn 0")
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_what_cant_be_erased_is_named_after_all_else_is_gone(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat.do("/save")
+    monkeypatch.setattr(chat.history, "forget", failing(OSError("read-only")))
+    shown = do(chat, "/forget --yes Marmalade")
+    assert "tokens erased" in shown
+    assert "what was typed stays in" in shown
+    assert "read-only" in shown
+    assert "Marmalade" not in chat.texts[0]
+    files = [one for one in sessions_dir().iterdir() if one.is_file()]
+    assert files
+    assert not any(b"Marmalade" in one.read_bytes() for one in files)
