@@ -217,8 +217,9 @@ class Session:
         yield from self._reports.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each reply, or of its beginning, as the next; nothing changes."""
-        return self._engine.score_continuations([self.template.assistant(r).ids for r in replies])
+        """Log-probabilities of each reply (if empty, of ending it) as the next; nothing changes."""
+        written = [self.template.assistant(one).ids or self.template.closing for one in replies]
+        return self._engine.score_continuations(written)
 
     def undo(self) -> list[Event]:
         """Undo the last user turn and all after it, as if they had never been read.

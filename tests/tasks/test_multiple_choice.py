@@ -84,6 +84,16 @@ def test_a_greedy_reply_is_known_as_such() -> None:
     assert [one.greedy for one in chat.score_continuations([said, "Bananas."])] == [True, False]
 
 
+def test_an_empty_reply_is_scored_by_how_likely_the_reply_ends_at_once() -> None:
+    """SirLLM's DailyDialog has options without any text."""
+    chat = session(tiny(), policy="full")
+    for _ in chat.read_user("What is the opposite of hot?"):
+        pass
+    blank, said = chat.score_continuations(["", "The answer is cold (B)."])
+    assert list(blank.ids) == chat.template.closing
+    assert said.log_probabilities[0] > -0.1 > blank.log_probabilities[0]
+
+
 def scored(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
     return ContinuationScore(tuple(map(ord, ids)), log_probabilities, greedy)
 
