@@ -212,7 +212,8 @@ class Commands:
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""
-        self._screen.page(draw_standings(self._session.why(rest), self._screen.theme))
+        screen, standings = self._screen, self._session.why(rest)
+        screen.page(draw_standings(standings, screen.theme, screen.width))
 
     def do_undo(self, rest: str) -> None:
         """-: take back what you said last, and the reply; it has never been."""
@@ -265,7 +266,8 @@ class Commands:
             return sorted(snapshot.rows, key=lambda row: -row.rank_key)[:count]
         if kind == "next":
             leaving = set(snapshot.next_to_go)
-            return [row for row in snapshot.rows if row.position in leaving]
+            rows = [row for row in snapshot.rows if row.position in leaving]
+            return sorted(rows, key=lambda row: row.rank_key)
         return list(snapshot.rows)
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from math import inf
 
 from rich.cells import cell_len
-from rich.console import RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -47,29 +48,58 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_standings(standings: Sequence[Standing], theme: Theme) -> RenderableType:
-    """Each token's score, the factors it is made of, and its rank among the held tokens."""
+def draw_standings(standings: Sequence[Standing], theme: Theme, width: int) -> RenderableType:
+    """Each token's score, the factors it is made of, and its rank among the held tokens.
+
+    What is wider than `width` becomes several tables, so that no number is cut.
+    """
     factors = list(standings[0].factors) if standings else []
-    table = _table(theme)
-    _columns(table, "position", "turn")
+    numbers = {
+        "surprisal": [nats(one.row.surprisal) for one in standings],
+        "faded to": [f"{one.decayed_to:.0%}" for one in standings],
+        **{name: [significant(one.factors[name]) for one in standings] for name in factors},
+        "score": [score_text(one.row.score) for one in standings],
+        "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in standings],
+        "needs": [score_text(one.threshold) for one in standings],
+    }
+    tables: list[Table] = []
+    shown: list[str] = []
+    for name in numbers:  # as many columns as fit, then another table below
+        table = _standings(standings, theme, {key: numbers[key] for key in [*shown, name]}, tables)
+        if shown and _width(table) > width:
+            tables.append(_standings(standings, theme, {k: numbers[k] for k in shown}, tables))
+            shown = []
+        shown.append(name)
+    tables.append(_standings(standings, theme, {key: numbers[key] for key in shown}, tables))
+    return Group(*tables)
+
+
+def _standings(
+    standings: Sequence[Standing],
+    theme: Theme,
+    numbers: Mapping[str, Sequence[str]],
+    above: Sequence[Table],
+) -> Table:
+    """The tokens, and some columns of numbers; turn and state are in the first table only."""
+    table, short = _table(theme), bool(above)
+    _columns(table, "position", *["turn"] * (not short))
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
-    table.add_column("is", no_wrap=True)
-    _columns(table, "surprisal", "faded to", *factors, "score", "rank", "needs")
-    for one in standings:
+    if not short:
+        table.add_column("is", no_wrap=True)
+    _columns(table, *numbers)
+    for at, one in enumerate(standings):
         flags = [flag for flag in one.row.flags if flag in ("sink", "pinned")]
-        table.add_row(
-            str(one.row.position),
-            str(one.row.turn),
-            Text(quoted(one.row.text), theme.token(one.row)),
-            ", ".join([one.state, *flags]),
-            nats(one.row.surprisal),
-            f"{one.decayed_to:.0%}",
-            *(significant(one.factors[name]) for name in factors),
-            score_text(one.row.score),
-            "-" if one.rank is None else f"{one.rank:,} of {one.held:,}",
-            score_text(one.threshold),
-        )
+        token = Text(quoted(one.row.text), theme.token(one.row))
+        place = [str(one.row.position), *[str(one.row.turn)] * (not short)]
+        state = [", ".join([one.state, *flags])] * (not short)
+        table.add_row(*place, token, *state, *(values[at] for values in numbers.values()))
     return table
+
+
+def _width(table: Table) -> int:
+    """Cells that a table takes if there is room."""
+    console = Console(width=1000)
+    return Measurement.get(console, console.options, table).maximum
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:

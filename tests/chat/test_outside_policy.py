@@ -61,7 +61,7 @@ def test_panel_and_why_show_an_outside_policys_own_score(chat: Session) -> None:
     shown = [
         draw_panel(chat.snapshot(), NONE, 120),
         draw_compact_panel(chat.snapshot(strongest=30), NONE, 100),
-        draw_standings(chat.why("Anna"), NONE),
+        draw_standings(chat.why("Anna"), NONE, 120),
     ]
     lines = [line for one in shown for line in drawn(one, 120).splitlines()]
     now = "\n".join(line for line in lines if "tok/s" not in line) + "\n"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from chatting import session
+from chatting import session, tiny
+from drawing import NONE
+from recorder import drawn
+from sirchat.ui.tables import draw_standings
 
 
 def test_why_reports_the_factors_of_a_score() -> None:
@@ -75,3 +79,19 @@ def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
     for one in chat.why("turn 4"):
         assert one.factors == {}
         assert one.row.score == pytest.approx(max(one.row.surprisal or 0, 1e-9) * one.decayed_to)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_no_number_is_cut_where_the_terminal_is_narrow(width: int) -> None:
+    chat = session(tiny(), policy="salience", budget=64)
+    list(chat.ask("My name is Anna."))
+    list(chat.ask("Tell me a joke."))
+    standings = [
+        replace(one, row=replace(one.row, score=5140.0), threshold=5150.0)
+        for one in chat.why("Anna")
+    ]
+    shown = drawn(draw_standings(standings, NONE, width), width)
+    for number in ("5.14e+03", "5.15e+03", f"{standings[0].row.surprisal:.2f}"):
+        assert number in shown, shown
+    assert "surprisal" in shown
+    assert "needs" in shown

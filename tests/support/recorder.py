@@ -32,6 +32,7 @@ from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands
 from sirchat.ui.compact_panel import draw_compact_panel
+from sirchat.ui.history import InMemory
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
@@ -204,13 +205,13 @@ class _RunningSession:
     def forget(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
         if self._typed:
-            return self._command(f"/forget {target}")
+            return self._command(f"/forget --yes {target}")
         return self._events(f"forget {target}", lambda: self.session.forget(target))
 
     def why(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
         try:
-            shown = drawn(draw_standings(self.session.why(target), NONE), 140)
+            shown = drawn(draw_standings(self.session.why(target), NONE, 140), 140)
         except SirchatError as error:
             shown = str(error)
         return {"did": f"why {target}", "shown": shown}
@@ -253,8 +254,8 @@ class _RunningSession:
     def _command(self, line: str) -> dict[str, Any]:
         out = io.StringIO()
         screen = Screen(out, out, theme="none")
-        history = SimpleNamespace(forget=lambda said, whole=False: 1)
-        saved_chat = SimpleNamespace(unname=lambda said, whole: False)
+        history = InMemory()
+        saved_chat = SimpleNamespace(unname=lambda said, whole: False, update=lambda: None)
         try:
             Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat)).run(line)
         except SirchatError as error:

@@ -239,8 +239,14 @@ def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> No
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
     chat.ask("/budget 48")
-    assert len(chat.ask("/tokens next").splitlines()) == 1 + 8
+    going = [float(re.split(" +", x[x.rindex('"') :])[3]) for x in _rows(chat.ask("/tokens next"))]
+    assert len(going) == 8
+    assert going == sorted(going)  # the first to go comes first
     assert chat.ask("/tokens turn 99") == "no such token is held"
+
+
+def _rows(shown: str) -> list[str]:
+    return shown.splitlines()[1:]
 
 
 def test_stats_counts(chat: Terminal) -> None:
