@@ -109,12 +109,16 @@ class Screen:
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing; in the pager if it is taller than the window."""
+        """Print a drawing; in the pager if it is taller than three windows.
+
+        A pager takes what is typed next for itself, so it is for what nobody would scroll back to.
+        """
         options = self.console.options
         rows = len(self.console.render_lines(drawing, options, pad=False))
         pager = shlex.split(os.environ.get("PAGER") or "less")
         is_there = bool(pager) and shutil.which(pager[0]) is not None
-        if not self._out.isatty() or rows < self.console.size.height or not is_there:
+        is_long = rows > _WINDOWS * self.console.size.height
+        if not self._out.isatty() or self.is_dumb or not is_long or not is_there:
             self.show(drawing)
             return
         with self.console.capture() as captured:
@@ -135,9 +139,13 @@ class Screen:
         self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
 
 
+_WINDOWS = 3
+
+
 def _paged(pager: list[str], text: str) -> bool:
     """Show a text in the pager, which handles Ctrl-C; False if it can't be started."""
-    environ = {"LESS": "FRX", **os.environ}  # colours, and leave the text on the screen
+    # Colours, the text stays on the screen, and the last line says how to leave.
+    environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ}
     before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         subprocess.run(pager, input=text.encode(), env=environ, check=False)
