@@ -1,7 +1,7 @@
 """The attention that rows received while their round was read a second time.
 
 Of each row the highest weight that any query of the second reading gave it, as a mean over heads
-and layers (KVzip, arXiv:2505.23416, equation 2, whose own score is per head). It is known once the
+and layers (KVzip, arXiv:2505.23416, section 3, whose own score is per head). It is known once the
 round has ended, and never changes.
 """
 
