@@ -47,9 +47,9 @@ class Profile(BaseModel):
         default="auto",
         description="Precision of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
     )
-    quantize: Literal["auto", "none", "int8", "int4"] = Field(
-        default="auto",
-        description="On a CPU: auto leaves the weights of a GGUF file packed, none unpacks them; "
+    quantize: Literal["none", "packed", "int8", "int4"] = Field(
+        default="none",
+        description="On a CPU: packed leaves the weights of a GGUF file in four or eight bits, "
         "int8 and int4 round those of any model.",
     )
     threads: int = Field(

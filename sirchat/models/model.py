@@ -38,12 +38,12 @@ from sirchat.text.anchors import Anchors, anchors_of
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-Quantize = Literal["auto", "none", "int8", "int4"]
+Quantize = Literal["none", "packed", "int8", "int4"]
 """How weights are held on a CPU.
 
-`auto` leaves those of a GGUF file packed, and others as they are; `none` unpacks all; `int8` and
-`int4` round every matrix to eight bits with a scale for each row, or to four with a scale and a
-minimum for each 32 weights (and eight where four do not fit).
+`none` unpacks those of a GGUF file, `packed` leaves them packed; `int8` and `int4` round every
+matrix to eight bits with a scale for each row, or to four with a scale and a minimum for each 32
+weights (and eight where four do not fit).
 """
 
 
@@ -199,7 +199,7 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     threads: int = 0,
-    quantize: Quantize = "auto",
+    quantize: Quantize = "none",
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
@@ -217,10 +217,15 @@ def load_model(
         options["local_files_only"] = only_cached(source)
     try:
         kind, on_cpu = pick_dtype(dtype, target), target.type == "cpu"
-        if quantize in ("int8", "int4") and not on_cpu:
+        if quantize != "none" and not on_cpu:
             raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
-        packed = quantize == "auto" and on_cpu
+        packed = quantize == "packed"
         found = _from_gguf(source, kind, packed, progress, **gguf) if gguf else None
+        if packed and found is None:
+            raise ModelError(
+                f"the weights of {name!r} can't stay packed",
+                hint="--quantize int8 rounds any model",
+            )
         if found is not None:
             return wrap_model(name, _finished(found[0].to(target), quantize), found[1])
         if not gguf:  # a GGUF file is no config; its layers show in the probe

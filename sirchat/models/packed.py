@@ -69,8 +69,7 @@ class Int4Linear(nn.Module):
         halves[:, :, 1] = (blocks >> 4).transpose(0, 1)
         grouped = out.view(-1, GROUP, rows)  # [K / 32, 32, N]
         scale, zero = self.scales.unbind(-1)  # [K / 32, N]
-        minimum = (zero.float() - 8 * scale.float()).bfloat16()
-        torch.addcmul(minimum[:, None], grouped, scale[:, None], out=grouped)
+        torch.addcmul(zero[:, None], grouped.sub_(8), scale[:, None], out=grouped)
         return out
 
     def extra_repr(self) -> str:

@@ -240,11 +240,11 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     again = f"sirchat --resume {store.id}"
     rebuild = "--rebuild reads its text again with the model that is loaded"
     kind, _, packed = meta["dtype"].partition(" ")
-    unpacked = "" if packed else " --quantize none"
+    how = " and the same --quantize" if packed or " " in dtype else ""
     if meta["dtype"] != dtype:
         raise SessionError(
             f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
-            hint=f"{again} --dtype {kind}{unpacked} takes it up; {rebuild}",
+            hint=f"{again} --dtype {kind}{how} takes it up; {rebuild}",
         )
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(

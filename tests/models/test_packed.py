@@ -96,7 +96,7 @@ def size(model: LoadedModel) -> int:
 
 
 def test_a_gguf_file_stays_packed_and_gives_nearly_the_same_logits(file: Path) -> None:
-    packed, unpacked = load_model(str(file)), load_model(str(file), quantize="none")
+    packed, unpacked = load_model(str(file), quantize="packed"), load_model(str(file))
     assert (packed.precision, unpacked.precision) == ("float32 with packed weights", "float32")
     assert size(packed) < 1.1 * file.stat().st_size < 0.5 * size(unpacked)
     ids = list(range(10, 90))
@@ -112,7 +112,7 @@ def test_a_gguf_file_stays_packed_and_gives_nearly_the_same_logits(file: Path) -
 def test_it_chats(file: Path) -> None:
     if "Q4_0" in file.name:
         pytest.skip("too coarse for this small model")
-    chat = session(load_model(str(file)), max_new_tokens=30)
+    chat = session(load_model(str(file), quantize="packed"), max_new_tokens=30)
     list(chat.ask("My name is Anna."))
     assert "Anna" in answer(list(chat.ask("What is my name?")))
 
@@ -127,7 +127,9 @@ def test_any_model_can_be_rounded(quantize: str, error: float) -> None:
     assert rounded.vocab_size == tiny().vocab_size
 
 
-def test_on_a_gpu_weights_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cant_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="can't stay packed"):
+        load_model("tiny", quantize="packed")
     monkeypatch.setattr("sirchat.models.model.pick_device", lambda name: torch.device("meta"))
     with pytest.raises(ModelError, match="quantize int8 is for CPUs"):
         load_model("tiny", quantize="int8")

@@ -256,7 +256,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(folder: Path, tmp_path: 
 def test_impossible_options_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="multiple"):
         prepare(options(folder, tmp_path / "out", batch=5, per_device=2))
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="does not exist"):
         prepare(options(tmp_path / "nowhere", tmp_path / "out"))
     for words, hint in (
         (("--variant", "acc"), "ac"),
