@@ -57,8 +57,7 @@ class Forgetting:
 
     def _preview(self, request: _Request) -> None:
         tokens, turns = self._tokens(request.target)
-        mine = self._typed(request, mine=True)
-        others = self._typed(request, mine=False)
+        mine, others = self._typed(request.target)
         if not (tokens or turns or mine or others):
             raise UsageError(f"{displayable_line(request.target)!r} is nowhere in this chat")
         parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
@@ -77,12 +76,11 @@ class Forgetting:
         """Erase from memory, archive and saved chat first, then from what was typed."""
         session, target = self._session, request.target
         telling = self._telling_words(target)
-        turn = turn_of_target(target, [one.role for one in session.turns])
+        turn = self._turn(target)
         said = session.turns[turn].text if turn is not None and turn >= 0 else ""
         matches = self._matches(request)
-        typed = self._typed(request, mine=True) + request.everywhere * self._typed(
-            request, mine=False
-        )
+        mine, others = self._typed(target)
+        typed = mine + request.everywhere * others
         unnamed = self._saved_chat.unname(said or without_quotes(target), whole=turn is not None)
         try:
             events = session.forget(target)
@@ -106,21 +104,28 @@ class Forgetting:
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
         """The number of tokens that a target means, and the turns that say it."""
-        turns = [one.role for one in self._session.turns]
-        turn = turn_of_target(target, turns)
-        pattern = whole_words(without_quotes(target))
-        said = [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
-        if turn is not None:
+        turn, turns = self._turn(target), self._session.turns
+        if turn is None:
+            said = self._turns_with(without_quotes(target))
+        else:
             said = [turn] if 0 <= turn < len(turns) else []
         try:
             return len(self._session.why(target)), said
         except UsageError:
             return 0, said
 
+    def _turn(self, target: str) -> int | None:
+        return turn_of_target(target, [one.role for one in self._session.turns])
+
+    def _turns_with(self, words: str) -> list[int]:
+        """The turns that say these words."""
+        pattern = whole_words(words)
+        return [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
+
     def _matches(self, request: _Request) -> _Matches:
         turns = self._session.turns
         own = {one.text.strip() for one in turns if one.role == "user"} | self._history.typed_now
-        turn = turn_of_target(request.target, [one.role for one in turns])
+        turn = self._turn(request.target)
         if turn is None:
             pattern = whole_words(without_quotes(request.target))
             return _Matches(pattern, "", None if request.everywhere else own)
@@ -128,16 +133,18 @@ class Forgetting:
         whole = said.text.strip() if said is not None and said.role == "user" else ""
         return _Matches(None, whole, own)
 
-    def _typed(self, request: _Request, *, mine: bool) -> int:
-        """How many typed lines say it, of this chat or of others; without lines of `/forget`."""
-        here = self._matches(_Request(request.target, everywhere=False))
-        anywhere = self._matches(_Request(request.target, everywhere=True))
+    def _typed(self, target: str) -> tuple[int, int]:
+        """How many typed lines say it, of this chat and of others; without lines of `/forget`."""
+        here, anywhere = (
+            self._matches(_Request(target, everywhere)) for everywhere in (False, True)
+        )
         lines = [one for one in self._history.lines() if not _COMMAND.match(one)]
-        return sum(here(one) if mine else anywhere(one) and not here(one) for one in lines)
+        mine = sum(map(here, lines))
+        return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
         """The words of a turn that is to be forgotten whole that told something."""
-        if turn_of_target(target, [one.role for one in self._session.turns]) is None:
+        if self._turn(target) is None:
             return []
         try:
             rows = [one.row for one in self._session.why(target)]
@@ -153,11 +160,11 @@ class Forgetting:
 
     def _point_out(self, telling: list[str]) -> None:
         """Name the turns that repeat what was forgotten."""
-        said = [one.text for one in self._session.turns]
-        found = []
-        for word in telling:
-            if turns := [n for n, text in enumerate(said) if whole_words(word).search(text)]:
-                found.append(f"{displayable_line(word)} in {_turns(turns)}")
+        found = [
+            f"{displayable_line(word)} in {_turns(turns)}"
+            for word in telling
+            if (turns := self._turns_with(word))
+        ]
         if found:
             self._screen.note(f"still said: {', '.join(found[:_SHOWN])}; /forget WORD erases it")
 

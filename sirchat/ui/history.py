@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
@@ -18,8 +19,8 @@ class Typed(History):
         typed_now: lines typed since the program began.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # those of the other base class
         self.typed_now: set[str] = set()
 
     def append_string(self, string: str) -> None:
@@ -39,10 +40,6 @@ class Typed(History):
 class InMemory(Typed, InMemoryHistory):
     """A history that is lost when the chat ends."""
 
-    def __init__(self) -> None:
-        InMemoryHistory.__init__(self)
-        self.typed_now = set()
-
     def forget(self, matches: Callable[[str], bool]) -> None:
         self._storage = [one for one in self._storage if not matches(one)]
         super().forget(matches)
@@ -50,10 +47,6 @@ class InMemory(Typed, InMemoryHistory):
 
 class _Private(Typed, FileHistory):
     """A file with private permissions, also when recreated; errors of writing are ignored."""
-
-    def __init__(self, path: str) -> None:
-        FileHistory.__init__(self, path)
-        self.typed_now = set()
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from sirchat.models.gguf.header import BLOCKS, GgufTensor
-
-GROUP = 32
-"""Weights that share a scale and a minimum, in each of the four-bit formats."""
+from sirchat.models.packed import GROUP
 
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 """The formats that `four_bit` takes apart."""

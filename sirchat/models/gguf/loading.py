@@ -100,16 +100,11 @@ def load_module(
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         target = parameter_name(name) or ""
         packed = _packed(tensor, name, file) if keep_packed else None
-        if packed is not None:
-            store.move(packed)
         if packed is None:
             _put(module, target, _in_rows(floats(tensor).to(dtype), name, file))
-        elif target == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
-            module.set_input_embeddings(SharedEmbedding(packed, dtype))
-            if module.config.tie_word_embeddings:
-                module.set_output_embeddings(packed)
         else:
-            _replace(module, target, packed)
+            store.move(packed)
+            _replace(module, target, packed, dtype)
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
@@ -205,8 +200,16 @@ def _most_packed(file: GgufFile) -> int:
     )
 
 
-def _replace(module: nn.Module, name: str, packed: Int4Linear | Int8Linear) -> None:
-    """Put a packed layer in the place of the one that has this weight; the bias stays."""
+def _replace(module: Any, name: str, packed: Int4Linear | Int8Linear, dtype: torch.dtype) -> None:
+    """Put a packed layer in the place of the one that has this weight; the bias stays.
+
+    Packed embeddings, of type `dtype`, also become the output head that has the same weights.
+    """
+    if name == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
+        module.set_input_embeddings(SharedEmbedding(packed, dtype))
+        if module.config.tie_word_embeddings:
+            module.set_output_embeddings(packed)
+        return
     path = name.removesuffix(".weight")
     before = module.get_submodule(path)
     wanted = [packed.out_features, packed.in_features]
