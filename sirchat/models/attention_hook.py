@@ -126,6 +126,11 @@ def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
+def is_observed() -> bool:
+    """Whether forward passes are shown to an observer now."""
+    return bool(_OBSERVERS.get())
+
+
 def install_hook(module: Any) -> bool:
     """Make a transformers model use the hooked attention function from now on.
 

@@ -19,8 +19,10 @@ from sirchat.models.attention_hook import (
     AttentionObserver,
     QueryRecorder,
     install_hook,
+    is_observed,
     observed_by,
 )
+from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.header import read_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
@@ -99,6 +101,11 @@ class LoadedModel:
         return dtype
 
     @cached_property
+    def _decode_step(self) -> DecodeStep | None:
+        """Reads single tokens faster than `module`, if the model has the layers for it."""
+        return DecodeStep(self.module) if DecodeStep.supports(self.module) else None
+
+    @cached_property
     def precision(self) -> str:
         """The weights' type in words, such as `float32` or `float32 with packed weights`."""
         is_packed = next(packed_buffers(self.module), None) is not None
@@ -157,6 +164,9 @@ class LoadedModel:
         visible: Tensor | None,
         positions: Sequence[int] | None,
     ) -> Tensor:
+        step = self._decode_step
+        if step is not None and len(ids) == 1 and visible is None and not is_observed():
+            return step.logits(ids[0], cache.length if positions is None else positions[0], cache)
         at = None if positions is None else torch.tensor([positions], device=self.device)
         output = self.module(
             input_ids=torch.tensor([ids], device=self.device),

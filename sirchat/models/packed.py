@@ -53,11 +53,19 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
-        if len(flat) <= _FEW_4:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, GROUP, self.scales)
-        else:
-            y = flat @ self.unpacked()
+        y = self._product(flat) if len(flat) <= _FEW_4 else flat @ self.unpacked()
         return _like(y, x, self.bias)
+
+    def of_row(self, x: Tensor) -> Tensor:
+        """The same for one bfloat16 row [1, K], without the costs of a module: [1, N]."""
+        y = self._product(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _product(self, flat: Tensor) -> Tensor:
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            flat, self.packed, GROUP, self.scales
+        )
+        return y
 
     def unpacked(self) -> Tensor:
         """The weights as bfloat16, transposed: [K, N]."""
@@ -102,6 +110,11 @@ class Int8Linear(nn.Module):
         else:
             y = nn.functional.linear(flat, self.q.bfloat16()) * self.scale
         return _like(y, x, self.bias)
+
+    def of_row(self, x: Tensor) -> Tensor:
+        """The same for one bfloat16 row [1, K], without the costs of a module: [1, N]."""
+        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.q, self.scale)
+        return y if self.bias is None else y.add_(self.bias)
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows `which` [...] of the weights as float32: [..., K]."""
