@@ -45,12 +45,13 @@ class Profile(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Precision of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
+        description="Precision that the model computes in; auto is float32 on a CPU, bfloat16 on "
+        "a GPU.",
     )
-    quantize: Literal["none", "packed", "int8", "int4"] = Field(
-        default="none",
-        description="On a CPU: packed leaves the weights of a GGUF file in four or eight bits, "
-        "int8 and int4 round those of any model.",
+    quantize: Literal["auto", "none", "packed", "int8", "int4"] = Field(
+        default="auto",
+        description="On a CPU: packed leaves the weights of a GGUF file in four or eight bits, and "
+        "auto does so unless dtype is given; int8 and int4 round those of any model.",
     )
     threads: int = Field(
         default=0,

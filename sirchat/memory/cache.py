@@ -48,15 +48,19 @@ class _Tensor:
     """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
 
     Copy 0 is what attention reads; the last copy holds the rows as first written. A tensor without
-    a rotation needs a single copy.
+    a rotation needs a single copy. The type is `dtype`, or if None that of the first rows written.
     """
 
-    def __init__(self, rotation: Rotation | None) -> None:
+    def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
         self.rotation = rotation
+        self._dtype = dtype
         self.buffer: Tensor | None = None
 
     def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Write `rows` [1, H, m, D] after the last row; a view of all rows [1, H, n + m, D]."""
+        """Write `rows` [1, H, m, D] after the last row; all rows [1, H, n + m, D], in their type.
+
+        That is a view, unless they are held in another type.
+        """
         count = rows.shape[2]
         end = cursor.length + count
         if self.buffer is None:
@@ -65,7 +69,7 @@ class _Tensor:
             raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
         # narrow takes half the time of indexing, and this runs for every token and layer
         self.buffer.narrow(3, cursor.length, count).copy_(rows)
-        return self.attended.narrow(2, 0, end)
+        return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
         """Move the rows in slots `tail` [t] to slots start.., rotated by `cos_sin`."""
@@ -119,7 +123,7 @@ class _Tensor:
         """Buffers for rows like these [1, H, m, D]."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-        self.buffer = self._use(rows.new_empty(shape))
+        self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
         return self.buffer
 
     def _written(self) -> Tensor:
@@ -138,10 +142,10 @@ class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     is_sliding = False
 
-    def __init__(self, cursor: _Cursor, rotation: LayerRotation) -> None:
+    def __init__(self, cursor: _Cursor, rotation: LayerRotation, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.cursor = cursor
-        self.tensors = (_Tensor(rotation.key), _Tensor(rotation.value))
+        self.tensors = (_Tensor(rotation.key, dtype), _Tensor(rotation.value, dtype))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -168,18 +172,22 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Args:
         rotations: one entry per layer.
         capacity: number of rows to allocate.
+        dtype: type in which keys and values are held; None for the one in which they are written.
     """
 
     in_stream = False
     """Whether a key's rotary position is its stream position, and not its slot in the cache."""
 
-    def __init__(self, rotations: list[LayerRotation], capacity: int) -> None:
+    def __init__(
+        self, rotations: list[LayerRotation], capacity: int, dtype: torch.dtype | None = None
+    ) -> None:
         self._cursor = _Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
-        super().__init__(layers=[_BoundedLayer(self._cursor, rotation) for rotation in rotations])
+        layers = [_BoundedLayer(self._cursor, rotation, dtype) for rotation in rotations]
+        super().__init__(layers=layers)
 
     @property
     def length(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.packed import Int4Linear, Int8Linear
+from sirchat.models.packed import Int8Head, PackedLinear
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types with these layers: norm, rotated attention, norm, gated feed-forward network."""
@@ -64,16 +64,18 @@ class DecodeStep:
 
     Args:
         module: the model; `supports` says which.
+        dtype: type of the cache's keys and values.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._embeddings = module.get_input_embeddings()
         self._rotary = module.model.rotary_emb
         self._size: int = module.model.layers[0].self_attn.head_dim
-        self._dtype: torch.dtype = module.dtype
+        self._dtype = dtype
         self._layers = [_layer(one) for one in module.model.layers]
         self._norm = _Norm.of(module.model.norm)
-        self._head = _product([module.get_output_embeddings()])
+        head = module.get_output_embeddings()
+        self._head = head.of_vector if isinstance(head, Int8Head) else _product([head])
 
     @staticmethod
     def supports(module: Any) -> bool:
@@ -117,9 +119,10 @@ class DecodeStep:
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self._dtype)
         new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
         keys, values = held.update(new[0], new[1].to(self._dtype))  # [1, H, n + 1, D]
-        # The query heads that share a key head are rows of one query.
-        queries = turned[:count].view(1, heads, -1, size)
-        found = F.scaled_dot_product_attention(queries, keys, values, scale=layer.scale)
+        queries = turned[:count].view(1, count, 1, size)
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, scale=layer.scale, enable_gqa=count > heads
+        )
         return layer.output(found.flatten().float())
 
 
@@ -141,31 +144,30 @@ def _layer(layer: Any) -> _Layer:
 
 def _product(layers: Sequence[Any]) -> Product:
     """The products of several layers' weights with the same vector, one after the other."""
-    parts = [_of_row(one) for one in layers]
+    joined = [getattr(one, "joined", None) for one in layers]
+    rows = [_of_row(one) for one in (layers if joined[0] is None else joined[0])]
+    biases = [one.bias for one in layers if one.bias is not None]
+    bias = torch.cat(biases).detach().float() if biases else None
     dtype = layers[0].weight.dtype if isinstance(layers[0], nn.Linear) else torch.bfloat16
 
     def product(h: Tensor) -> Tensor:
         row = h[None].to(dtype)
-        if len(parts) == 1:
-            return parts[0](row)[0].float()
-        return torch.cat([part(row) for part in parts], 1)[0].float()
+        y = (rows[0](row) if len(rows) == 1 else torch.cat([one(row) for one in rows], 1))[
+            0
+        ].float()
+        return y if bias is None else y.add_(bias)
 
     return product
 
 
 def _of_row(layer: Any) -> Product:
     """The product of a layer's weights [N, K] with a row [1, K], in the weights' type: [1, N]."""
-    if isinstance(layer, Int4Linear | Int8Linear):
+    if isinstance(layer, PackedLinear):
         return layer.of_row
     if not isinstance(layer, nn.Linear):
         raise TypeError(f"no linear layer: {type(layer).__name__}")
-    weight, bias = layer.weight.detach(), layer.bias
-
-    def product(row: Tensor) -> Tensor:
-        y = torch.mv(weight, row[0])  # half the time of `linear` in bfloat16
-        return (y if bias is None else y.add_(bias))[None]
-
-    return product
+    weight = layer.weight.detach()
+    return lambda row: torch.mv(weight, row[0])[None]  # half the time of `linear` in bfloat16
 
 
 def _signed(sin: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.header import read_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
-from sirchat.models.packed import pack_module, packed_buffers
+from sirchat.models.packed import can_pack_four_bits, packed_buffers
+from sirchat.models.packing import pack_module
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -40,12 +41,13 @@ from sirchat.text.anchors import Anchors, anchors_of
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-Quantize = Literal["none", "packed", "int8", "int4"]
+Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 """How weights are held on a CPU.
 
-`none` unpacks those of a GGUF file, `packed` leaves them packed; `int8` and `int4` round every
-matrix to eight bits with a scale for each row, or to four with a scale and a minimum for each 32
-weights (and eight where four do not fit).
+`none` unpacks those of a GGUF file, `packed` leaves them packed; `auto` does so where that is
+possible and no type was asked for. `int8` and `int4` round every matrix to eight bits with a scale
+for each row, or to four with a scale and a minimum for each 32 weights (and eight where four do not
+fit).
 """
 
 
@@ -103,18 +105,28 @@ class LoadedModel:
     @cached_property
     def _decode_step(self) -> DecodeStep | None:
         """Reads single tokens faster than `module`, if the model has the layers for it."""
-        return DecodeStep(self.module) if DecodeStep.supports(self.module) else None
+        if not DecodeStep.supports(self.module):
+            return None
+        return DecodeStep(self.module, self.cache_dtype)
 
     @cached_property
+    def _is_packed(self) -> bool:
+        return next(packed_buffers(self.module), None) is not None
+
+    @property
     def precision(self) -> str:
         """The weights' type in words, such as `float32` or `float32 with packed weights`."""
-        is_packed = next(packed_buffers(self.module), None) is not None
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} with packed weights" if is_packed else name
+        return f"{name} with packed weights" if self._is_packed else name
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of held keys and values: bfloat16 if they are products of packed weights."""
+        return torch.bfloat16 if self._is_packed else self.dtype
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
-        return BoundedCache(self.rotations, capacity)
+        return BoundedCache(self.rotations, capacity, self.cache_dtype)
 
     @cached_property
     def has_attention_hook(self) -> bool:
@@ -209,7 +221,7 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     threads: int = 0,
-    quantize: Quantize = "none",
+    quantize: Quantize = "auto",
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
@@ -226,12 +238,10 @@ def load_model(
     if not Path(source).is_dir():
         options["local_files_only"] = only_cached(source)
     try:
-        kind, on_cpu = pick_dtype(dtype, target), target.type == "cpu"
-        if quantize != "none" and not on_cpu:
+        if quantize not in ("auto", "none") and target.type != "cpu":
             raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
-        packed = quantize == "packed"
-        found = _from_gguf(source, kind, packed, progress, **gguf) if gguf else None
-        if packed and found is None:
+        found = _from_gguf(source, target, dtype, quantize, progress, **gguf) if gguf else None
+        if quantize == "packed" and found is None:
             raise ModelError(
                 f"the weights of {name!r} can't stay packed",
                 hint="--quantize int8 rounds any model",
@@ -245,7 +255,7 @@ def load_model(
         with reporting(progress) as reports:
             module = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=kind,
+                dtype=pick_dtype(dtype, target),
                 use_safetensors=None if gguf else True,
                 **options,
                 **reports,
@@ -262,7 +272,12 @@ def _finished(module: Any, quantize: Quantize) -> Any:
 
 
 def _from_gguf(
-    folder: str, dtype: torch.dtype, keep_packed: bool, progress: Progress | None, gguf_file: str
+    folder: str,
+    device: torch.device,
+    dtype: DtypeName,
+    quantize: Quantize,
+    progress: Progress | None,
+    gguf_file: str,
 ) -> tuple[Any, Any] | None:
     """Model and tokenizer of a GGUF file; None if only transformers can read it."""
     file = read_gguf(Path(folder) / gguf_file)
@@ -270,8 +285,12 @@ def _from_gguf(
 
     if not loading.is_read_here(file):
         return None
+    is_packed = quantize == "packed"
+    if quantize == "auto" and dtype == "auto" and device.type == "cpu":
+        is_packed = can_pack_four_bits() and loading.has_blocks(file)
+    kind = pick_dtype(dtype, device)
     tokenizer = loading.load_tokenizer(folder, gguf_file, file.architecture)
-    return loading.load_module(file, dtype, progress, keep_packed=keep_packed), tokenizer
+    return loading.load_module(file, kind, progress, keep_packed=is_packed), tokenizer
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:

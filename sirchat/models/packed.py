@@ -7,9 +7,10 @@ read at once, the weights are unpacked for this one product, which takes less ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,41 @@ GROUP = 32
 """Weights of a row that share a scale and a minimum in four bits."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
-_ALIGN = 64  # bytes
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
+_LIKELIEST = 16  # logits of a row that are float32
+_AT_ONCE = 32  # rows of logits
 
 
-class Int4Linear(nn.Module):
+class PackedLinear(nn.Module, ABC):
+    """A linear layer whose weights [N, K] stay packed.
+
+    Attributes:
+        in_features, out_features: K and N.
+        bias: [N], or None.
+        joined: in a tuple, lest its buffers count twice: the layer whose weights are this one's and
+            those of others that have the same input; see `packing.join`.
+    """
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+    joined: tuple[PackedLinear] | None = None
+
+    @abstractmethod
+    def of_row(self, x: Tensor) -> Tensor:
+        """x W^T for one bfloat16 row [1, K], without the costs of a module: [1, N]."""
+
+    @classmethod
+    @abstractmethod
+    def joining(cls, parts: Sequence[Self]) -> Self:
+        """The weights of all parts, one after the other, without their biases."""
+
+    @abstractmethod
+    def take(self, whole: Self, start: int) -> None:
+        """Use the weights of `whole` from row `start` on instead of its own, which are the same."""
+
+
+class Int4Linear(PackedLinear):
     """y = x W^T + bias, with weights of four bits and a scale and a minimum for each group of 32.
 
     Args:
@@ -46,10 +77,26 @@ class Int4Linear(nn.Module):
         self.register_buffer("scales", pairs.contiguous().bfloat16())
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    @classmethod
+    def joining(cls, parts: Sequence[Self]) -> Self:
+        whole = cls.__new__(cls)
+        nn.Module.__init__(whole)
+        whole.in_features = parts[0].in_features
+        whole.out_features = sum(part.out_features for part in parts)
+        whole.register_buffer("packed", torch.cat([part.packed for part in parts]))
+        whole.register_buffer("scales", torch.cat([part.scales for part in parts], 1))
+        whole.bias = None
+        return whole
+
+    def take(self, whole: Self, start: int) -> None:
+        end = start + self.out_features
+        self.packed, self.scales = whole.packed[start:end], whole.scales[:, start:end]
+        self.joined = (whole,)
+
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
         """Whether a matrix [rows, columns] can be packed here."""
-        return rows % _BLOCK == 0 and columns % GROUP == 0 and is_available()
+        return rows % _BLOCK == 0 and columns % GROUP == 0 and can_pack_four_bits()
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
@@ -57,14 +104,11 @@ class Int4Linear(nn.Module):
         return _like(y, x, self.bias)
 
     def of_row(self, x: Tensor) -> Tensor:
-        """The same for one bfloat16 row [1, K], without the costs of a module: [1, N]."""
-        y = self._product(x)
-        return y if self.bias is None else y.add_(self.bias)
+        return self._product(x)
 
     def _product(self, flat: Tensor) -> Tensor:
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            flat, self.packed, GROUP, self.scales
-        )
+        scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, GROUP, scales)
         return y
 
     def unpacked(self) -> Tensor:
@@ -84,7 +128,7 @@ class Int4Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, 4 bits"
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(PackedLinear):
     """y = x W^T + bias, with weights of eight bits and a scale for each row.
 
     Args:
@@ -111,10 +155,18 @@ class Int8Linear(nn.Module):
             y = nn.functional.linear(flat, self.q.bfloat16()) * self.scale
         return _like(y, x, self.bias)
 
+    @classmethod
+    def joining(cls, parts: Sequence[Self]) -> Self:
+        return cls(torch.cat([part.q for part in parts]), torch.cat([part.scale for part in parts]))
+
+    def take(self, whole: Self, start: int) -> None:
+        end = start + self.out_features
+        self.q, self.scale = whole.q[start:end], whole.scale[start:end]
+        self.joined = (whole,)
+
     def of_row(self, x: Tensor) -> Tensor:
-        """The same for one bfloat16 row [1, K], without the costs of a module: [1, N]."""
         y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.q, self.scale)
-        return y if self.bias is None else y.add_(self.bias)
+        return y
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows `which` [...] of the weights as float32: [..., K]."""
@@ -122,6 +174,41 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, 8 bits"
+
+
+class Int8Head(Int8Linear):
+    """The output head in eight bits, whose largest logits are float32, not rounded to bfloat16.
+
+    bfloat16 has steps of 0.06 to 0.12 where logits are large: neighbours would tie, and a token's
+    surprisal would be off by as much. So the likeliest tokens are computed once more.
+    """
+
+    @classmethod
+    def of(cls, layer: Int8Linear) -> Int8Head:
+        """The same weights, not copied."""
+        return cls(layer.q, layer.scale, layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).float()  # [..., V]
+        return self._refined(y.view(-1, self.out_features), x).view_as(y)
+
+    def of_vector(self, x: Tensor) -> Tensor:
+        """Float32 logits [V] of a float32 vector [K]."""
+        row = x[None]
+        y = self.of_row(row.bfloat16()).float()
+        return self._refined(y if self.bias is None else y + self.bias, row)[0]
+
+    def _refined(self, y: Tensor, x: Tensor) -> Tensor:
+        """Logits y [m, V] of x [..., K], the largest ones computed anew, in place."""
+        top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
+        rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
+        for at in range(0, len(top), _AT_ONCE):
+            some = slice(at, at + _AT_ONCE)
+            exact = (self.rows(top[some]) @ rows[some])[..., 0]  # [m, k]
+            y[some].scatter_(
+                1, top[some], exact if self.bias is None else exact + self.bias[top[some]]
+            )
+        return y
 
 
 class SharedEmbedding(nn.Module):
@@ -157,61 +244,15 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
-@torch.no_grad()
-def pack_module(module: Any, bits: int) -> None:
-    """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
-
-    Embeddings are shared with the output head if they are the same weights, and else stay.
-    """
-    head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
-    is_tied = embeddings.weight is head.weight
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, nn.Linear):
-            continue
-        weight = layer.weight.detach()
-        if bits == 4 and Int4Linear.fits(*weight.shape) and not (layer is head and is_tied):
-            packed: nn.Module = Int4Linear(*four_bits(weight), layer.bias)
-        else:
-            packed = Int8Linear(*eight_bits(weight), layer.bias)
-            if layer is head and is_tied:
-                module.set_input_embeddings(SharedEmbedding(packed, weight.dtype))
-        module.set_submodule(name, packed)
-
-
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
     """The buffers of all packed layers."""
     for layer in module.modules():
-        if isinstance(layer, Int4Linear | Int8Linear):
+        if isinstance(layer, PackedLinear):
             yield from layer.buffers()
 
 
-class WeightStore:
-    """One block of memory for the weights of many layers.
-
-    What is computed on the way to a layer's weights then leaves no holes between them, of which
-    memory would consist in the end.
-
-    Args:
-        size: bytes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8)
-        self._used = 0
-
-    def move(self, layer: nn.Module) -> None:
-        """Move the buffers of a layer here; what has no room stays where it is."""
-        for name, buffer in layer.named_buffers():
-            start = -(-self._used // _ALIGN) * _ALIGN
-            end = start + buffer.numel() * buffer.element_size()
-            if end <= len(self._bytes):
-                here = self._bytes[start:end].view(buffer.dtype).view(buffer.shape)
-                setattr(layer, name, here.copy_(buffer))
-                self._used = end
-
-
 @cache
-def is_available() -> bool:
+def can_pack_four_bits() -> bool:
     """Whether this torch packs four bits in the way that `Int4Linear.unpacked` takes apart."""
     q = (torch.arange(_BLOCK)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
     try:

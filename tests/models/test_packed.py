@@ -13,12 +13,13 @@ from sirchat.errors import ModelError
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.packed import (
     Int4Linear,
+    Int8Head,
     Int8Linear,
     SharedEmbedding,
-    WeightStore,
     eight_bits,
     four_bits,
 )
+from sirchat.models.packing import WeightStore
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 
@@ -56,6 +57,21 @@ def test_eight_bits_multiply_like_the_weights_that_they_stand_for(rows: int) -> 
     assert relative(stored, weight) < 0.01
     assert relative(layer(x), x @ stored.T) < 0.01
     assert torch.equal(layer.rows(torch.tensor([[3, 7]])), stored[[3, 7]][None])
+
+
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_largest_logits_are_not_rounded_to_bfloat16(rows: int, bias: bool) -> None:
+    q, scale = eight_bits(torch.randn(2_000, 96))
+    more = torch.randn(2_000) if bias else None
+    x = 10 * torch.randn(rows, 96)
+    found, exact = Int8Head(q, scale, more)(x), x @ (q.float() * scale.float()[:, None]).T
+    exact = exact if more is None else exact + more
+    assert found.dtype == torch.float32
+    assert relative(found, exact) < 0.01
+    top = exact.topk(5).indices
+    torch.testing.assert_close(found.gather(1, top), exact.gather(1, top), rtol=1e-5, atol=1e-3)
+    assert torch.equal(found.topk(5).indices, top)
 
 
 def test_rounding_to_four_bits_errs_by_at_most_half_a_step() -> None:
@@ -96,17 +112,34 @@ def size(model: LoadedModel) -> int:
 
 
 def test_a_gguf_file_stays_packed_and_gives_nearly_the_same_logits(file: Path) -> None:
-    packed, unpacked = load_model(str(file), quantize="packed"), load_model(str(file))
+    packed = load_model(str(file), dtype="float32", quantize="packed")
+    unpacked = load_model(str(file), quantize="none")
     assert (packed.precision, unpacked.precision) == ("float32 with packed weights", "float32")
     assert size(packed) < 1.1 * file.stat().st_size < 0.5 * size(unpacked)
     ids = list(range(10, 90))
     found, wanted = (one.forward(ids, one.new_cache(96)) for one in (packed, unpacked))
     assert relative(found, wanted) < 0.05  # eight bits a row are coarser than Q8_0
-    one_by_one = packed.new_cache(96)
-    for number, token in enumerate(ids[:20]):
-        logits = packed.forward([token], one_by_one)
+    one_by_one, decoded = packed.new_cache(96), list[torch.Tensor]()
+    for token in ids:
+        decoded.append(packed.forward([token], one_by_one)[0])
         one_by_one.commit(1)
-        assert relative(logits[0], found[number]) < 0.05
+    assert relative(torch.stack(decoded), wanted) < 0.05
+
+
+def test_keys_and_values_of_packed_weights_are_bfloat16(file: Path) -> None:
+    """As their products are: half of the memory, and nothing lost but by the rotation."""
+    model = load_model(str(file))
+    cache = model.new_cache(32)
+    model.forward(list(range(10, 30)), cache)
+    cache.commit(20)
+    assert cache.layer_keys(0).dtype == cache.layer_values(0).dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+
+
+def test_by_default_weights_stay_packed_unless_a_type_is_asked_for(file: Path) -> None:
+    assert load_model(str(file)).precision == "float32 with packed weights"
+    assert load_model(str(file), dtype="bfloat16").precision == "bfloat16"
+    assert load_model(str(file), dtype="float32").precision == "float32"
 
 
 def test_it_chats(file: Path) -> None:

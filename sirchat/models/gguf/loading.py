@@ -19,7 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
-from sirchat.models.packed import Int4Linear, Int8Linear, SharedEmbedding, WeightStore, eight_bits
+from sirchat.models.packed import (
+    Int4Linear,
+    Int8Head,
+    Int8Linear,
+    PackedLinear,
+    SharedEmbedding,
+    eight_bits,
+)
+from sirchat.models.packing import SAME_INPUT, WeightStore, join
 from sirchat.models.progress import Progress
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -72,6 +80,11 @@ def is_read_here(file: GgufFile) -> bool:
     )
 
 
+def has_blocks(file: GgufFile) -> bool:
+    """Whether weights of the file are in blocks of few bits, not plain floats."""
+    return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
+
+
 def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
     """The tokenizer of a file of one of the `ARCHITECTURES`."""
     if architecture == "llama":
@@ -103,12 +116,20 @@ def load_module(
         if packed is None:
             _put(module, target, _in_rows(floats(tensor).to(dtype), name, file))
         else:
-            store.move(packed)
             _replace(module, target, packed, dtype)
+            owner, _, name = target.removesuffix(".weight").rpartition(".")
+            same = next((names for names in SAME_INPUT if name in names), None)
+            if same is None:
+                store.move(packed)
+            else:
+                join(module.get_submodule(owner), same, store)
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
         module.tie_weights()
+    head = module.get_output_embeddings()
+    if isinstance(head, Int8Linear):
+        module.set_output_embeddings(Int8Head.of(head))
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ModelError(f"the GGUF file has no {name}", hint="it may be incomplete")
@@ -177,30 +198,33 @@ def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> Int4Linear | Int8Linear | None:
+def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> PackedLinear | None:
     """A matrix as a packed layer without bias; None for other tensors, and for plain floats."""
     if len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
         return None
-    is_embedding = name == "token_embd.weight"  # its rows are looked up, too
-    if tensor.type in FOUR_BIT and Int4Linear.fits(*tensor.shape) and not is_embedding:
+    if _has_four_bits(tensor, name) and Int4Linear.fits(*tensor.shape):
         return Int4Linear(*(_in_rows(one, name, file) for one in four_bit(tensor)))
     parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # all at once is much
     q, scale = (_in_rows(torch.cat(one), name, file) for one in zip(*parts, strict=True))
     return Int8Linear(q, scale)
 
 
+def _has_four_bits(tensor: GgufTensor, name: str) -> bool:
+    """Whether a matrix keeps its four bits; one whose rows are looked up gets eight."""
+    return tensor.type in FOUR_BIT and name not in ("token_embd.weight", "output.weight")
+
+
 def _most_packed(file: GgufFile) -> int:
     """An upper bound for the bytes of all packed layers."""
-    matrices = [one for one in file.tensors.values() if len(one.shape) == 2]
     return sum(
         # four bits and two bfloat16 for each 32 are 20 bytes; else a byte each, and 2 for a row
-        prod(one.shape) // 32 * (20 if one.type in FOUR_BIT else 32) + 2 * one.shape[0] + 128
-        for one in matrices
-        if BLOCKS[one.type][1] > 1
+        prod(one.shape) // 32 * (20 if _has_four_bits(one, name) else 32) + 2 * one.shape[0] + 128
+        for name, one in file.tensors.items()
+        if len(one.shape) == 2 and BLOCKS[one.type][1] > 1
     )
 
 
-def _replace(module: Any, name: str, packed: Int4Linear | Int8Linear, dtype: torch.dtype) -> None:
+def _replace(module: Any, name: str, packed: PackedLinear, dtype: torch.dtype) -> None:
     """Put a packed layer in the place of the one that has this weight; the bias stays.
 
     Packed embeddings, of type `dtype`, also become the output head that has the same weights.
