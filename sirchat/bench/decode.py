@@ -7,11 +7,13 @@ tokenizer, flags sentence ends and decodes to text. The bare side only picks the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from sirchat.bench.llama_cpp import LlamaCpp
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
@@ -28,20 +30,38 @@ _ARCHIVE = 2**30  # bytes, the default
 _POLICY = Entropy()
 
 
-def bench_decode(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
+def bench_decode(
+    model: LoadedModel,
+    options: BenchOptions,
+    *,
+    bare: LoadedModel | None = None,
+    peer: LlamaCpp | None = None,
+) -> Iterator[Ratio]:
     """Measure decode, prefill, decode with an archive, and decode late in a stream.
 
     The last one only where `options.seen` names two different lengths.
+
+    Args:
+        model: what is measured.
+        options: sizes.
+        bare: the model of the bare loop, if not the same one.
+        peer: llama.cpp with the same model, to be compared too.
     """
+    plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
     yield compare(
-        "decode", lambda: generated_blocks(model, options), lambda: _bare(model, options), options
-    )
-    yield compare(
-        "prefill",
-        lambda: _our_prefill(model, options),
-        lambda: _bare_prefill(model, options),
+        f"decode{other}",
+        lambda: generated_blocks(model, options),
+        lambda: _bare(plain, options),
         options,
     )
+    yield compare(
+        f"prefill{other}",
+        lambda: _our_prefill(model, options),
+        lambda: _bare_prefill(plain, options),
+        options,
+    )
+    if peer is not None:
+        yield from _against_llama_cpp(model, options, peer)
     yield compare(
         "decode with an archive against without",
         lambda: generated_blocks(model, options),
@@ -57,6 +77,24 @@ def bench_decode(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
             lambda: generated_blocks(model, options, early),
             options,
         )
+
+
+def _against_llama_cpp(
+    model: LoadedModel, options: BenchOptions, peer: LlamaCpp
+) -> Iterator[Ratio]:
+    decoding = compare(
+        "decode against llama.cpp",
+        lambda: generated_blocks(model, options),
+        lambda: peer.decoding(model, options),
+        options,
+    )
+    yield replace(decoding, note=peer.note)
+    yield compare(
+        "prefill against llama.cpp",
+        lambda: _our_prefill(model, options),
+        lambda: peer.reading(some_ids(model, options.cache)),
+        options,
+    )
 
 
 def generated_blocks(

@@ -11,11 +11,13 @@ from sirchat.models.model import (
     DeviceName,
     DtypeName,
     LoadedModel,
+    Quantize,
     load_model,
     pick_device,
     pick_dtype,
     wrap_model,
 )
+from sirchat.models.packing import pack_module
 
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {
@@ -46,13 +48,21 @@ SHAPES: dict[str, dict[str, int]] = {
 """Llama configurations by name."""
 
 
-def bench_model(name: str, device: DeviceName = "auto", dtype: DtypeName = "auto") -> LoadedModel:
+def bench_model(
+    name: str,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    quantize: Quantize = "auto",
+) -> LoadedModel:
     """A model of SHAPES with random weights, or the model that `load_model` loads by that name."""
     if name not in SHAPES:
-        return load_model(name, device=device, dtype=dtype)
+        return load_model(name, device=device, dtype=dtype, quantize=quantize)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     config = LlamaConfig(**SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=True)
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(config)
-    return wrap_model(f"{name} (random weights)", module.to(where, kind).eval(), None)
+    module = module.to(where, kind).eval()
+    if quantize in ("int8", "int4"):
+        pack_module(module, 8 if quantize == "int8" else 4)
+    return wrap_model(f"{name} (random weights)", module, None)

@@ -50,6 +50,22 @@ Seen = Annotated[
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")]
 Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|packed|int8|int4",
+        help="The bare loop has unpacked float32 weights in any case.",
+    ),
+]
+LlamaCppPython = Annotated[
+    str | None,
+    typer.Option(
+        "--llama-cpp",
+        metavar="PYTHON",
+        help="Compare with llama.cpp on the same GGUF file: a Python that has llama-cpp-python. By "
+        "default this one, if it has it.",
+    ),
+]
 
 
 @bench_app.callback()
@@ -61,6 +77,8 @@ def bench(
     seen: Seen = "2000,100000",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -69,7 +87,7 @@ def bench(
     Without a command, `decode` is measured.
     """
     if context.invoked_subcommand is None:
-        decode(model, cache, rounds, seen, device, dtype, json)
+        decode(model, cache, rounds, seen, device, dtype, quantize, llama_cpp, json)
         return
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
@@ -85,21 +103,30 @@ def decode(
     seen: Seen = "2000,100000",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode and prefill, with an archive and without, early and late in a stream."""
+    """Measure decode and prefill, with an archive and without, early and late in a stream.
+
+    With a GGUF model also against llama.cpp, where llama-cpp-python is there.
+    """
     early, comma, late = seen.partition(",")
     if not (comma and early.isdigit() and late.isdigit()):
         raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
     if int(early) < cache:
         raise UsageError(f"--seen {seen}: EARLY must be at least --cache, which is {cache}")
-    profile = _profile(model, device, dtype)
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     from sirchat.bench.decode import bench_decode
+    from sirchat.bench.llama_cpp import peer_for
     from sirchat.bench.ratio import BenchOptions
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=(int(early), int(late)))
-    _measure(bench_decode, options, profile, json)
+    with peer_for(profile.model, llama_cpp, cache) as peer:
+        loaded = _load(profile)
+        bare = _unpacked(loaded, profile)
+        _measure(partial(bench_decode, bare=bare, peer=peer), options, loaded, json)
 
 
 @bench_app.command()
@@ -117,7 +144,7 @@ def panel(
     from sirchat.bench.panel import bench_panel
     from sirchat.bench.ratio import BenchOptions
 
-    _measure(bench_panel, BenchOptions(cache=cache, rounds=rounds), profile, json)
+    _measure(bench_panel, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
 
 
 @bench_app.command()
@@ -135,7 +162,7 @@ def attention(
     from sirchat.bench.attention import bench_attention
     from sirchat.bench.ratio import BenchOptions
 
-    _measure(bench_attention, BenchOptions(cache=cache, rounds=rounds), profile, json)
+    _measure(bench_attention, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
 
 
 @bench_app.command()
@@ -154,7 +181,7 @@ def index(
     from sirchat.bench.index import bench_index
     from sirchat.bench.ratio import BenchOptions
 
-    _measure(partial(bench_index, rows=archived), BenchOptions(rounds=rounds), profile, json)
+    _measure(partial(bench_index, rows=archived), BenchOptions(rounds=rounds), _load(profile), json)
 
 
 @bench_app.command()
@@ -193,7 +220,9 @@ def training(
     from sirchat.bench.ratio import BenchOptions
     from sirchat.bench.training import bench_training
 
-    _measure(partial(bench_training, tokens=tokens), BenchOptions(rounds=rounds), profile, json)
+    _measure(
+        partial(bench_training, tokens=tokens), BenchOptions(rounds=rounds), _load(profile), json
+    )
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
@@ -204,17 +233,23 @@ def _profile(model: str, device: str, dtype: str) -> Profile:
 def _measure(
     benchmark: "Callable[[LoadedModel, BenchOptions], Iterator[Ratio]]",
     options: "BenchOptions",
-    profile: Profile,
+    model: "LoadedModel",
     json: bool,
 ) -> None:
-    """Load the model, run a benchmark that yields ratios, and print them."""
+    """Run a benchmark that yields ratios, and print them."""
     from sirchat.bench.report import print_ratios
 
-    model = _load(profile)
     print_ratios(benchmark(model, options), model, options, as_json=json)
 
 
 def _load(profile: Profile) -> "LoadedModel":
     from sirchat.bench.shapes import bench_model
 
-    return bench_model(profile.model, profile.device, profile.dtype)
+    return bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
+
+
+def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
+    """The model with float32 weights, for a bare loop; None if it is just that, or on a GPU."""
+    if model.device.type != "cpu" or model.precision == "float32":
+        return None
+    return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chatting import tiny
 from command import run
+from gguf_file import write_gguf
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -91,6 +95,60 @@ def test_without_json_a_table_is_printed() -> None:
 def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
     done = run("bench", *arguments)
     assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_packed_weights_are_compared_with_unpacked_ones() -> None:
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
+    found = results("decode", "--quantize", "int8", "--device", "cpu", *sizes)
+    names = [r["name"] for r in found]
+    assert names[:2] == ["decode against float32", "prefill against float32"]
+
+
+STAND_IN = """#!{python}
+import json, sys
+for line in sys.stdin:
+    command = json.loads(line)
+    if command[0] == "load" and command[-1] and {crashes}:
+        sys.exit(9)
+    print(0.5, flush=True)
+"""
+"""In the place of a Python with llama-cpp-python; it needs half a second for everything."""
+
+
+@pytest.mark.parametrize("crashes", [True, False])
+def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=crashes), encoding="utf-8")
+    python.chmod(0o700)
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
+    found = results("decode", "--model", str(model), "--llama-cpp", str(python), *sizes)
+    of_peer = {r["name"]: r for r in found if "llama.cpp" in r["name"]}
+    assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
+    assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)
+    assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
+
+
+@pytest.mark.parametrize(
+    ("model", "python", "words"),
+    [
+        ("tiny", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
+        ("GGUF", "/no/such/python", ["/no/such/python"]),
+        ("GGUF", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
+    ],
+)
+def test_without_llama_cpp_there_is_one_line(
+    model: str, python: str, words: list[str], tmp_path: Path
+) -> None:
+    if model == "GGUF":
+        pytest.importorskip("gguf")
+        model = str(write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0"))
+    done = run("bench", "decode", "--model", model, "--llama-cpp", python, "--device", "cpu")
+    assert done.returncode != 0
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr

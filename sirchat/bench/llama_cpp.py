@@ -1,0 +1,134 @@
+"""llama.cpp on the same GGUF file, as the other side of a ratio.
+
+llama-cpp-python runs in a process of its own, with this Python or another one that has it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from sirchat.bench.ratio import BenchOptions, some_ids
+from sirchat.bench.shapes import SHAPES
+from sirchat.errors import SettingError
+from sirchat.models.model import LoadedModel
+from sirchat.models.names import locate
+
+_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
+
+
+class LlamaCpp:
+    """One process of llama-cpp-python with a loaded model; a context manager.
+
+    Some builds crash in the matrix instructions (AMX) of CPUs that have them; then it runs without
+    the rearranged weights that need these, and `note` says so.
+
+    Args:
+        path: a GGUF file.
+        rows: room in its cache.
+        python: a Python that has llama-cpp-python.
+
+    Raises SettingError if it can't be run.
+    """
+
+    def __init__(self, path: Path, rows: int, python: str = sys.executable) -> None:
+        load = ["load", str(path), torch.get_num_threads(), rows]
+        self.note = ""
+        for rearranges in (True, False):
+            self._process = _started(python)
+            try:
+                self.seconds(*load, rearranges)
+                self.seconds("read", [1, 2, 3])
+                return
+            except ChildProcessError as error:
+                self.close()
+                problem = str(error)
+            self.note = "llama.cpp without rearranged weights, with which it crashed here"
+        raise SettingError(
+            f"{python} can't run llama-cpp-python on {path.name}: {problem}",
+            hint="pip install llama-cpp-python there",
+        )
+
+    def seconds(self, *command: object) -> float:
+        """How long a command takes; raises ChildProcessError if the process ends at it."""
+        pipes = self._process
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        with suppress(BrokenPipeError):
+            pipes.stdin.write(json.dumps(command) + "\n")
+            pipes.stdin.flush()
+        answer = pipes.stdout.readline()
+        if not answer:
+            raise ChildProcessError(f"it ended with {pipes.wait()} at {command[0]!r}")
+        return float(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+        """Seconds per token of blocks that end at the cache's length, without end."""
+        ids = some_ids(model, options.cache)
+        start, block = ids[: -options.block], ids[-options.block :]
+        while True:
+            self.seconds("read", start)
+            yield self.seconds("decode", block) / options.block
+
+    def reading(self, ids: Sequence[int]) -> Iterator[float]:
+        """Seconds per token of reading ids into an empty cache, without end."""
+        while True:
+            yield self.seconds("read", list(ids)) / len(ids)
+
+
+def _started(python: str) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            [python, str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except OSError as error:
+        raise SettingError(f"{python!r} can't be run: {error.strerror}") from None
+
+
+def gguf_of(name: str) -> Path | None:
+    """The file of a GGUF model; None for any other model."""
+    folder, options = locate(name)
+    return Path(folder) / options["gguf_file"] if options else None
+
+
+def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
+    """llama.cpp with a model, run by `python`; None if that is None and this Python lacks it.
+
+    Raises SettingError when a Python is named but the model is no GGUF file.
+    """
+    path = gguf_of(name) if name not in SHAPES else None
+    if python is None and (path is None or find_spec("llama_cpp") is None):
+        return nullcontext()
+    if path is None:
+        raise SettingError(
+            f"--llama-cpp needs a GGUF model, and {name!r} is none", hint="--model smollm2 is one"
+        )
+    return LlamaCpp(path, rows + 8, python or sys.executable)

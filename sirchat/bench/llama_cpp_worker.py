@@ -1,0 +1,55 @@
+"""Runs llama-cpp-python for `llama_cpp.py`, in another process and maybe another Python.
+
+It stands alone: nothing of sirchat is imported. Reads commands, a JSON list a line, from stdin, and
+answers each with a number of seconds: ["load", path, threads, rows, rearranges], ["read", ids] into
+an empty cache, ["decode", ids] behind what is there, each id by itself.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_model: Any = None
+
+
+def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
+    """A model with room for so many rows; `rearranges` weights for special instructions."""
+    sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]  # its llama_cpp.py
+    import llama_cpp
+
+    usual = llama_cpp.llama_cpp.llama_model_default_params
+
+    def chosen() -> Any:
+        settings = usual()
+        settings.use_extra_bufts = rearranges
+        return settings
+
+    llama_cpp.llama_cpp.llama_model_default_params = chosen
+    return llama_cpp.Llama(
+        path, n_ctx=rows, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+
+def main() -> None:
+    """Answer commands until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # lest the library writes between answers
+    model: Any = None
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        start = time.perf_counter()
+        if name == "load":
+            model = load(*arguments)
+        elif name == "read":
+            model.reset()
+            model.eval(*arguments)
+        else:
+            for token_id in arguments[0]:
+                model.eval([token_id])
+        answers.write(f"{time.perf_counter() - start}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
