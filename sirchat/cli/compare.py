@@ -100,14 +100,15 @@ def _settings(
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """The transcript's rounds, and the name that messages give the file."""
     from sirchat.tasks.side_by_side.rounds import rounds_of
-    from sirchat.text.transcript import read_transcript
+    from sirchat.text.transcript import one_conversation, read_transcript
 
     name = "standard input" if str(file) == "-" else str(file)
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    return rounds_of(read_transcript(data, name, format), name), name
+    turns = one_conversation(read_transcript(data, name, format), name)
+    return rounds_of(list(turns), name), name
 
 
 def _run(

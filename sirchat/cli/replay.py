@@ -21,7 +21,7 @@ def replay_transcript(
 
     Raises TranscriptError for a file that can't be read, before the model is loaded.
     """
-    from sirchat.text.transcript import read_turns
+    from sirchat.text.transcript import one_conversation, read_turns
 
     profile = profile_of(flags)
     from_stdin = name in ("-", "standard input")
@@ -30,7 +30,8 @@ def replay_transcript(
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
-        turns = read_turns(stream, "standard input" if from_stdin else name, format)
+        shown = "standard input" if from_stdin else name
+        turns = one_conversation(read_turns(stream, shown, format), shown)
         from sirchat.ui.loading import loading_bar
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen

@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, BinaryIO, Literal
 
@@ -23,17 +23,19 @@ Line = tuple[int, str]  # number (from 1), text without the newline
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": "assistant"}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
-_PREFIX = re.compile(r"(USER|ASSISTANT|SYSTEM): ?(.*)")
+_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
+_PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message and the line it starts on (from 1)."""
+    """One message and the line it starts on (from 1); `conversation` counts those of a file."""
 
     role: RoleName
     content: str
     line: int
+    conversation: int = 0
 
 
 def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
@@ -54,6 +56,17 @@ def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 def read_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
     """All turns of a transcript given as bytes; arguments and errors as in `read_turns`."""
     return list(read_turns(io.BytesIO(data), name, format))
+
+
+def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[TranscriptTurn]:
+    """The turns of a file that holds one conversation; raises TranscriptError at a second one."""
+    for turn in turns:
+        if turn.conversation:
+            raise TranscriptError(
+                f"{name}, line {turn.line}: a second conversation begins",
+                hint="a transcript holds one; put each into a file of its own",
+            )
+        yield turn
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
@@ -101,7 +114,12 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     if format == "unfinished":
         seen = list(rest)
         rest = iter(seen)
-        format = "sharegpt" if _starts_conversation(_joined(seen)) else "lines"
+        format = _format_of_json(_first_value(_joined(seen)))
+    if format == "unknown":
+        raise TranscriptError(
+            f"{name}, line {first[0]}: JSON that is no message and no conversation",
+            hint='a message is {"role", "content"}; --format lines reads it as text',
+        )
     yield from _parsed(rest, name, format)
 
 
@@ -117,24 +135,26 @@ def _format_of(first: str) -> str:
         return "unfinished" if error.pos >= len(first.rstrip()) else "lines"
     except (ValueError, RecursionError):
         return "lines"
+    return _format_of_json(value)
+
+
+def _first_value(text: str) -> object:
+    try:
+        value: object = json.JSONDecoder().raw_decode(text.lstrip())[0]
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _format_of_json(value: object) -> str:
+    """The format of a file that begins with this JSON value; "unknown" for any other object."""
     if isinstance(value, dict) and "role" in value:
         return "jsonl"
-    return "sharegpt" if _is_conversation(value) else "lines"
-
-
-def _starts_conversation(text: str) -> bool:
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        return False
-    return _is_conversation(value)
-
-
-def _is_conversation(value: object) -> bool:
-    """Whether it is a ShareGPT object, or a list that begins with one or with a message."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return not value[0].keys().isdisjoint({"conversations", "role", "from"})
-    return isinstance(value, dict) and "conversations" in value
+    first = value[0] if isinstance(value, list) and value else value
+    if not isinstance(first, dict):
+        return "lines"
+    keys = _KEYS if first is value else (*_KEYS, "role", "from")
+    return "unknown" if first.keys().isdisjoint(keys) else "sharegpt"
 
 
 def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
@@ -142,11 +162,18 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Prefixed turns; an empty one, such as a last bare `ASSISTANT:`, is left out."""
+    """Prefixed turns; an empty one, such as a last bare `ASSISTANT:`, is left out.
+
+    The first prefix says how they are written: `USER:`, `User:` or `user:`.
+    """
     role: RoleName | None = None
-    start, content = 0, list[str]()
+    start, content, case = 0, list[str](), str.upper
     for number, text in lines:
-        if prefixed := _PREFIX.fullmatch(text):
+        prefixed = _PREFIX.fullmatch(text)
+        if prefixed and role is None:
+            cases = (str.upper, str.title, str.lower)
+            case = next((one for one in cases if one(prefixed[1]) == prefixed[1]), case)
+        if prefixed and case(prefixed[1]) == prefixed[1]:
             if role:
                 yield from _text_turn(role, content, start)
             role, start, content = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
@@ -175,23 +202,33 @@ def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
 
     Positions are character indices into the document.
     """
-    for start, value in document.values():
-        for at, message in _messages(document, start, value):
-            yield _turn(message, document.name, document.line(at))
+    conversations = chain.from_iterable(
+        _conversations(document, start, value) for start, value in document.values()
+    )
+    for number, messages in enumerate(conversations):
+        for at, message in messages:
+            yield replace(_turn(message, document.name, document.line(at)), conversation=number)
 
 
-def _messages(document: _JsonText, start: int, value: object) -> Iterator[tuple[int, object]]:
+def _conversations(
+    document: _JsonText, start: int, value: object
+) -> Iterator[Iterable[tuple[int, object]]]:
+    """The messages of each conversation in a value, with their positions."""
     match value:
         case {"conversations": list()}:
-            yield from document.items(document.member(start, "conversations"))
-        case list():
+            yield document.items(document.member(start, "conversations"))
+        case {"messages": list()}:
+            yield document.items(document.member(start, "messages"))
+        case list() if any(
+            isinstance(one, dict) and not one.keys().isdisjoint(_KEYS) for one in value
+        ):
             for at, item in document.items(start):
-                if isinstance(item, dict) and "conversations" in item:
-                    yield from _messages(document, at, item)
-                else:
-                    yield at, item
-        case {"conversations": _}:
-            raise _error(document.name, document.line(start), '"conversations" must be a list')
+                yield from _conversations(document, at, item)
+        case list():
+            yield document.items(start)
+        case {"conversations": _} | {"messages": _}:
+            problem = '"conversations" or "messages" must be a list'
+            raise _error(document.name, document.line(start), problem)
         case _:
             raise _error(document.name, document.line(start), "not a conversation in ShareGPT form")
 

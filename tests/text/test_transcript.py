@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from sirchat.errors import TranscriptError, UsageError
 from sirchat.text.transcript import (
     FORMATS,
     TranscriptTurn,
+    one_conversation,
     read_transcript,
     read_turns,
     write_jsonl,
@@ -109,10 +112,48 @@ def test_a_json_list_of_messages_is_a_conversation() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", '{"a": 1}', "[" * 9999, "12 apples"]
+    "text", ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", "[]", "[" * 9999, "12 apples"]
 )
 def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
     assert [turn[1] for turn in read(text)] == text.split("\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"foo": 1}', '{\n"foo": 1\n}', '[{"foo": 1}]', '{"foo": 1}\n{"foo": 2}', '\n{"foo": [1]}'],
+)
+def test_other_json_is_refused_unless_it_is_called_lines(text: str) -> None:
+    assert "no message and no conversation" in refusal(text)
+    assert "--format lines" in refusal(text)
+    assert read(text, "lines")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one]], ids=["object", "list"])
+def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    text = json.dumps(wrap({"messages": messages}), indent=indent)
+    assert [turn[:2] for turn in read(text)] == [("user", "hi"), ("assistant", "yes")]
+
+
+@pytest.mark.parametrize("prefix", [str.upper, str.title, str.lower])
+def test_prefixes_may_be_written_in_any_one_case(prefix: Callable[[str], str]) -> None:
+    text = f"{prefix('system')}: s\n{prefix('user')}: a\n{prefix('assistant')}: b\nmore"
+    assert read(text) == [("system", "s", 1), ("user", "a", 2), ("assistant", "b\nmore", 3)]
+
+
+def test_prefixes_in_another_case_than_the_first_are_text() -> None:
+    text = "User: what did they say?\nuser: none\nAssistant: ok"
+    assert read(text) == [("user", "what did they say?\nuser: none", 1), ("assistant", "ok", 3)]
+
+
+@pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
+def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
+    turns = read_transcript(text.encode(), "t")
+    assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
+    assert list(one_conversation(turns[:2], "t")) == turns[:2]
+    with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
+        list(one_conversation(turns, "t"))
 
 
 def test_text_parts_are_joined() -> None:
