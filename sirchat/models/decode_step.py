@@ -119,9 +119,11 @@ class DecodeStep:
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self._dtype)
         new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
         keys, values = held.update(new[0], new[1].to(self._dtype))  # [1, H, n + 1, D]
-        queries = turned[:count].view(1, count, 1, size)
+        # In float16 query heads that share a key head are faster as rows of one query.
+        shared = count // heads if self._dtype == torch.float16 else 1
+        queries = turned[:count].view(1, -1, shared, size)
         found = F.scaled_dot_product_attention(
-            queries, keys, values, scale=layer.scale, enable_gqa=count > heads
+            queries, keys, values, scale=layer.scale, enable_gqa=count > heads * shared
         )
         return layer.output(found.flatten().float())
 
