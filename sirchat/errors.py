@@ -70,10 +70,13 @@ def terminal_has_gone(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A hint `did you mean X?` for a misspelt `name`, or an empty string."""
+def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """A hint `did you mean X?` for a misspelt `name`, or an empty string.
+
+    `prefix` stands before the name that is meant, such as a slash; it makes nothing more alike.
+    """
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else ""
+    return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
 def format_value(value: object) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sirchat import __version__
+from sirchat.cli.ask import ask_once
 from sirchat.cli.bench import bench_app
 from sirchat.cli.chat import open_chat
 from sirchat.cli.compare import compare
@@ -23,22 +25,38 @@ from sirchat.cli.profiles import profiles_app
 from sirchat.cli.replay import replay_transcript
 from sirchat.cli.sessions import sessions_app
 from sirchat.cli.train import train_app
-from sirchat.errors import SirchatError, UsageError
+from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
+
+
+class _Commands(TyperGroup):
+    """Tells those who put a question in the place of a command how to ask it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
+            raise UsageError(
+                f"there is no command {format_value(name)}",
+                hint=close or f"sirchat opens a chat; sirchat ask {format_value(name)} asks",
+            )
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="sirchat",
+    cls=_Commands,
     help="Endless chat with local language models, under a KV-cache budget you can see and choose.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
-app.add_typer(profiles_app, name="profiles", no_args_is_help=True)
+app.add_typer(profiles_app, name="profiles")
 app.add_typer(policies_app, name="policies")
 app.add_typer(train_app, name="train", no_args_is_help=True)
 app.add_typer(eval_app, name="eval", no_args_is_help=True)
-app.add_typer(sessions_app, name="sessions", no_args_is_help=True)
+app.add_typer(sessions_app, name="sessions")
 app.command()(compare)
 
 Json = Annotated[
@@ -67,6 +85,8 @@ def main() -> None:
             raise
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
+        if not error.format_message():  # a group alone, which has shown its help
+            sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
@@ -82,7 +102,7 @@ def main() -> None:
 
 def _with_defaults(arguments: list[str]) -> list[str]:
     """`--resume` alone, in front of any command, means the last session."""
-    commands = [group.name for group in app.registered_groups] + ["replay", "compare"]
+    commands = [group.name for group in app.registered_groups] + ["ask", "replay", "compare"]
     own = next((n for n, one in enumerate(arguments) if one in commands), len(arguments))
     front = arguments[:own]
     for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
@@ -130,6 +150,10 @@ def start(
     """Chat; or, when input comes from a pipe or a file, replay it as a transcript."""
     given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
     about_transcripts = [name for name, used in given.items() if used]
+    if context.invoked_subcommand == "ask" and not (feed or json_tokens or format != "auto"):
+        # `sirchat -m MODEL ask ...` is what people type.
+        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust_remote_code}
+        return
     if context.invoked_subcommand is not None:
         misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
         misplaced += ["resume"] * (resume is not None) + ["rebuild"] * rebuild
@@ -155,6 +179,33 @@ def start(
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
     open_chat(flags, resume=resume, rebuild=rebuild, trust=trust_remote_code, debug=debug)
+
+
+@app.command()
+@with_settings
+def ask(
+    context: typer.Context,
+    flags: dict[str, Any],
+    question: Annotated[
+        list[str] | None, typer.Argument(help="The question; what is piped in stands before it.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Ask within a saved chat, which goes on.", metavar="ID|NAME|last"),
+    ] = None,
+    json: Json = False,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Ask one question and print the reply: git diff | sirchat ask "what changed?"."""
+    before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
+    ask_once(
+        " ".join(question or []),
+        before["flags"] | flags,
+        resume=resume or before["resume"],
+        json=json or before["json"],
+        trust=trust_remote_code or before["trust"],
+    )
 
 
 @app.command()

@@ -28,7 +28,7 @@ def open_chat(
     if resume is None:
         profile, store = profile_of(flags), None
     else:
-        profile, store, later = _saved(resume, flags, at_once=rebuild)
+        profile, store, later = saved_settings(resume, flags, at_once=rebuild)
     with quick_start():
         from sirchat.ui.repl import chat
         from sirchat.ui.screen import Screen
@@ -51,7 +51,7 @@ _AT_ONCE = ("model", "device", "dtype", "quantize", "panel", "theme", "save", "s
 """Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""
 
 
-def _saved(
+def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
     """The settings to open a saved session with, its store, and those to switch to afterwards."""

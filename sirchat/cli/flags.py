@@ -12,6 +12,7 @@ from sirchat.config.profile_files import list_profiles
 from sirchat.memory.policies import ALIASES, policy_names
 
 _NOT_FLAGS = ("description", "policy_options")
+_SHORT = {"model": ("-m",)}
 _NUMBERS = {int: "INT", float: "FLOAT"}
 
 
@@ -74,7 +75,7 @@ def _parameters() -> dict[str, inspect.Parameter]:
 
 
 def _setting_flag(name: str, field: Any) -> Any:
-    flag = f"--{name.replace('_', '-')}"
+    flag, short = f"--{name.replace('_', '-')}", _SHORT.get(name, ())
     if field.annotation is bool:
         flag += flag.replace("--", "/--no-")
     complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
@@ -82,7 +83,7 @@ def _setting_flag(name: str, field: Any) -> Any:
     if metavar and "|" in metavar:
         complete = _completer(word for word in metavar.split("|") if word.islower())
     help_text = f"{field.description} [default: {_shown(field.default)}]"
-    return _flag(flag, help=help_text, autocompletion=complete, metavar=metavar)
+    return _flag(flag, *short, help=help_text, autocompletion=complete, metavar=metavar)
 
 
 def _flag(*names: str, **options: Any) -> Any:

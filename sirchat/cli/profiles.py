@@ -10,7 +10,17 @@ from sirchat.config.profile_files import init_profile, list_profiles, profile_pa
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
 
-profiles_app = typer.Typer(help="Named settings: list, show, find, and start your own.")
+profiles_app = typer.Typer(
+    help="Named settings: list, show, find, and start your own. Alone, it lists them.",
+    invoke_without_command=True,
+)
+
+
+@profiles_app.callback()
+def profiles(context: typer.Context) -> None:
+    """Named settings: list, show, find, and start your own. Alone, it lists them."""
+    if context.invoked_subcommand is None:
+        profiles_list()
 
 
 @profiles_app.command("list")

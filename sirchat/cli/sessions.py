@@ -7,14 +7,25 @@ from typing import Annotated
 import typer
 
 from sirchat.cli.launch import Debug
+from sirchat.errors import UsageError
 from sirchat.paths import open_private, sessions_dir
 from sirchat.ui.text import displayable, displayable_line
 
-sessions_app = typer.Typer(help="Saved chats: list, show, remove, export.")
+sessions_app = typer.Typer(
+    help="Saved chats: list, show, remove, export. Alone, it lists them.",
+    invoke_without_command=True,
+)
 
 Ident = Annotated[
     str, typer.Argument(help="The session: its id, the start of it, its name, or last.")
 ]
+
+
+@sessions_app.callback()
+def sessions(context: typer.Context) -> None:
+    """Saved chats: list, show, remove, export. Alone, it lists them."""
+    if context.invoked_subcommand is None:
+        sessions_list()
 
 
 @sessions_app.command("list")
@@ -28,6 +39,8 @@ def sessions_list() -> None:
     listing = list_sessions(sessions_dir())
     if listing.sessions:
         Console().print(draw_sessions(listing.sessions))
+    else:
+        typer.echo("there are no saved chats", err=True)
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 
@@ -59,6 +72,7 @@ def sessions_export(
     file: Annotated[
         Path | None, typer.Argument(help="Where to write; default: standard output.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a saved chat as JSON Lines, which `sirchat replay` reads."""
@@ -69,5 +83,7 @@ def sessions_export(
     if file is None:
         typer.echo(lines.getvalue().decode(), nl=False)
         return
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists", hint="--force replaces it")
     with open_private(file, "wb") as stream:
         stream.write(lines.getvalue())

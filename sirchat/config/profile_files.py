@@ -7,6 +7,7 @@ keys that it sets.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value, require_setting
 from sirchat.config.yaml12 import parse_yaml, yaml_line
 from sirchat.errors import SettingError, format_value, nearest
+
+_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # that are no settings
+_MISSPELT = 0.8  # how alike a variable is to one that was meant
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,24 @@ def _file_layer(path: Path) -> Layer:
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
     given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
+    _refuse_misspelt(environ)
     layer = Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
     check_values(layer)
     return layer
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    """Raise SettingError for a variable that is nearly the name of a setting."""
+    known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
+    for variable in sorted(environ):
+        name = variable.removeprefix("SIRCHAT_")
+        if name in (variable, *known):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        if close:
+            raise SettingError(
+                f"{variable} is no setting", hint=f"did you mean SIRCHAT_{close[0]}?"
+            )
 
 
 def _variable(key: str) -> str:

@@ -12,6 +12,7 @@ from sirchat.config.yaml12 import parse_scalar
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -35,6 +36,8 @@ def parse_value(key: str, text: str) -> object:
     """
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
+    if int in kinds and _THOUSANDS.fullmatch(word):
+        word = word.replace(",", "")  # as numbers are shown
     if NoneType in kinds and word.lower() in ("none", "null"):
         return None
     if str in kinds:

@@ -88,7 +88,7 @@ class Commands:
     def _known(self, word: str) -> str:
         word = word.removeprefix("/")
         if word not in self.names():
-            close = nearest(f"/{word}", [f"/{name}" for name in self.names()]) if word else ""
+            close = nearest(word, self.names(), "/")
             raise UsageError(
                 f"there is no command /{displayable_line(word)}",
                 hint=close or "/help lists them; // sends a text with a slash",

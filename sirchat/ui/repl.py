@@ -23,6 +23,7 @@ from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.resumed import greet_again
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.toolbar import toolbar
@@ -116,10 +117,7 @@ class _Chat:
             "/help, Esc stops a reply, Ctrl-D leaves"
         )
         if self._session.seen:
-            self._screen.note(
-                f"goes on after {len(self._session.turns)} turns: {self._session.seen:,} tokens "
-                f"seen, {self._session.resident:,} held"
-            )
+            greet_again(self._session, self._screen)
 
     def _act_on(self, line: Line) -> bool:
         """Run a command or a turn; an error keeps the conversation. False if the user leaves."""
@@ -128,6 +126,10 @@ class _Chat:
                 try:
                     self._commands.run(line.text)
                 except Retry:
+                    if self._session.profile.temperature == 0:
+                        self._screen.note(
+                            "at temperature 0 the reply will be the same; /set temperature 0.7"
+                        )
                     self._turn(self._session.retry)
                 except Another as other:
                     self._switch_to(other.session)

@@ -14,7 +14,11 @@ from sirchat.ui.text import displayable_line
 
 def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
     """One row per session, in the given order; `present` is the id of the current chat."""
-    table = Table("id", "name", "changed", "model", "turns", "begins", box=None)
+    table = Table(box=None)
+    for title in ("id", "name", "changed", "model", "turns", "begins"):
+        # Only the last column is cut in a narrow terminal; an id is there to be copied.
+        is_last = title == "begins"
+        table.add_column(title, no_wrap=True, overflow="ellipsis" if is_last else "fold")
     for one in sessions:
         whose = "(this chat) " if one.id == present else "(open) " if one.in_use else ""
         changed, begins = f"{one.updated:%Y-%m-%d %H:%M}", f"{whose}{one.first}"

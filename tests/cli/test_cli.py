@@ -91,6 +91,41 @@ def test_flag_over_environment_over_profile() -> None:
     assert budget(*profile, "--budget", "700", SIRCHAT_BUDGET="600") == 700
 
 
+@pytest.mark.parametrize("name", ["SIRCHAT_BUGDET", "SIRCHAT_POLCY", "SIRCHAT_MODLE"])
+def test_a_misspelt_variable_is_refused(name: str) -> None:
+    done = run("--json", **{name: "256"})
+    assert done.returncode == 2
+    assert name in done.stderr
+    assert "did you mean SIRCHAT_" in done.stderr
+
+
+def test_other_variables_are_none_of_our_business() -> None:
+    assert run("--json", SIRCHAT_DATA="x", SIRCHAT_WEBSITE="x").returncode == 0
+
+
+def test_numbers_can_be_given_as_they_are_shown() -> None:
+    done = run("--json", "--budget", "1,024")
+    assert json.loads(done.stdout.splitlines()[0])["profile"]["budget"] == 1024
+    assert run("--json", "--budget", "10,24").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "word"), [("sessions", "no saved chats"), ("profiles", "sirllm")]
+)
+def test_a_group_of_things_alone_lists_them(group: str, word: str, tmp_path: Path) -> None:
+    done = run(group, SIRCHAT_HOME=str(tmp_path))
+    assert done.returncode == 0
+    assert word in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("group", ["eval", "train"])
+def test_a_group_of_commands_alone_shows_its_help(group: str) -> None:
+    done = run(group)
+    assert done.returncode == 2
+    assert "Usage" in done.stdout
+    assert done.stderr == ""
+
+
 def test_booleans_can_be_set_both_ways() -> None:
     def profile(*flags: str) -> dict[str, bool]:
         record = json.loads(run("--json", *flags).stdout.splitlines()[0])

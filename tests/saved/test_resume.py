@@ -29,6 +29,7 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     with Terminal("--resume", home=tmp_path) as chat:
         chat.wait_prompt()
         assert "2 turns" in chat.text
+        assert "USER: My name is Anna." in chat.text
         assert "Anna" in chat.ask("What is my name?")
         chat.say("/exit")
         assert chat.ended() == 0
@@ -37,6 +38,13 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     assert "USER: What is my name?" in shown
     exported = run("sessions", "export", "last").stdout
     assert exported.count('"role": "user"') == 2
+    file = tmp_path / "kept.jsonl"
+    file.write_text("mine", encoding="utf-8")
+    refused = run("sessions", "export", "last", str(file))
+    assert (refused.returncode, file.read_text(encoding="utf-8")) == (2, "mine")
+    assert "--force" in refused.stderr
+    assert run("sessions", "export", "last", str(file), "--force").returncode == 0
+    assert file.read_text(encoding="utf-8") == exported
     assert run("sessions", "rm", "last").returncode == 0
     assert "Anna" not in run("sessions", "list").stdout
 
