@@ -52,9 +52,12 @@ def open_session(
     with quick_start():
         with insistent():
             policy_class(profile.policy)
+            from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
 
-        return Session(load(profile, trust, report), profile, rows_in_events=rows_in_events)
+        model = load(profile, trust, report)
+        own = with_model_defaults(profile, model)
+        return Session(model, own, rows_in_events=rows_in_events)
 
 
 @contextmanager

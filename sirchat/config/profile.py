@@ -66,7 +66,9 @@ class Profile(BaseModel):
         default={}, description="Options of the policy by name, such as {sample: 192}."
     )
     budget: int = Field(
-        default=1024, description="The most tokens the model remembers at a time, sinks included."
+        default=1024,
+        description="The most tokens the model remembers at a time, sinks included. Where nothing "
+        "is set, a chat takes half of the model's context, from 1,024 to 4,096.",
     )
     sinks: int = Field(
         default=4, ge=0, description="The first tokens of the conversation, never forgotten."
@@ -83,7 +85,10 @@ class Profile(BaseModel):
         default=0, ge=0, le=2**63 - 1, description="Makes every random choice repeatable."
     )
     temperature: float = Field(
-        default=0.0, ge=0, description="0 always takes the likeliest token; more is more varied."
+        default=0.0,
+        ge=0,
+        description="0 always takes the likeliest token; more is more varied. Where nothing is "
+        "set, a chat draws as the model's own settings say, or with 0.2.",
     )
     top_k: int | None = Field(
         default=None, ge=1, description="Sample only among this many likeliest tokens."
@@ -101,7 +106,12 @@ class Profile(BaseModel):
         description="Sample only tokens at least this likely, relative to the likeliest one.",
     )
     repetition_penalty: float = Field(
-        default=1.0, gt=0, description="Above 1, tokens that were said before become less likely."
+        default=1.0, gt=0, description="Above 1, words that were said before become less likely."
+    )
+    repetition_window: int = Field(
+        default=64,
+        ge=0,
+        description="How many of the newest held tokens count as said before; 0 for all.",
     )
     max_new_tokens: int = Field(
         default=512, ge=1, description="The most tokens of one reply; then it is cut."

@@ -154,7 +154,7 @@ class Engine:
                 return
             if self.logits is None:
                 raise RuntimeError("nothing has been read yet")
-            token_id = sampler.pick(self.logits, self._held_ids, self.ledger.seen)
+            token_id = sampler.pick(self.logits, self._said_ids, self.ledger.seen)
             if token_id in stop_ids:
                 yield Stopped("stop")
                 return
@@ -306,6 +306,13 @@ class Engine:
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
+        return ids
+
+    def _said_ids(self, count: int) -> list[int]:
+        """The newest `count` held ids that are no template's; all of them for 0."""
+        held = self.ledger.held_positions
+        said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
+        ids: list[int] = self.ledger.column("token_id")[said].tolist()
         return ids
 
     def _chunk(

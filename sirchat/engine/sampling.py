@@ -29,6 +29,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    repetition_window: int = 64
     seed: int = 0
 
 
@@ -40,17 +41,19 @@ class Sampler:
         self._attempt = attempt
         self._processors = _processors(sampling)
 
-    def pick(self, logits: Tensor, held_ids: Callable[[], list[int]], position: int) -> int:
+    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token id.
 
         Args:
             logits: [V], raw.
-            held_ids: gives the ids that the model sees, for the repetition penalty.
+            said_ids: gives the newest ids that the model sees, without the template's: as many as
+                asked for, or all for 0. For the repetition penalty.
             position: stream position of the token to come; keys the draw.
         """
         scores = logits
         if self._processors:
-            context = held_ids() if self._sampling.repetition_penalty != 1.0 else []
+            wide = self._sampling.repetition_window
+            context = said_ids(wide) if self._sampling.repetition_penalty != 1.0 else []
             ids = torch.tensor([context], dtype=torch.int64, device=logits.device)
             scores = self._processors(ids, logits[None].float())[0]
         if self._sampling.temperature == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sirchat.chat.model_defaults import DRAWING, with_model_defaults
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
@@ -10,7 +11,7 @@ from sirchat.ui.text import displayable_line, shorten
 
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
-_ANSWERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_ANSWERS = (*DRAWING, "max_new_tokens")
 """Settings that change replies and are not in the first line."""
 
 
@@ -24,7 +25,7 @@ def greet_again(session: Session, screen: Screen) -> None:
         f"goes on after {len(session.turns)} turns: {session.seen:,} tokens seen, "
         f"{session.resident:,} held"
     )
-    usual = Profile()
+    usual = with_model_defaults(Profile(), session.model)
     changed = [
         f"{name} {as_typed(getattr(session.profile, name))}"
         for name in _ANSWERS

@@ -93,8 +93,8 @@ def test_temperature_zero_is_greedy_whatever_the_other_settings() -> None:
 def test_the_repetition_penalty_holds_for_greedy_too() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
     sampler = Sampler(Sampling(repetition_penalty=2.0))
-    assert sampler.pick(logits, lambda: [3], 0) == 2
-    assert sampler.pick(logits, list, 0) == 3
+    assert sampler.pick(logits, lambda count: [3], 0) == 2
+    assert sampler.pick(logits, lambda count: [], 0) == 3
 
 
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
@@ -102,7 +102,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
 
     def drawn(seed: int) -> list[int]:
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))
-        return [sampler.pick(logits, list, position) for position in range(200)]
+        return [sampler.pick(logits, lambda count: [], position) for position in range(200)]
 
     assert drawn(4) == drawn(4)
     assert drawn(4) != drawn(5)
@@ -124,7 +124,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives(
 ) -> None:
     logits, times = random_logits(1), 4000
     sampler = Sampler(Sampling(**options))
-    drawn = Counter(sampler.pick(logits, lambda: HELD_IDS, p) for p in range(times))
+    drawn = Counter(sampler.pick(logits, lambda count: HELD_IDS, p) for p in range(times))
     expected = (probabilities(logits, **options) * times).tolist()
     assert all(expected[token] > 0 for token in drawn)
     likely = [token for token, count in enumerate(expected) if count >= 5]
@@ -161,7 +161,7 @@ def test_what_the_settings_exclude_is_never_drawn(
     logits = random_logits(seed)
     allowed = probabilities(logits, **options) > 0
     sampler = Sampler(Sampling(seed=seed, **options))
-    drawn = {sampler.pick(logits, lambda: HELD_IDS, position) for position in range(50)}
+    drawn = {sampler.pick(logits, lambda count: HELD_IDS, position) for position in range(50)}
     assert drawn <= set(allowed.nonzero()[:, 0].tolist())
 
 
@@ -197,7 +197,7 @@ def test_surprisal_is_minus_the_logarithm_of_the_probability(
 
 
 def pick(sampling: Sampling, logits: Tensor) -> int:
-    return Sampler(sampling).pick(logits, lambda: HELD_IDS, 0)
+    return Sampler(sampling).pick(logits, lambda count: HELD_IDS, 0)
 
 
 def random_logits(seed: int) -> Tensor:

@@ -1,0 +1,108 @@
+"""What follows the model where the user has set nothing: how replies are drawn, and the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from chatting import tiny
+from command import run
+from sirchat.chat.model_defaults import SOUND, with_model_defaults
+from sirchat.config.layers import Layer, merged
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.models.model import LoadedModel
+
+
+def profile(**values: object) -> Profile:
+    """A profile in which these settings are set, and no others."""
+    return merged([Layer(values, str)])
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    """The bundled model under another name, with a context of 8,192."""
+    return replace(tiny(), name="./my-model", context_length=8192)
+
+
+def says(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    monkeypatch.setattr(model.module, "generation_config", GenerationConfig(**values))
+
+
+def drawing(profile: Profile) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: getattr(profile, name) for name in names}
+    return {name: value for name, value in found.items() if value != getattr(Profile(), name)}
+
+
+def test_a_model_draws_as_its_own_files_say(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+        "repetition_penalty": 1.05,
+    }
+    says(model, monkeypatch, do_sample=True, **own)
+    assert drawing(with_model_defaults(profile(), model)) == own
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}],
+)
+def test_where_they_say_nothing_that_makes_sense_it_draws_soundly(
+    said: dict[str, Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GenerationConfig()
+    for name, value in said.items():
+        setattr(config, name, value)
+    monkeypatch.setattr(model.module, "generation_config", config)
+    assert drawing(with_model_defaults(profile(), model)) == SOUND
+
+
+@pytest.mark.parametrize("set_by_user", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}])
+def test_one_such_setting_of_the_user_replaces_all(
+    set_by_user: dict[str, Any], model: LoadedModel
+) -> None:
+    found = with_model_defaults(profile(**set_by_user), model)
+    assert drawing(found) == drawing(profile(**set_by_user))
+
+
+def test_the_bundled_model_keeps_the_built_in_settings() -> None:
+    assert with_model_defaults(profile(), tiny()) == Profile()
+
+
+@pytest.mark.parametrize(
+    ("context", "budget"),
+    [(512, 512), (2_048, 1_024), (4_096, 2_048), (8_192, 4_096), (131_072, 4_096)],
+)
+def test_the_budget_is_half_of_the_context(context: int, budget: int, model: LoadedModel) -> None:
+    model = replace(model, context_length=context)
+    assert with_model_defaults(profile(), model).budget == budget
+    assert with_model_defaults(profile(budget=300), model).budget == 300
+
+
+def test_a_chat_says_which_settings_it_took() -> None:
+    """The bundled model by its folder is any model."""
+    from sirchat.paths import tiny_dir
+
+    done = run("--json", "--model", str(tiny_dir()))
+    assert f'"temperature": {SOUND["temperature"]}' in done.stdout.splitlines()[0]
+    assert '"temperature": 0.0' in run("--json").stdout.splitlines()[0]
+
+
+def test_only_recent_words_count_as_said_before_and_never_the_templates() -> None:
+    engine = Engine(tiny(), CacheSettings(Entropy(), budget=256))
+    roles = [Role.TEMPLATE, Role.USER, Role.USER, Role.TEMPLATE, Role.ASSISTANT, Role.TEMPLATE]
+    list(engine.feed([5, 6, 7, 8, 9, 10], roles, TurnRef(0, 0)))
+    assert engine._said_ids(0) == [6, 7, 9]
+    assert engine._said_ids(2) == [7, 9]
+    assert engine._said_ids(64) == [6, 7, 9]
