@@ -241,6 +241,7 @@ class Session:
         if self._now.prompt != self.profile.system and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
+            self._engine.retire(np.asarray(self._now.system), retired=False)
         return [Undone(len(self.turns), point.text, self.resident, self.seen)]
 
     def pin(self, target: str, pinned: bool = True) -> list[Event]:
@@ -294,9 +295,9 @@ class Session:
     ) -> list[Event]:
         """Change settings at once; the new ones choose among all tokens held or archived.
 
-        Another system prompt is read and pinned at once, and the old one is unpinned; an interrupt
-        cuts it short. Raises SettingError, changing nothing, which blames `source`, such as
-        "/budget".
+        Another system prompt is read and pinned at once, and the old one leaves memory; an
+        interrupt cuts it short. Raises SettingError, changing nothing, which blames `source`, such
+        as "/budget".
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
         settings = build_cache_settings(profile, self._folder)
@@ -307,6 +308,8 @@ class Session:
             if replaced or profile.pin_system != before.pin_system:
                 self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
             moves = self._engine.switch(settings, size if profile.pin_system else 0)
+            if replaced:
+                moves += self._engine.retire(np.asarray(self._now.system))
             self._engine.require(size)
         reports, self.profile = self._reports, profile
         if replaced:

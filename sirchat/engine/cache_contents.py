@@ -187,6 +187,21 @@ class CacheContents:
         self._at_last_pass = None
         return self._hold(chosen)
 
+    def retire(self, positions: Positions, retired: bool) -> Moves:
+        """Evict these rows, unless they are sinks: no choice brings them back, until `retired` is
+        false.
+        """
+        positions = positions[positions >= self.budget.sinks]
+        self._ledger.flag(Flag.RETIRED, positions, retired)
+        self._at_last_pass = None
+        if not retired:
+            return []
+        held, recalled = (
+            np.setdiff1d(one, positions, assume_unique=True)
+            for one in (self._ledger.held_positions, self._ledger.recalled)
+        )
+        return self._hold(Selection(held, recalled, self._layers))
+
     def check_pins(self, more: int) -> None:
         """Raise SettingError if the pins and `more` pinned rows would leave too little room."""
         if not self.budget.unbounded:
@@ -254,7 +269,8 @@ class CacheContents:
 
     def _choice(self, round: int) -> Selection:
         """What the policy keeps of all rows held or archived; the reserve is empty."""
-        reachable, budget = self._store.reachable(), self.budget
+        budget, retired = self.budget, np.flatnonzero(self._ledger.column("flags") & Flag.RETIRED)
+        reachable = np.setdiff1d(self._store.reachable(), retired, assume_unique=True)
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))
             reachable = reachable if rows is None else reachable[rows.numpy()]

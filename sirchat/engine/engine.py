@@ -220,6 +220,10 @@ class Engine:
         """Pin or unpin rows that are held or archived; see `CacheContents.pin`."""
         return self.contents.pin(positions, pinned, self._round)
 
+    def retire(self, positions: Positions, retired: bool = True) -> Moves:
+        """Evict rows that no choice brings back; see `CacheContents.retire`."""
+        return self.contents.retire(positions, retired)
+
     def checkpoint(self) -> EngineCheckpoint:
         """The present state, at the beginning of a turn, for `undo`."""
         selection = self.contents.selection

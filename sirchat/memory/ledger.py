@@ -35,7 +35,8 @@ class Flag(IntFlag):
     """What else is known of a token.
 
     `ANCHOR` ends a sequence; of an `ERASED` token id and surprisal were deleted; a `RECALLED` token
-    was restored for this round by recall; a `CONTINUES` token belongs to the word before it.
+    was restored for this round by recall; a `CONTINUES` token belongs to the word before it; a
+    `RETIRED` one to a system prompt that is no longer in force, and is not held.
     """
 
     PINNED = 1
@@ -43,6 +44,7 @@ class Flag(IntFlag):
     ERASED = 4
     RECALLED = 8
     CONTINUES = 16
+    RETIRED = 32
 
 
 class State(IntEnum):
@@ -303,9 +305,13 @@ class Ledger:
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
         """Pin these rows, or let them go."""
+        self.flag(Flag.PINNED, positions, pinned)
+
+    def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:
+        """Set a flag of these rows, or clear it."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
-        self._rows["flags"][at] = flags | Flag.PINNED if pinned else flags & ~Flag.PINNED
+        self._rows["flags"][at] = flags | flag if on else flags & ~flag
 
     def pin_only(self, positions: NDArray[np.int64]) -> None:
         """Pin these rows and unpin all others."""

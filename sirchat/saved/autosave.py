@@ -277,6 +277,7 @@ def _head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
         "pinned": pinned.tolist(),
+        "retired": np.flatnonzero(saved.rows["flags"] & Flag.RETIRED).tolist(),
         "recalled": saved.recalled.tolist(),
         "kv": stamp,
         "conversation": {
@@ -306,8 +307,9 @@ def _read_state(store: SessionStore, head: Head) -> tuple[EngineState, Conversat
     fields = head.fields
     rows = store.rows(ROW)
     pinned = np.asarray(fields["pinned"], np.int64)
-    rows["flags"] &= ~np.uint8(Flag.PINNED)
+    rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.RETIRED)
     rows["flags"][pinned] |= np.uint8(Flag.PINNED)
+    rows["flags"][np.asarray(fields.get("retired", []), np.int64)] |= np.uint8(Flag.RETIRED)
     saved = EngineState(
         rows=rows,
         held=head.held,
