@@ -24,7 +24,7 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types with these layers: norm, rotated attention, norm, gated feed-forward network."""
 
 Product = Callable[[Tensor], Tensor]
-"""Weights times a float32 vector [K]: a float32 vector [N]."""
+"""Weights times a vector [K] of any type: a float32 vector [N]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class DecodeStep:
         found = F.scaled_dot_product_attention(
             queries, keys, values, scale=layer.scale, enable_gqa=count > heads * shared
         )
-        return layer.output(found.flatten().float())
+        return layer.output(found.flatten())
 
 
 def _layer(layer: Any) -> _Layer:
@@ -165,7 +165,7 @@ def _product(layers: Sequence[Any]) -> Product:
 def _of_row(layer: Any) -> Product:
     """The product of a layer's weights [N, K] with a row [1, K], in the weights' type: [1, N]."""
     if isinstance(layer, PackedLinear):
-        return layer.of_row
+        return layer.row_product()
     if not isinstance(layer, nn.Linear):
         raise TypeError(f"no linear layer: {type(layer).__name__}")
     weight = layer.weight.detach()
