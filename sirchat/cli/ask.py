@@ -3,14 +3,11 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from sirchat.cli.chat import saved_settings
-from sirchat.cli.launch import open_session, profile_of
+from sirchat.cli.chat import open_saved, saved_settings
+from sirchat.cli.launch import profile_of
 from sirchat.errors import UsageError
 
 if TYPE_CHECKING:
-    from sirchat.chat.session import Session
-    from sirchat.config.profile import Profile
-    from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
 
 
@@ -36,7 +33,7 @@ def ask_once(
 
     screen = Screen(theme=profile.theme)
     with loading_bar(screen, profile.model) as report:
-        session = _opened(profile, trust, report, store, later)
+        session = open_saved(profile, trust, report, store, later)
     if store is None:
         print_reply(session, text, screen, as_json=json)
         return
@@ -59,20 +56,3 @@ def _message(question: str) -> str:
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "What is a KV cache?"')
     return "\n\n".join(parts)
-
-
-def _opened(
-    profile: "Profile",
-    trust: bool,
-    report: "Progress | None",
-    store: "SessionStore | None",
-    later: dict[str, Any],
-) -> "Session":
-    session = open_session(profile, trust, report)
-    if store is not None:
-        from sirchat.saved.autosave import take_up
-
-        take_up(session, store, rebuild=False)
-    if later:
-        session.switch("--resume", **later)
-    return session

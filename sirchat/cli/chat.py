@@ -34,17 +34,30 @@ def open_chat(
         from sirchat.ui.screen import Screen
 
     def opened(report: "Progress | None") -> "Session":
-        session = open_session(profile, trust, report)
-        if store is not None:
-            from sirchat.saved.autosave import take_up
-
-            take_up(session, store, rebuild=rebuild)
-        if later:
-            session.switch("--resume", **later)
-        return session
+        return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
         chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
+
+
+def open_saved(
+    profile: Profile,
+    trust: bool,
+    report: "Progress | None",
+    store: "SessionStore | None",
+    later: dict[str, Any],
+    *,
+    rebuild: bool = False,
+) -> "Session":
+    """A session that takes up the saved chat in `store`, if any, and then switches to `later`."""
+    session = open_session(profile, trust, report)
+    if store is not None:
+        from sirchat.saved.autosave import take_up
+
+        take_up(session, store, rebuild=rebuild)
+    if later:
+        session.switch("--resume", **later)
+    return session
 
 
 _AT_ONCE = ("model", "device", "dtype", "quantize", "panel", "theme", "save", "save_kv")
