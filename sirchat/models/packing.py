@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sirchat.models.freed_memory import give_back
 from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
@@ -49,6 +50,7 @@ def pack_module(module: Any, bits: int) -> None:
     for owner in list(module.modules()):
         for group in SAME_INPUT:
             join(owner, group)
+    give_back()
 
 
 def join(owner: nn.Module, names: tuple[str, ...], store: WeightStore | None = None) -> None:

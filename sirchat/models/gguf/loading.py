@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
+from sirchat.models.freed_memory import give_back
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 from sirchat.models.packed import (
@@ -50,6 +51,7 @@ _MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_coun
 
 _ROWS = 4096  # of a matrix that are held as float32 at once
 _MOST = 1 << 40  # of anything
+_SOME = 10  # tensors after which freed memory is given back
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -123,6 +125,8 @@ def load_module(
                 store.move(packed)
             else:
                 join(module.get_submodule(owner), same, store)
+        if done % _SOME == 0 or done == len(file.tensors):
+            give_back()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):

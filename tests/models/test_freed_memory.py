@@ -1,0 +1,35 @@
+"""Freed memory goes back to the system."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sirchat.models.freed_memory import give_back
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+def test_it_can_be_called_anywhere() -> None:
+    give_back()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_small_pieces_left_is_given_back() -> None:
+    pieces = [bytearray(50_000) for _ in range(4_000)]  # below the size that is mapped apart
+    last = bytearray(50_000)  # keeps the heap from shrinking by itself
+    pieces.clear()
+    before = resident()
+    give_back()
+    assert resident() < before - 100_000_000
+    del last
+
+
+def test_another_c_library_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    give_back()
