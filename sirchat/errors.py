@@ -70,12 +70,13 @@ def terminal_has_gone(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
-def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
     """A hint `did you mean X?` for a misspelt `name`, or an empty string.
 
     `prefix` stands before the name that is meant, such as a slash; it makes nothing more alike.
+    `alike` says how similar the names must be, from 0 to 1.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=alike)
     return f"did you mean {prefix}{close[0]}?" if close else ""
 
 

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-_model: Any = None
-
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
     """A model with room for so many rows; `rearranges` weights for special instructions."""

@@ -12,12 +12,12 @@ from sirchat.models.model import (
     DtypeName,
     LoadedModel,
     Quantize,
+    finished,
     load_model,
     pick_device,
     pick_dtype,
     wrap_model,
 )
-from sirchat.models.packing import pack_module
 
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {
@@ -62,7 +62,5 @@ def bench_model(
     config = LlamaConfig(**SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=True)
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(config)
-    module = module.to(where, kind).eval()
-    if quantize in ("int8", "int4"):
-        pack_module(module, 8 if quantize == "int8" else 4)
+    module = finished(module.to(where, kind), quantize)
     return wrap_model(f"{name} (random weights)", module, None)

@@ -7,7 +7,6 @@ keys that it sets.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -140,11 +139,8 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         name = variable.removeprefix("SIRCHAT_")
         if name in (variable, *known):
             continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
-        if close:
-            raise SettingError(
-                f"{variable} is no setting", hint=f"did you mean SIRCHAT_{close[0]}?"
-            )
+        if hint := nearest(name, known, "SIRCHAT_", alike=_MISSPELT):
+            raise SettingError(f"{variable} is no setting", hint=hint)
 
 
 def _variable(key: str) -> str:

@@ -269,8 +269,7 @@ class CacheContents:
 
     def _choice(self, round: int) -> Selection:
         """What the policy keeps of all rows held or archived; the reserve is empty."""
-        budget, retired = self.budget, np.flatnonzero(self._ledger.column("flags") & Flag.RETIRED)
-        reachable = np.setdiff1d(self._store.reachable(), retired, assume_unique=True)
+        reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))
             reachable = reachable if rows is None else reachable[rows.numpy()]

@@ -18,7 +18,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.draws import Purpose, uniform
-from sirchat.memory.ledger import Flag, Role, State
+from sirchat.memory.ledger import Role, State
 from sirchat.memory.ranking import Ranking, wants_index
 from sirchat.memory.recall import BY_TURN, Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
@@ -134,10 +134,9 @@ def _by_turn(
 
 def _archived(engine: Engine, before: int) -> Positions:
     """The archived rows among the first `before` of the stream."""
-    ledger = engine.ledger
-    is_archived = ledger.column("state")[:before] == State.ARCHIVED
-    is_retired = ledger.column("flags")[:before] & Flag.RETIRED != 0
-    archived = np.flatnonzero(is_archived & ~is_retired)
+    reachable = engine.store.reachable()
+    is_archived = engine.ledger.column("state")[reachable] == State.ARCHIVED
+    archived: Positions = reachable[is_archived & (reachable < before)]
     return archived[engine.store.archive.has(archived)]
 
 

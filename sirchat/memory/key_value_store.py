@@ -22,7 +22,7 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
-from sirchat.memory.ledger import KeyValueStat, Ledger, State
+from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
 UNDO_BYTES = 256 * 2**20
@@ -101,8 +101,9 @@ class KeyValueStore:
         self._shrink()
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all rows held or archived."""
-        return np.flatnonzero(self.ledger.column("state") != State.GONE)
+        """Stream positions [n], ascending, of all rows held or archived that may be held."""
+        is_retired = self.ledger.column("flags") & Flag.RETIRED != 0
+        return np.flatnonzero((self.ledger.column("state") != State.GONE) & ~is_retired)
 
     def keep(self, rows: Tensor) -> Positions:
         """Evict all held rows but `rows` [k]; returns the stream positions evicted."""

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.packed import Int8Head, PackedLinear
+from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types with these layers: norm, rotated attention, norm, gated feed-forward network."""
@@ -81,11 +82,9 @@ class DecodeStep:
     def supports(module: Any) -> bool:
         """Whether the model is on a CPU and has the layers computed here, and no others."""
         config = module.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        window = getattr(config, "sliding_window", None)
         return (
             config.model_type in _KINDS
-            and (kinds == {"full_attention"} if config.model_type != "mistral" else not window)
+            and sliding_window(config) is None
             and getattr(config, "hidden_act", "") == "silu"
             and module.device.type == "cpu"
             and module.dtype in (torch.float32, torch.bfloat16)
@@ -154,15 +153,14 @@ def _product(layers: Sequence[Any]) -> Product:
 
     def product(h: Tensor) -> Tensor:
         row = h[None].to(dtype)
-        y = (rows[0](row) if len(rows) == 1 else torch.cat([one(row) for one in rows], 1))[
-            0
-        ].float()
-        return y if bias is None else y.add_(bias)
+        y = rows[0](row) if len(rows) == 1 else torch.cat([one(row) for one in rows], 1)
+        wide = y[0].float()
+        return wide if bias is None else wide.add_(bias)
 
     return product
 
 
-def _of_row(layer: Any) -> Product:
+def _of_row(layer: Any) -> Callable[[Tensor], Tensor]:
     """The product of a layer's weights [N, K] with a row [1, K], in the weights' type: [1, N]."""
     if isinstance(layer, PackedLinear):
         return layer.row_product()

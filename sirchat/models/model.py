@@ -252,7 +252,7 @@ def load_model(
                 hint="--quantize int8 rounds any model",
             )
         if found is not None:
-            return wrap_model(name, _finished(found[0].to(target), quantize), found[1])
+            return wrap_model(name, finished(found[0].to(target), quantize), found[1])
         if not gguf:  # a GGUF file is no config; its layers show in the probe
             config = AutoConfig.from_pretrained(source, **options)
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
@@ -267,10 +267,11 @@ def load_model(
             )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise unloadable(name, error) from error
-    return wrap_model(name, _finished(module.to(target), quantize), tokenizer)
+    return wrap_model(name, finished(module.to(target), quantize), tokenizer)
 
 
-def _finished(module: Any, quantize: Quantize) -> Any:
+def finished(module: Any, quantize: Quantize) -> Any:
+    """The module, its weights rounded if asked for, ready to compute."""
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
     return module.eval()

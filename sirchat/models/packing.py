@@ -47,29 +47,28 @@ def pack_module(module: Any, bits: int) -> None:
         else:
             packed = Int8Linear(*eight_bits(weight), layer.bias)
         module.set_submodule(name, packed)
-    for owner in list(module.modules()):
-        for group in SAME_INPUT:
-            join(owner, group)
+        settle(module, name, WeightStore(0))
     give_back()
 
 
-def join(owner: nn.Module, names: tuple[str, ...], store: WeightStore | None = None) -> None:
-    """Hold the weights of these layers of a module side by side, as one matrix, in `store`.
+def settle(module: Any, path: str, store: WeightStore) -> None:
+    """Move the weights of the packed layer at `path`, which was just put there, into `store`.
 
-    Nothing happens unless all of them are packed; if not all in the same way, they are only moved.
+    Layers of the same input lie side by side, as one matrix, as soon as all of them are packed in
+    the same way.
     """
-    layers = [getattr(owner, name, None) for name in names]
+    owner, _, name = path.rpartition(".")
+    names = next((group for group in SAME_INPUT if name in group), (name,))
+    layers = [getattr(module.get_submodule(owner), one, None) for one in names]
     packed = [one for one in layers if isinstance(one, PackedLinear)]
     if len(packed) < len(layers):
         return
-    if len({type(one) for one in packed}) > 1:
+    if len(packed) == 1 or len({type(one) for one in packed}) > 1:
         for one in packed:
-            if store is not None:
-                store.move(one)
+            store.move(one)
         return
     whole = packed[0].joining(packed)
-    if store is not None:
-        store.move(whole)
+    store.move(whole)
     start = 0
     for one in packed:
         one.take(whole, start)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.ui.interrupt import Interrupt
+from sirchat.text.transcript import TranscriptTurn
+from sirchat.ui.replay import ReplayOptions, play
 from sirchat.ui.screen import Screen
 
 
@@ -14,16 +15,7 @@ def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -
     Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
     show = screen.json if as_json else _Reply(screen).show
-    with Interrupt() as interrupted:
-        for event in session.start():
-            show(event)
-        try:
-            for event in session.ask(text, interrupted):
-                show(event)
-        finally:
-            show(session.end())
-    if interrupted():
-        raise KeyboardInterrupt
+    play(session, [TranscriptTurn("user", text, 1)], show, ReplayOptions())
 
 
 class _Reply:

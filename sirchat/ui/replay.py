@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
@@ -36,7 +36,19 @@ def replay(
     Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; the
     turns before that have been printed.
     """
-    show = screen.json if options.json else _Dialogue(screen, session).show
+    play(session, turns, screen.json if options.json else _Dialogue(screen, session).show, options)
+
+
+def play(
+    session: Session,
+    turns: Iterable[TranscriptTurn],
+    show: Callable[[Event], None],
+    options: ReplayOptions,
+) -> None:
+    """Run the turns through the session, and `show` each event, the session's end included.
+
+    Raises as `replay` does.
+    """
     for event in session.start():
         show(event)
     try:

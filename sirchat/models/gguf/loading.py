@@ -28,7 +28,7 @@ from sirchat.models.packed import (
     SharedEmbedding,
     eight_bits,
 )
-from sirchat.models.packing import SAME_INPUT, WeightStore, join
+from sirchat.models.packing import WeightStore, settle
 from sirchat.models.progress import Progress
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -118,13 +118,7 @@ def load_module(
         if packed is None:
             _put(module, target, _in_rows(floats(tensor).to(dtype), name, file))
         else:
-            _replace(module, target, packed, dtype)
-            owner, _, name = target.removesuffix(".weight").rpartition(".")
-            same = next((names for names in SAME_INPUT if name in names), None)
-            if same is None:
-                store.move(packed)
-            else:
-                join(module.get_submodule(owner), same, store)
+            _replace(module, target, packed, dtype, store)
         if done % _SOME == 0 or done == len(file.tensors):
             give_back()
         if progress is not None:
@@ -228,12 +222,16 @@ def _most_packed(file: GgufFile) -> int:
     )
 
 
-def _replace(module: Any, name: str, packed: PackedLinear, dtype: torch.dtype) -> None:
+def _replace(
+    module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
+) -> None:
     """Put a packed layer in the place of the one that has this weight; the bias stays.
 
-    Packed embeddings, of type `dtype`, also become the output head that has the same weights.
+    Its weights go into `store`. Packed embeddings, of type `dtype`, also become the output head
+    that has the same weights.
     """
     if name == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
+        store.move(packed)
         module.set_input_embeddings(SharedEmbedding(packed, dtype))
         if module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)
@@ -245,6 +243,7 @@ def _replace(module: Any, name: str, packed: PackedLinear, dtype: torch.dtype) -
         raise ModelError(f"the GGUF file's {name} is {wanted}, which the model has not")
     packed.bias = before.bias
     module.set_submodule(path, packed)
+    settle(module, path, store)
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
