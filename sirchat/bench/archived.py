@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from sirchat.engine.scoring import surprisal
 from sirchat.memory.archive import Archive
 from sirchat.memory.recall import Query
 from sirchat.memory.segments import Rows
 from sirchat.models.attention_hook import QueryRecorder
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import surprisal
 from sirchat.training.rows import Renderer
 from sirchat.world.dialogue import Mix, dialogue
 

@@ -37,7 +37,7 @@ def bench_decode(
     bare: LoadedModel | None = None,
     peer: LlamaCpp | None = None,
 ) -> Iterator[Ratio]:
-    """Measure decode, prefill, decode with an archive, and decode late in a stream.
+    """Measure decode, prefill (under a small budget, too), the archive, and a long stream.
 
     The last one only where `options.seen` names two different lengths.
 
@@ -58,6 +58,13 @@ def bench_decode(
         f"prefill{other}",
         lambda: _our_prefill(model, options),
         lambda: _bare_prefill(plain, options),
+        options,
+    )
+    small = replace(options, cache=max(64, options.cache // 4))
+    yield compare(
+        f"prefill under a budget of {small.cache:,} against one of {options.cache:,}",
+        lambda: _our_prefill(model, small, options.cache),
+        lambda: _our_prefill(model, options),
         options,
     )
     if peer is not None:
@@ -152,9 +159,9 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         yield timed(block, model) / options.block
 
 
-def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds per token of reading a full cache of ids, with surprisal and ledger."""
-    ids = some_ids(model, options.cache)
+def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
+    """Seconds per token of reading `count` ids, by default a full cache, with all that we do."""
+    ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
 
@@ -162,7 +169,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
             for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
                 pass
 
-        yield timed(block, model) / options.cache
+        yield timed(block, model) / len(ids)
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttendingModel, AttentionTracker, HighestWeights
 from sirchat.engine.records import ContinuationScore, TurnRef
-from sirchat.engine.scoring import surprisal, surprisal_of
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.models.attention_hook import AttentionObserver
+from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
 """Most that the logits, or a counted layer's attention weights, take in one pass (float32)."""
@@ -52,6 +52,17 @@ class CausalModel(AttendingModel, Protocol):
         observer: AttentionObserver | None = None,
     ) -> Tensor:
         """Read ids [m] behind the cache's rows; logits [m, V], as of `LoadedModel.forward`."""
+
+    def read(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
+    ) -> PassResult:
+        """The same where only surprisal and the last logits are needed."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +119,13 @@ class Reader:
                 try:
                     visible = visible_to_anchor() if visible_to_anchor and ends_at_anchor else None
                     observer = tracker.observer()
-                    logits = self._forward(part.ids, visible, observer)
+                    found = self._read(part.ids, visible, observer)
                 except torch.OutOfMemoryError:
                     if len(part) == 1:
                         raise
                     self._rows_per_pass = len(part) // 2
                     continue
-                self._record(part, logits)
+                self._record(part, found)
                 tracker.add(observer)
                 start += len(part)
         if opens:
@@ -134,7 +145,7 @@ class Reader:
                 part = ids[start : start + self._pass_size(len(ids) - start, tracker)]
                 at = positions[start : start + len(part)]
                 observer = tracker.observer()
-                self._model.forward(
+                self._model.read(
                     part, self._cache, positions=self._in_stream(at.tolist()), observer=observer
                 )
                 self._cache.commit(len(part), at)
@@ -161,7 +172,7 @@ class Reader:
                 return
             self._cache.reserve(self._cache.length + len(part))
             observer = HighestWeights(wide, self._cache.slots_of(part))
-            self._forward(ids[part.numpy()].tolist(), observer=observer)
+            self._read(ids[part.numpy()].tolist(), observer=observer)
             highest = observer.mean()
             if highest is not None:
                 self._ledger.attention.repeat.set(held[part.numpy()], highest)
@@ -199,7 +210,7 @@ class Reader:
         held, sizes = self._cache.length, [len(one) for one in alternatives]
         ids = [token_id for one in alternatives for token_id in one]
         if len([size for size in sizes if size]) == 1:
-            return self._forward(ids)
+            return self._model.forward(ids, self._cache, positions=self._next(len(ids)))
         number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
         own = (number[:, None] == number).tril()  # [m, m]
         visible = torch.cat([torch.ones(len(ids), held, dtype=torch.bool), own], dim=1)
@@ -207,22 +218,25 @@ class Reader:
         positions = [start + at for size in sizes for at in range(size)]
         return self._model.forward(ids, self._cache, visible=visible, positions=positions)
 
-    def _forward(
+    def _read(
         self,
         ids: Sequence[int],
         visible: Tensor | None = None,
         observer: AttentionObserver | None = None,
-    ) -> Tensor:
-        """Logits [m, V] of ids; the last id sees only the held rows `visible` [k], if given."""
+    ) -> PassResult:
+        """Read ids [m]; the last one sees only the held rows `visible` [k], if given."""
         mask, held = None, self._cache.length
         if visible is not None:
             mask = torch.ones(len(ids), held + len(ids), dtype=torch.bool).tril(held)
             mask[-1, :held] = False
             mask[-1, self._cache.slots_of(visible)] = True
-        positions = self._in_stream(range(self._ledger.seen, self._ledger.seen + len(ids)))
-        return self._model.forward(
-            ids, self._cache, visible=mask, positions=positions, observer=observer
+        return self._model.read(
+            ids, self._cache, visible=mask, positions=self._next(len(ids)), observer=observer
         )
+
+    def _next(self, count: int) -> Sequence[int] | None:
+        """Where `count` more ids stand."""
+        return self._in_stream(range(self._ledger.seen, self._ledger.seen + count))
 
     def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
         return AttentionTracker(stats, self._model, self._cache, self._ledger)
@@ -235,16 +249,13 @@ class Reader:
         """Positions of the stream, if the keys stand at these; else None, for cache slots."""
         return positions if self._cache.in_stream else None
 
-    def _record(self, chunk: Chunk, logits: Tensor) -> None:
+    def _record(self, chunk: Chunk, found: PassResult) -> None:
         """Commit rows that were read; the carried logits give the first one's surprisal."""
         ids = list(chunk.ids)
         with torch.inference_mode():
             scores = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
-            if len(ids) > 1:
-                targets = torch.tensor(ids[1:], device=logits.device)
-                scores += surprisal(logits[:-1], targets).tolist()
-            # A copy, so that the other rows' logits are freed.
-            self.logits = logits[-1].clone() if len(ids) > 1 else logits[-1]
+            scores += found.surprisal.tolist()
+        self.logits = found.logits
         begins, ref = self._ledger.seen, chunk.turn
         self._cache.commit(len(ids), range(begins, begins + len(ids)))
         self._ledger.append(

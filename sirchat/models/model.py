@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.header import read_gguf
+from sirchat.models.head_scores import can_score, surprisal_at
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
 from sirchat.models.packed import can_pack_four_bits, packed_buffers
@@ -35,6 +37,7 @@ from sirchat.models.probe import (
     sliding_window,
 )
 from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.surprisal import PassResult
 from sirchat.models.threads import use_threads
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -110,6 +113,10 @@ class LoadedModel:
         return DecodeStep(self.module, self.cache_dtype)
 
     @cached_property
+    def _has_plain_head(self) -> bool:
+        return can_score(self.module)
+
+    @cached_property
     def _is_packed(self) -> bool:
         return next(packed_buffers(self.module), None) is not None
 
@@ -168,10 +175,30 @@ class LoadedModel:
             positions: [m], where each id stands; None for the slots n.. of the cache.
             observer: records each layer's attention, where the model exposes it.
         """
-        if observer is None or not self.has_attention_hook:
+        with self._observed_by(observer):
             return self._logits(ids, cache, visible, positions)
-        with observed_by(self.module, observer):
-            return self._logits(ids, cache, visible, positions)
+
+    def read(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
+    ) -> PassResult:
+        """The same for who needs no logits but the last: surprisal, and logits after all ids."""
+        if len(ids) == 1 or not self._has_plain_head:
+            logits = self.forward(
+                ids, cache, visible=visible, positions=positions, observer=observer
+            )
+            return PassResult.of_logits(logits, ids)
+        with self._observed_by(observer), torch.inference_mode():
+            hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
+            head = self.module.get_output_embeddings()
+            after = torch.tensor(ids[1:], device=hidden.device)
+            found = surprisal_at(head, hidden[:-1], after)
+            return PassResult(found, head(hidden[-1:]).float()[0])
 
     @torch.inference_mode()
     def _logits(
@@ -184,16 +211,30 @@ class LoadedModel:
         step = self._decode_step
         if step is not None and len(ids) == 1 and visible is None and not is_observed():
             return step.logits(ids[0], cache.length if positions is None else positions[0], cache)
-        at = None if positions is None else torch.tensor([positions], device=self.device)
-        output = self.module(
-            input_ids=torch.tensor([ids], device=self.device),
-            attention_mask=None if visible is None else self.mask(visible),
-            position_ids=at,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        logits: Tensor = self.module(**self._inputs(ids, cache, visible, positions)).logits[0]
+        return logits.float()
+
+    def _inputs(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        visible: Tensor | None,
+        positions: Sequence[int] | None,
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": torch.tensor([ids], device=self.device),
+            "attention_mask": None if visible is None else self.mask(visible),
+            "position_ids": None
+            if positions is None
+            else torch.tensor([positions], device=self.device),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+
+    def _observed_by(self, observer: AttentionObserver | None) -> AbstractContextManager[None]:
+        if observer is None or not self.has_attention_hook:
+            return nullcontext()
+        return observed_by(self.module, observer)
 
     def mask(self, visible: Tensor) -> Any:
         """The additive attention mask [1, 1, m, n + m] for `visible`, bool [m, n + m].

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.config.profile import Profile
-from sirchat.engine.scoring import surprisal
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import surprisal
 from sirchat.tasks.report import Plot, Report, Table, Value
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.reuse import ExtendedByLimit

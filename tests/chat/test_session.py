@@ -92,14 +92,14 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
-    forward, calls = type(chat.model).forward, iter(range(100))
+    usual, calls = type(chat.model).read, iter(range(100))
 
     def failing(self: Any, ids: Any, cache: Any, **how: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("out of luck")
-        return forward(self, ids, cache, **how)
+        return usual(self, ids, cache, **how)
 
-    monkeypatch.setattr(type(chat.model), "forward", failing)
+    monkeypatch.setattr(type(chat.model), "read", failing)
     with pytest.raises(RuntimeError, match="luck"):
         list(chat.ask("word " * 100))
     read = chat.seen
@@ -318,14 +318,14 @@ def test_whether_a_chat_is_saved_is_no_setting_to_switch_but_the_hint_says_how(
 def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
     chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
     list(chat.ask("Hello."))
-    forward, calls = chat.model.forward, iter(range(9))
+    read, calls = chat.model.read, iter(range(9))
 
     def failing(*args: Any, **how: Any) -> Any:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return forward(*args, **how)
+        return read(*args, **how)
 
-    model = SimpleNamespace(forward=failing, heads=1, sliding_layers=())
+    model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
     chat._engine._reader._model = model
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
@@ -351,7 +351,7 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
     def failing(*args: Any, **how: Any) -> Any:
         raise RuntimeError("no")
 
-    model = SimpleNamespace(forward=failing, heads=1, sliding_layers=())
+    model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
     chat._engine._reader._model = model
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))

@@ -29,6 +29,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.surprisal import PassResult
 from sirchat.text.anchors import Anchors, anchors_of
 from sirchat.text.sentences import sentences
 from sirchat.text.template import Template
@@ -104,6 +105,9 @@ class RecordedLogits(LoadedModel):
         logits = super().forward(ids, cache, **how)
         self.rows.append(logits)
         return logits
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
 def heard(family: str) -> RecordedLogits:

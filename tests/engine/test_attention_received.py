@@ -34,6 +34,7 @@ from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.memory.recall import RecallSettings
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import PassResult
 
 UNTRACKED = {"falcon"}
 """Families whose attention implementation can't be set, so that it can't be tracked."""
@@ -61,6 +62,9 @@ class Eager(LoadedModel):
         self.module.set_attn_implementation(usual)
         self.passes.append([layer[0] for layer in output.attentions])
         return super().forward(ids, cache, **how)
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
     @property
     def passes(self) -> list[list[Tensor]]:

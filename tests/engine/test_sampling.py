@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.scoring import surprisal
 from sirchat.memory.draws import Purpose, uniform
+from sirchat.models.surprisal import surprisal
 
 POSITIONS = np.arange(20_000)
 HELD_IDS = [*range(0, 32, 3), 3]

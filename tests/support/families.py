@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.surprisal import PassResult
 
 _BASE: dict[str, Any] = {
     "vocab_size": 128,
@@ -176,3 +177,6 @@ class BigramModel:
             cache.update(rows, rows, layer)
         self.passes.append(list(ids))
         return self.table[torch.tensor(ids)]
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)

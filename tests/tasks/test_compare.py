@@ -26,6 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.memory.cache import BoundedCache
+from sirchat.models.surprisal import PassResult
 from sirchat.tasks.report import provenance
 from sirchat.tasks.side_by_side.compare import compare
 from sirchat.tasks.side_by_side.compared import Comparison, SettingResult, first_difference
@@ -94,7 +95,10 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
         rows.append(tiny().forward(ids, cache, **how))
         return rows[-1]
 
-    chat._engine._reader._model = SimpleNamespace(forward=forward)
+    def read(ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(forward(ids, cache, **how), ids)
+
+    chat._engine._reader._model = SimpleNamespace(read=read)
     for user, reply in TALK:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
             pass

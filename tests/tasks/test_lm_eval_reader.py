@@ -18,6 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, ModelError, UsageError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import PassResult
 from sirchat.tasks.lm_eval.reader import TextReader
 from sirchat.tasks.lm_eval.text import TextEncoder
 
@@ -36,6 +37,9 @@ class PassRecorder(LoadedModel):
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
         self.passes.append((cache.length, cache.length + len(ids)))
         return super().forward(ids, cache, **how)
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
 def with_recorder(model: LoadedModel) -> PassRecorder:
@@ -90,7 +94,10 @@ def test_a_context_is_read_once_for_all_that_may_follow() -> None:
     after = [random_ids(rng, 5) for _ in range(4)]
     together = TextReader(model, FULL).score_continuation(context := random_ids(rng, 60), after)
     assert [begin for begin, _ in model.passes].count(0) == 1
-    alone = [TextReader(tiny(), FULL).score_continuation(context, [one])[0] for one in after]
+    alone = [
+        TextReader(with_recorder(tiny()), FULL).score_continuation(context, [one])[0]
+        for one in after
+    ]
     assert together == alone
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import PassResult
 
 OnPass = Callable[[Tensor, BoundedCache], None]
 """Called with the logits [m, V] and the cache of a forward pass, before the pass returns."""
@@ -33,6 +34,10 @@ class RecordingModel(LoadedModel):
         logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        """The same pass; surprisal and the last logits."""
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
 def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:

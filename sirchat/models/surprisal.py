@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What a forward pass over m ids found.
+
+    Attributes:
+        surprisal: float32 [m - 1], of all ids but the first, in nats.
+        logits: float32 [V], raw, after the last id.
+    """
+
+    surprisal: Tensor
+    logits: Tensor
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, ids: Sequence[int]) -> PassResult:
+        """What the logits [m, V] of ids [m] say."""
+        if len(ids) == 1:
+            return cls(logits.new_empty(0), logits[0])
+        with torch.inference_mode():
+            after = torch.tensor(ids[1:], device=logits.device)
+            # A copy, so that the other rows are freed.
+            return cls(surprisal(logits[:-1], after), logits[-1].clone())
 
 
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""Surprisal without all logits at once: equal to what the logits say, for every model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from families import HELD, build, loaded
+from sirchat.models.head_scores import can_score, surprisal_at
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.packed import Int8Linear, eight_bits
+from sirchat.models.surprisal import PassResult
+
+IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def both_ways(model: LoadedModel, ids: list[int]) -> tuple[PassResult, PassResult]:
+    found = model.read(ids, model.new_cache(len(ids)))
+    return found, PassResult.of_logits(model.forward(ids, model.new_cache(len(ids))), ids)
+
+
+@pytest.mark.parametrize("family", HELD)
+def test_a_reading_says_what_the_logits_say(family: str) -> None:
+    for ids in (IDS, IDS[:2], IDS[:1]):
+        found, wanted = both_ways(loaded(family), ids)
+        torch.testing.assert_close(found.surprisal, wanted.surprisal, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformers() -> None:
+    plain = [name for name in HELD if can_score(loaded(name).module)]
+    assert plain == ["llama", "llama3-rope", "yarn-rope", "mistral-sliding", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "eight bits"])
+def test_blocks_of_rows_and_tokens_add_up(kind: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    rows, width, vocabulary = 300, 64, 5_000  # two blocks of rows, three of tokens
+    hidden, ids = 3 * torch.randn(rows, width), torch.randint(0, vocabulary, (rows,))
+    layer = torch.nn.Linear(width, vocabulary, bias=bias).requires_grad_(False)
+    exact = layer.weight.double()
+    head: torch.nn.Module = layer
+    if kind == "bfloat16":
+        head, hidden = layer.bfloat16(), hidden.bfloat16()
+        exact = layer.weight.double()
+    elif kind == "eight bits":
+        q, scale = eight_bits(layer.weight)
+        head = Int8Linear(q, scale, layer.bias)
+        exact = q.double() * scale.double()[:, None]
+    logits = hidden.double() @ exact.T + (layer.bias.double() if bias else 0)
+    wanted = -torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
+    found = surprisal_at(head, hidden, ids)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+    assert torch.get_float32_matmul_precision() == "highest"  # as before
+
+
+def test_surprisal_is_never_negative() -> None:
+    layer = torch.nn.Linear(4, 3000, bias=False).requires_grad_(False)
+    layer.weight.zero_()[7] = 100.0
+    assert surprisal_at(layer, torch.ones(5, 4), torch.full((5,), 7)).tolist() == [0.0] * 5
+
+
+def test_a_model_with_many_tokens_reads_as_before() -> None:
+    model = wrap_model("made", build("llama", {"vocab_size": 4_500}), None)
+    ids = torch.randint(3, 4_500, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    found, wanted = both_ways(model, ids)
+    torch.testing.assert_close(found.surprisal, wanted.surprisal, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
