@@ -14,23 +14,36 @@ from typer.core import TyperGroup
 
 from sirchat import __version__
 from sirchat.cli.ask import ask_once
-from sirchat.cli.bench import bench_app
 from sirchat.cli.chat import open_chat
 from sirchat.cli.compare import compare
-from sirchat.cli.eval import eval_app
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
-from sirchat.cli.policies import policies_app
-from sirchat.cli.profiles import profiles_app
+from sirchat.cli.lazy import LazyGroup
+from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.replay import replay_transcript
-from sirchat.cli.sessions import sessions_app
-from sirchat.cli.train import train_app
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
+_GROUPS = ("sessions", "policies", "profiles", "eval", "bench", "train")
+"""Groups of commands: `NAME_app` in the module of that name."""
+
 
 class _Commands(TyperGroup):
-    """Tells those who put a question in the place of a command how to ask it."""
+    """The commands; those who put a question in the place of one are told how to ask it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in _GROUPS:
+            lazy = LazyGroup(name, f"sirchat.cli.{name}", f"{name}_app", COMMANDS[name])
+            self.add_command(lazy)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write one screen; `--help-settings` writes the rest."""
+        formatter.write(overview())
+
+    def format_settings(self, ctx: Any) -> None:
+        """Print every flag and command."""
+        super().format_help(ctx, ctx.make_formatter())
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name = args[0]
@@ -51,12 +64,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(profiles_app, name="profiles")
-app.add_typer(policies_app, name="policies")
-app.add_typer(train_app, name="train", no_args_is_help=True)
-app.add_typer(eval_app, name="eval", no_args_is_help=True)
-app.add_typer(sessions_app, name="sessions")
 app.command()(compare)
 
 Json = Annotated[
@@ -102,8 +109,7 @@ def main() -> None:
 
 def _with_defaults(arguments: list[str]) -> list[str]:
     """`--resume` alone, in front of any command, means the last session."""
-    commands = [group.name for group in app.registered_groups] + ["ask", "replay", "compare"]
-    own = next((n for n, one in enumerate(arguments) if one in commands), len(arguments))
+    own = next((n for n, one in enumerate(arguments) if one in COMMANDS), len(arguments))
     front = arguments[:own]
     for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
         if one == "--resume" and then.startswith("-"):
@@ -119,6 +125,12 @@ def _fail(message: str, code: int) -> None:
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"sirchat {__version__}")
+        raise typer.Exit
+
+
+def _settings(context: typer.Context, asked: bool) -> None:
+    if asked and isinstance(context.command, _Commands):
+        context.command.format_settings(context)
         raise typer.Exit
 
 
@@ -145,6 +157,12 @@ def start(
     debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    help_settings: Annotated[
+        bool,
+        typer.Option(
+            "--help-settings", callback=_settings, is_eager=True, help="Show all settings."
+        ),
     ] = False,
 ) -> None:
     """Chat; or, when input comes from a pipe or a file, replay it as a transcript."""

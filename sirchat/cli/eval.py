@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from sirchat.tasks.recall import Ask
     from sirchat.tasks.study import Study
 
-eval_app = typer.Typer(help="Measure what a model under a policy still remembers.")
+eval_app = typer.Typer(
+    help="Measure what a model under a policy still remembers.", no_args_is_help=True
+)
 eval_app.add_typer(mechanisms_app)
 eval_app.add_typer(lm_eval_app)
 

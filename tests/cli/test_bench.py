@@ -25,7 +25,13 @@ def results(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
 def test_decode_is_measured_by_default(command: list[str]) -> None:
     found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
-    assert [r["name"].split()[0] for r in found] == ["decode", "prefill", "prefill", "decode", "decode"]
+    assert [r["name"].split()[0] for r in found] == [
+        "decode",
+        "prefill",
+        "prefill",
+        "decode",
+        "decode",
+    ]
     assert all(r["low"] <= r["median"] <= r["high"] for r in found)
 
 

@@ -10,8 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from typer import Context
+from typer.main import get_group
 
 from command import run
+from sirchat.cli.app import app
 
 _LIGHT = (
     ["--help"],
@@ -40,9 +43,34 @@ def test_help_and_lists_import_no_torch(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_help_is_there_in_a_blink() -> None:
-    """Half a second on an idle machine; on any, a few times what its libraries take."""
+    """It needs no library; a command's own help takes a few times what its libraries take."""
     libraries = seconds_of("-c", "import typer, pydantic, rich.markdown")
-    assert seconds_of("-m", "sirchat", "--help") < 5 * libraries
+    assert seconds_of("-m", "sirchat", "--help") < libraries
+    assert seconds_of("-m", "sirchat", "ask", "--help") < 4 * libraries
+
+
+def test_help_is_one_screen_with_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert run("-h").stdout == run("--policy", "sink", "--help").stdout == done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 79
+    told = {line.split()[0] for line in lines if line.startswith("  ")}
+    commands = get_group(app)
+    assert told >= set(commands.list_commands(Context(commands)))
+
+
+def test_all_settings_have_a_help_of_their_own() -> None:
+    told = run("--help-settings", COLUMNS="100").stdout
+    assert all(f"--{name.replace('_', '-')}" in told for name in ("policy", "recall_n", "archive"))
+    assert "--help-settings" in run("--help").stdout
+
+
+@pytest.mark.parametrize("group", ["bench", "eval", "policies", "profiles", "sessions", "train"])
+def test_a_group_that_is_loaded_when_asked_for_has_its_commands(group: str) -> None:
+    assert f"sirchat {group}" in run(group, "--help").stdout
+    assert run(group, "--nonsense").returncode == 2
 
 
 def seconds_of(*arguments: str) -> float:
