@@ -1,5 +1,8 @@
 """Opening a chat: a new one, or a saved one with `--resume`."""
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,6 +12,8 @@ from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import terminal_has_gone
+from sirchat.ui.interrupt import insistent
+from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
@@ -29,7 +34,7 @@ def open_chat(
         profile, store = profile_of(flags), None
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
-    with quick_start():
+    with _meanwhile(f"loading {profile.model}"), quick_start(), insistent():
         from sirchat.ui.repl import chat
         from sirchat.ui.screen import Screen
 
@@ -84,6 +89,22 @@ def saved_settings(
     first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
     rest = {key: value for key, value in given.items() if key not in first}
     return changed(saved_profile(store), "--resume", **first), store, rest
+
+
+@contextmanager
+def _meanwhile(what: str) -> Iterator[None]:
+    """Show this on a terminal while libraries are imported, for seconds, and then remove it."""
+    err = sys.stderr
+    if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        yield
+        return
+    err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
+    err.flush()
+    try:
+        yield
+    finally:
+        err.write("\x1b[2K")
+        err.flush()
 
 
 @contextmanager

@@ -97,7 +97,11 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
 def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
     shell: _Shell, endless: str
 ) -> None:
+    at_once = f"loading {endless}\r".encode()  # before anything heavy is imported
+    shell.until(lambda: at_once in shell.raw)
+    said = shell.raw.index(at_once)
     shell.wait_screen(rf"^loading {endless} ")
+    assert said < shell.raw.index(b"\x1b[?25l")  # the bar hides the cursor
     shell.wait_prompt()
     assert shell.lines[0].startswith(f"{endless}, policy salience")
     shell.say("/exit")
