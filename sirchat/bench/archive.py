@@ -67,7 +67,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
             archive = max(archive, engine.store.archive_bytes)
         engine.close_round()
         disk = max(disk, _size(files))
-        now = _resident()
+        now = resident_memory()
         before = now if archive < limit // 2 else before
         memory = max(memory, now - before)
     return ArchiveUse(
@@ -82,7 +82,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
     )
 
 
-def _resident() -> int:
+def resident_memory() -> int:
     """Resident memory of this process in bytes; 0 where the system does not report it."""
     gc.collect()
     try:

@@ -185,6 +185,21 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         yield timed(block, model) / options.cache
 
 
+def first_token(model: LoadedModel, options: BenchOptions, count: int) -> float:
+    """Seconds to read `count` ids into an empty cache and to generate a token."""
+    engine, ids = _engine(model, options), some_ids(model, count)
+
+    def block() -> None:
+        for _ in engine.feed(ids, [Role.USER] * count, _TURN):
+            pass
+        for _ in engine.generate(
+            Sampler(Sampling()), _TURN, stop_ids=frozenset(), max_new_tokens=1
+        ):
+            pass
+
+    return timed(block, model)
+
+
 def _engine(
     model: LoadedModel,
     options: BenchOptions,

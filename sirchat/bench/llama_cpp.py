@@ -35,17 +35,29 @@ class LlamaCpp:
         path: a GGUF file.
         rows: room in its cache.
         python: a Python that has llama-cpp-python.
+        tries: whether to load with rearranged weights; what is tried, in turn.
 
     Raises SettingError if it can't be run.
+
+    Attributes:
+        note: what is unusual about it, as text.
+        load: seconds that loading took.
     """
 
-    def __init__(self, path: Path, rows: int, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rows: int,
+        python: str = sys.executable,
+        tries: Sequence[bool] = (True, False),
+    ) -> None:
         load = ["load", str(path), torch.get_num_threads(), rows]
+        self._made = path, rows, python
         self.note = ""
-        for rearranges in (True, False):
+        for self._rearranges in tries:
             self._process = _started(python)
             try:
-                self.seconds(*load, rearranges)
+                self.load = self.seconds(*load, self._rearranges)
                 self.seconds("read", [1, 2, 3])
                 return
             except ChildProcessError as error:
@@ -58,7 +70,10 @@ class LlamaCpp:
         )
 
     def seconds(self, *command: object) -> float:
-        """How long a command takes; raises ChildProcessError if the process ends at it."""
+        """How long a command takes (or bytes, for `resident`).
+
+        Raises ChildProcessError if the process ends at it.
+        """
         pipes = self._process
         assert pipes.stdin is not None
         assert pipes.stdout is not None
@@ -69,6 +84,10 @@ class LlamaCpp:
         if not answer:
             raise ChildProcessError(f"it ended with {pipes.wait()} at {command[0]!r}")
         return float(answer)
+
+    def again(self) -> LlamaCpp:
+        """A new process with the same model, loaded in the way that worked."""
+        return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def close(self) -> None:
         """End the process."""

@@ -2,7 +2,8 @@
 
 It stands alone: nothing of sirchat is imported. Reads commands, a JSON list a line, from stdin, and
 answers each with a number of seconds: ["load", path, threads, rows, rearranges], ["read", ids] into
-an empty cache, ["decode", ids] behind what is there, each id by itself.
+an empty cache, ["decode", ids] behind what is there, each id by itself; and ["resident"] with the
+process's memory in bytes.
 """
 
 import json
@@ -34,6 +35,7 @@ def main() -> None:
     """Answer commands until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr  # lest the library writes between answers
     model: Any = None
+    pages = Path("/proc/self/statm")
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         start = time.perf_counter()
@@ -42,10 +44,13 @@ def main() -> None:
         elif name == "read":
             model.reset()
             model.eval(*arguments)
-        else:
+        elif name == "decode":
             for token_id in arguments[0]:
                 model.eval([token_id])
-        answers.write(f"{time.perf_counter() - start}\n")
+        taken: float = time.perf_counter() - start
+        if name == "resident":
+            taken = 4096 * int(pages.read_text().split()[1]) if pages.exists() else 0
+        answers.write(f"{taken}\n")
         answers.flush()
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from sirchat.bench.archive import ArchiveUse
 from sirchat.bench.ratio import BenchOptions, Ratio, bench_record
+from sirchat.bench.start import StartMeasure
 from sirchat.models.model import LoadedModel
 from sirchat.models.threads import threads_in_words
 
@@ -59,6 +60,23 @@ def print_archive(
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{model.name} on {model.device}, {tokens:,} tokens", markup=False)
     console.print(table)
+
+
+def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
+    """Print what starting `model` took, to stdout."""
+    if as_json:
+        _print_json({"model": model, "results": [asdict(one) for one in measured], "note": note})
+        return
+    table = Table("start", "ours", "llama.cpp", "ratio", box=None)
+    for one in measured:
+        other = "" if one.other is None else f"{one.other:,.2f} {one.unit}"
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+        table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio)
+    console = Console(highlight=False)
+    console.print(model, markup=False)
+    console.print(table)
+    if note:
+        console.print(note)
 
 
 def _print_json(record: dict[str, object]) -> None:

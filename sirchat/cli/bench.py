@@ -130,6 +130,32 @@ def decode(
 
 
 @bench_app.command()
+def start(
+    model: Model = "tiny",
+    rounds: Annotated[int, typer.Option(help="Starts that are timed.", min=1)] = 5,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    llama_cpp: LlamaCppPython = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a start in a fresh process: loading, the first token, a long paste, memory.
+
+    With a GGUF model also against llama.cpp, where llama-cpp-python is there.
+    """
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    from sirchat.bench.llama_cpp import peer_for
+    from sirchat.bench.report import print_start
+    from sirchat.bench.start import LONG, bench_start
+
+    with peer_for(profile.model, llama_cpp, LONG) as peer:
+        how = (profile.model, profile.device, profile.dtype, profile.quantize)
+        measured = bench_start(*how, rounds, peer)
+        print_start(measured, profile.model, peer.note if peer else "", as_json=json)
+
+
+@bench_app.command()
 def panel(
     model: Model = "tiny",
     cache: Cache = 1024,

@@ -139,6 +139,29 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
 
 
+def test_a_start_is_timed_in_fresh_processes(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
+    python.chmod(0o700)
+    found = results("start", "--model", str(model), "--rounds", "1", "--llama-cpp", str(python))
+    assert [r["unit"] for r in found] == ["s", "s", "s", "MiB"]
+    load, first, paste, _ = found
+    assert load["other"] == paste["other"] == 0.5
+    assert first["ours"] > load["ours"] > 0
+    assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
+    (alone, *_) = results("start", "--rounds", "1")
+    assert alone["other"] is alone["ratio"] is None
+
+
+def test_a_start_that_fails_is_said_in_one_line() -> None:
+    done = run("bench", "start", "--quantize", "packed")
+    assert done.returncode == 1
+    assert "can't stay packed" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("model", "python", "words"),
     [
