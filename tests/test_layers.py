@@ -100,7 +100,8 @@ def test_the_engine_knows_no_text(module: str) -> None:
 
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.transcript"}
-    for module in set(below("sirchat.saved")) - {"sirchat.saved.autosave"}:
+    knowing = {f"sirchat.saved.{name}" for name in ("autosave", "saved_settings")}
+    for module in set(below("sirchat.saved")) - knowing:
         for name in ours(module):
             assert within(name, *(f"sirchat.{one}" for one in allowed)), (module, name)
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sirchat.cli.launch import open_session, profile_of, quick_start
+from sirchat.cli.launch import open_session, profile_of, quick_start, trusted_policies
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
-from sirchat.errors import terminal_has_gone
+from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.memory.policies import import_typed
 from sirchat.ui.interrupt import insistent
 from sirchat.ui.text import displayable_line
 
@@ -42,7 +43,8 @@ def open_chat(
         return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        chat(opened, profile.model, Screen(theme=profile.theme), store=store, debug=debug)
+        screen, trusted = Screen(theme=profile.theme), trusted_policies(flags)
+        chat(opened, profile.model, screen, store=store, debug=debug, trusted=trusted)
 
 
 def open_saved(
@@ -76,19 +78,27 @@ def saved_settings(
     from sirchat.chat.settings import FIXED
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
-    from sirchat.saved.autosave import saved_profile
+    from sirchat.saved.saved_settings import saved_profile
     from sirchat.saved.session_list import find_session
     from sirchat.saved.store import SessionStore
 
-    store = SessionStore.open(find_session(sessions_dir(), ident))
-    named = load_profile(flags["profile"]) if flags.get("profile") else {}
+    flags = dict(flags)
+    trusted = trusted_policies(flags)
+    flags.pop("trust_policy", None)
+    named = load_profile(flags["profile"], trusted) if flags.get("profile") else {}
     given = {key: value for key, value in named.items() if key not in FIXED}
     for key, value in flags.items():
         if key != "profile":
             given[key] = parse_value(key, value) if isinstance(value, str) else value
+    import_typed(str(flags.get("policy", "")))
     first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
     rest = {key: value for key, value in given.items() if key not in first}
-    return changed(saved_profile(store), "--resume", **first), store, rest
+    store = SessionStore.open(find_session(sessions_dir(), ident))
+    try:
+        return changed(saved_profile(store, trusted), "--resume", **first), store, rest
+    except SirchatError:
+        store.close()
+        raise
 
 
 @contextmanager

@@ -59,6 +59,14 @@ def _parameters() -> dict[str, inspect.Parameter]:
                 help="An option of the policy; can be repeated.",
             ),
         ),
+        "trust_policy": (
+            list[str],
+            _flag(
+                "--trust-policy",
+                metavar="MODULE:CLASS",
+                help="Let a profile or a saved chat use this policy, whose code then runs.",
+            ),
+        ),
     }
     for name, field in Profile.model_fields.items():
         if name not in _NOT_FLAGS:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sirchat.memory.policies import policy_class, policy_names
+from sirchat.memory.policies import import_typed, policy_class, policy_names
 from sirchat.ui.text import displayable, displayable_line
 
 policies_app = typer.Typer(
@@ -41,6 +41,7 @@ def policies_check(
     """Check that a policy keeps the contract, on random ledgers."""
     from sirchat.memory.contract import contract_violations
 
+    import_typed(name)
     broken = contract_violations(policy_class(name)())
     for promise in broken:
         typer.echo(displayable_line(f"{name}: {promise}"))

@@ -18,7 +18,7 @@ from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
-from sirchat.memory.policies import policy_class
+from sirchat.memory.policies import import_typed, policy_class
 
 if TYPE_CHECKING:
     from sirchat.tasks.study import Study
@@ -141,6 +141,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
     """The settings of one row that its policy uses, with its policy options among `shared`."""
     policy = given["policy"]
+    import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
     known = {field.name for field in fields(policy_class(policy))}
     options = {name: value for name, value in shared.items() if name in known}

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sirchat import paths
-from sirchat.config.layers import Layer, check_values, merged
+from sirchat.config.layers import Layer, Origin, check_values, merged
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value, require_setting
 from sirchat.config.yaml12 import parse_yaml, yaml_line
 from sirchat.errors import SettingError, format_value, nearest
+from sirchat.memory import policies
 
 _OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # that are no settings
 _MISSPELT = 0.8  # how alike a variable is to one that was meant
@@ -46,13 +47,20 @@ def resolve(
     not given, and text is parsed by `parse_value`. Empty environment variables count as not set. A
     source that sets another policy clears the `policy_options` of lower ones. Raises SettingError
     for the first problem.
+
+    `flags` may also have `trust_policy`: the `module:Class` policies that files may name, beside
+    that of the flag `policy`.
     """
+    given = dict(flags)
+    typed = given.pop("trust_policy", None) or []
+    trusted = {str(one) for one in [*typed, given.get("policy")]}  # type: ignore[misc]
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
-    layers = [_file_layer(default)] if default.is_file() else []
+    files = [default] if default.is_file() else []
     if chosen:
-        layers.append(_file_layer(profile_path(chosen)))
-    return merged([*layers, _environment_layer(environ), _flag_layer(flags)])
+        files.append(profile_path(chosen))
+    layers = [Layer(_read(path, trusted), _named(path)) for path in files]
+    return merged([*layers, _environment_layer(environ), _flag_layer(given)])
 
 
 def profile_path(name_or_file: str) -> Path:
@@ -71,13 +79,13 @@ def profile_path(name_or_file: str) -> Path:
     return profiles[name_or_file]
 
 
-def load_profile(name_or_file: str) -> dict[str, object]:
+def load_profile(name_or_file: str, trusted: Collection[str | None] = ()) -> dict[str, object]:
     """The values that a profile sets, each checked; the file is found by `profile_path`.
 
-    Raises SettingError when there is no such profile, it isn't well-formed, or a key or value is
-    not allowed.
+    `trusted` are the `module:Class` policies that it may name. Raises SettingError when there is no
+    such profile, it isn't well-formed, or a key or value is not allowed.
     """
-    return _read(profile_path(name_or_file))
+    return _read(profile_path(name_or_file), trusted)
 
 
 def list_profiles() -> list[ProfileInfo]:
@@ -120,8 +128,8 @@ def init_profile(name: str) -> Path:
     return path
 
 
-def _file_layer(path: Path) -> Layer:
-    return Layer(_read(path), lambda key: str(path))
+def _named(path: Path) -> Origin:
+    return lambda key: str(path)
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
@@ -129,6 +137,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
     _refuse_misspelt(environ)
     layer = Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
     check_values(layer)
+    policies.import_typed(str(layer.values.get("policy", "")))
     return layer
 
 
@@ -157,6 +166,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
     }
     layer = Layer(values, _flag)
     check_values(layer)
+    policies.import_typed(str(values.get("policy", "")))
     return layer
 
 
@@ -176,7 +186,7 @@ def _description(path: Path) -> str:
         return f"not usable: {error}"
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path, trusted: Collection[str | None] = ()) -> dict[str, object]:
     try:
         data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
         values = parse_yaml(data.decode("utf-8"), path)
@@ -189,7 +199,8 @@ def _read(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(values, dict):
         raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
-    check_values(Layer(values, lambda key: str(path)))
+    check_values(Layer(values, _named(path)))
+    policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values
 
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from sirchat import __version__, paths
 from sirchat.chat.conversation import Conversation, Tally, Turn
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
@@ -206,18 +205,6 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
     tensors = store.load_kv(head.fields["kv"])
     received = _pop_attention(tensors) if tensors is not None else None
     session.load(saved, conversation, _pop_rows(tensors), received)
-
-
-def saved_profile(store: SessionStore) -> Profile:
-    """The settings of a saved session; raises SessionError for settings of another version."""
-    head = store.head()
-    try:
-        return Profile.model_validate(head.fields["profile"]) if head else Profile()
-    except ValueError:
-        raise SessionError(
-            f"session {store.id} has settings that this sirchat does not know",
-            hint="sirchat sessions export writes its text, which replay reads",
-        ) from None
 
 
 def _meta(model: LoadedModel) -> dict[str, Any]:

@@ -7,7 +7,7 @@ names the nearest one; it is never sent to the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rich.table import Table
 from rich.text import Text
@@ -52,13 +52,18 @@ class Commands:
     """The commands of one chat."""
 
     def __init__(
-        self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
+        self,
+        session: Session,
+        screen: Screen,
+        history: Typed,
+        saved_chat: SavedChat,
+        trusted: Collection[str] = (),
     ) -> None:
         self._session = session
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
-        self._switching = Switching(session, screen)
+        self._switching = Switching(session, screen, trusted)
         self._forgetting = Forgetting(session, screen, history, saved_chat)
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.output import Output, create_output
@@ -39,10 +39,12 @@ def chat(
     *,
     store: SessionStore | None = None,
     debug: bool = False,
+    trusted: Collection[str] = (),
 ) -> None:
     """Load the model called `name`, and chat until the user leaves.
 
     The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
+    `trusted` are the `module:Class` policies that profiles and saved chats may name.
 
     An error in a turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
     """
@@ -50,8 +52,8 @@ def chat(
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, name) as report:
             session = open_session(report)
-        saved_chat = SavedChat(session, screen, store, debug=debug)
-        _Chat(session, screen, keys, keyboard, saved_chat, debug).run()
+        saved_chat = SavedChat(session, screen, store, debug=debug, trusted=trusted)
+        _Chat(session, screen, keys, keyboard, saved_chat, debug, trusted).run()
 
 
 class _Chat:
@@ -65,14 +67,16 @@ class _Chat:
         keyboard: Keyboard,
         saved_chat: SavedChat,
         debug: bool,
+        trusted: Collection[str],
     ) -> None:
         self._session = session
+        self._trusted = trusted
         self._screen = screen
         self._keyboard = keyboard
         self._saved_chat = saved_chat
         self._debug = debug
         self._history = input_history(screen.note)
-        self._commands = Commands(session, screen, self._history, saved_chat)
+        self._commands = Commands(session, screen, self._history, saved_chat, trusted)
         self._prompt = Prompt(
             keys,
             _output(screen),
@@ -101,7 +105,9 @@ class _Chat:
 
     def _switch_to(self, session: Session) -> None:
         self._session = session
-        self._commands = Commands(session, self._screen, self._history, self._saved_chat)
+        self._commands = Commands(
+            session, self._screen, self._history, self._saved_chat, self._trusted
+        )
         self._screen.use_theme(session.profile.theme)
         self._greet()
 

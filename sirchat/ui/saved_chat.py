@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
 from sirchat.errors import SessionError, format_value
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave, check_model, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, check_model, take_up
+from sirchat.saved.saved_settings import saved_profile
 from sirchat.saved.session_list import find_session, free_name, list_sessions, remove_session
 from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.screen import Screen
@@ -33,8 +36,10 @@ class SavedChat:
         store: SessionStore | None = None,
         *,
         debug: bool = False,
+        trusted: Collection[str] = (),
     ) -> None:
         self._session = session
+        self._trusted = trusted
         self._screen = screen
         self._debug = debug
         self._saving = Autosave(session, store)
@@ -174,7 +179,8 @@ class SavedChat:
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
-        session = Session(model, saved_profile(store).model_copy(update=kept))
+        trusted = (*self._trusted, current.policy)
+        session = Session(model, saved_profile(store, trusted).model_copy(update=kept))
         take_up(session, store)
         return session
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, hint_for_fixed, options_of
@@ -9,6 +11,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest
+from sirchat.memory.policies import import_typed
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
@@ -24,9 +27,13 @@ _CACHE_SETTINGS = (
 
 
 class Switching:
-    """Applies the changes that a command asks for, and reports them."""
+    """Applies the changes that a command asks for, and reports them.
 
-    def __init__(self, session: Session, screen: Screen) -> None:
+    `trusted` are the `module:Class` policies that profiles may name.
+    """
+
+    def __init__(self, session: Session, screen: Screen, trusted: Collection[str] = ()) -> None:
+        self._trusted = trusted
         self._session = session
         self._screen = screen
 
@@ -44,10 +51,13 @@ class Switching:
             self._apply(source, f"{name} is {text} already", policy_options=options)
         else:
             value = parse_value(name, text)
+            if name == "policy":
+                import_typed(str(value))
             self._apply(source, f"{name} is {as_typed(value)} already", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
         """Switch to another policy, or change the options of the current one."""
+        import_typed(name)
         updates: dict[str, object] = {"policy": name}
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
@@ -62,8 +72,9 @@ class Switching:
             names = ", ".join(profile.name for profile in list_profiles())
             self._screen.note(f"profiles: {names}")
             return
-        named = load_profile(name)
-        profile, current = resolve(name, {}, {}), self._session.profile
+        current = self._session.profile
+        trusted = [*self._trusted, current.policy]
+        named, profile = load_profile(name, trusted), resolve(name, {"trust_policy": trusted}, {})
         kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
         self._apply("/profile", f"the settings are those of {name} already", **values)

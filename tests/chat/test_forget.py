@@ -12,7 +12,8 @@ from chatting import babbler, session
 from sirchat.chat.events import Forgotten
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
-from sirchat.saved.autosave import Autosave, saved_profile, take_up
+from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.saved_settings import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.history import InMemory, input_history

@@ -14,7 +14,8 @@ from chatting import babbler, session
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import saved_profile, take_up
+from sirchat.saved.autosave import take_up
+from sirchat.saved.saved_settings import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands

@@ -2,6 +2,9 @@
 
 Other packages add policies through the entry point group `sirchat.policies`, and anybody through a
 path `package.module:Class`. Listing names imports no policy, and so no torch.
+
+To use such a path is to run a module's code, so a path counts only where the user wrote it: files,
+which may be somebody else's, are checked by `refuse_untrusted`.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ import importlib
 import importlib.metadata
 import pkgutil
 import sys
+from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
-from sirchat.errors import SettingError, nearest
+from sirchat.errors import SettingError, format_value, nearest
 
 if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
@@ -37,13 +42,14 @@ def is_policy(name: str) -> bool:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy called `name`; raises SettingError when there is none."""
+    """The policy called `name`; raises SettingError when there is none.
+
+    A module in the current folder is found only after `import_typed`.
+    """
     name = ALIASES.get(name, name)
     if name in _ours():
         return _import(f"{__name__}.{name}", name.capitalize())
     if ":" in name:
-        if "" not in sys.path:
-            sys.path.append("")  # a module in the current folder, as for `python -m`
         return _import(*name.split(":", 1))
     for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
         return _import(*entry.value.split(":", 1))
@@ -52,6 +58,31 @@ def policy_class(name: str) -> type[Policy]:
         f"policy {name!r} is unknown; there are {', '.join(names)}",
         hint=nearest(name, [*names, *ALIASES]) or "or package.module:Class",
     )
+
+
+def import_typed(name: str) -> None:
+    """Import the module of a `module:Class` that the user typed; it may be in the current folder.
+
+    Other names, and modules that can't be imported, are left to `policy_class`.
+    """
+    if ":" not in name:
+        return
+    sys.path.append("")  # the current folder, as for `python -m`
+    try:
+        with suppress(ImportError, ValueError):
+            importlib.import_module(name.split(":", 1)[0])
+    finally:
+        sys.path.remove("")
+
+
+def refuse_untrusted(name: object, source: str, trusted: Collection[str | None]) -> None:
+    """Raise SettingError if a file, `source`, names a `module:Class` that is not `trusted`."""
+    if isinstance(name, str) and ":" in name and name not in trusted:
+        shown = format_value(name)
+        raise SettingError(
+            f"{source}: policy {shown} would run code of a module, which a file may not",
+            hint=f"--trust-policy {shown} allows it",
+        )
 
 
 @cache

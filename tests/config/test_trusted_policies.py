@@ -1,0 +1,139 @@
+"""A policy that is code of a module runs only where the user named it, never because a file did."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatting import babbler
+from command import Done, run
+from saved_chats import Chat
+from sirchat import paths
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.store import SessionStore
+
+CODE = """
+from pathlib import Path
+from sirchat.memory.policies.sink import Sink
+Path({ran!r}).touch()
+class Mine(Sink):
+    pass
+"""
+MODULES = iter(f"planted{n}" for n in range(100))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.fixture
+def planted(here: Path) -> str:
+    """A policy in the current folder that leaves a trace when it is imported."""
+    name = next(MODULES)
+    (here / f"{name}.py").write_text(CODE.format(ran=str(here / "ran")), encoding="utf-8")
+    (here / "theirs.yaml").write_text(f"policy: {name}:Mine\n", encoding="utf-8")
+    return f"{name}:Mine"
+
+
+def was_refused(done: Done, here: Path, policy: str) -> bool:
+    told = policy in done.stderr and "--trust-policy" in done.stderr
+    return done.returncode == 2 and told and not (here / "ran").exists()
+
+
+@pytest.mark.parametrize("where", ["flag", "environment", "default"])
+def test_a_profile_cannot_run_code(here: Path, planted: str, where: str) -> None:
+    if where == "flag":
+        done = run("--profile", "theirs.yaml")
+    elif where == "environment":
+        done = run(SIRCHAT_PROFILE="./theirs.yaml")
+    else:
+        paths.user_profiles_dir().mkdir(parents=True)
+        (here / "theirs.yaml").rename(paths.user_profiles_dir() / "default.yaml")
+        done = run()
+    assert was_refused(done, here, planted)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["compare", "replay", "ask"])
+def test_no_command_runs_it(here: Path, planted: str, command: str) -> None:
+    (here / "talk.txt").write_text("Hello.\n", encoding="utf-8")
+    assert was_refused(run(command, "talk.txt", "--profile", "theirs.yaml"), here, planted)
+    assert was_refused(run("eval", "recall", "--profile", "theirs.yaml"), here, planted)
+
+
+def test_profiles_are_listed_without_running_it(here: Path, planted: str) -> None:
+    paths.user_profiles_dir().mkdir(parents=True)
+    (here / "theirs.yaml").rename(paths.user_profiles_dir() / "theirs.yaml")
+    assert "theirs" in run("profiles", "list").stdout
+    run("profiles", "show", "theirs")
+    assert not (here / "ran").exists()
+
+
+def test_what_the_command_line_names_is_trusted(
+    here: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = ("--profile", "theirs.yaml", "--trust-policy", planted)
+    assert "cannot be imported" in run(*trust).stderr  # not from the current folder
+    assert not (here / "ran").exists()
+    monkeypatch.syspath_prepend(str(here))
+    done = run(*trust, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout.splitlines()[0])["profile"]["policy"] == planted
+
+
+def test_what_is_typed_may_be_in_the_current_folder(here: Path, planted: str) -> None:
+    before = list(sys.path)
+    assert run("--policy", planted, "--json").returncode == 0
+    assert run("policies", "check", planted).returncode == 0
+    assert sys.path == before
+    assert (here / "ran").exists()
+
+
+def test_commands_in_a_chat_keep_to_it(here: Path, planted: str) -> None:
+    chat = Chat()
+    with pytest.raises(SettingError, match="trust-policy"):
+        chat.do("/profile ./theirs.yaml")
+    assert not (here / "ran").exists()
+    assert "policy" in chat.do(f"/policy {planted}")
+    assert (here / "ran").exists()
+    chat.do("/profile ./theirs.yaml")  # the policy in force was typed
+
+
+def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
+    session = Session(babbler(), Profile(policy="sink", max_new_tokens=4))
+    list(session.ask("Hello."))
+    saving = Autosave(session)
+    saving.update()
+    ident = saving.id
+    saving.close()
+    path = paths.sessions_dir() / f"{ident}.sqlite"
+    plant(path, planted)
+    assert was_refused(run("ask", "--resume", ident or "", "Hello?"), here, planted)
+    with pytest.raises(SettingError, match="trust-policy"):
+        Chat().do(f"/load {ident}")
+    assert not (here / "ran").exists()
+    with SessionStore.open(path) as store, pytest.raises(SettingError, match="trust-policy"):
+        saved_profile(store, ["other:Policy"])
+    with SessionStore.open(path) as store:
+        assert saved_profile(store, [planted]).policy == planted
+
+
+def plant(path: Path, policy: str) -> None:
+    """Put another policy into a saved chat."""
+    with sqlite3.connect(path) as database:
+        ((fields,),) = database.execute("SELECT fields FROM head").fetchall()
+        changed = json.loads(fields)
+        changed["profile"]["policy"] = policy
+        database.execute("UPDATE head SET fields = ?", (json.dumps(changed),))
+    database.close()
