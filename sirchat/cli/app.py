@@ -21,6 +21,7 @@ from sirchat.cli.launch import Debug, Trust, misplaced_flag
 from sirchat.cli.lazy import LazyGroup
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.replay import replay_transcript
+from sirchat.cli.signals import end_in_order
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
@@ -83,6 +84,7 @@ JsonTokens = Annotated[
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    end_in_order()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     try:
         code = app(args=_with_defaults(sys.argv[1:]), standalone_mode=False)

@@ -13,6 +13,7 @@ from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_class
 from sirchat.models.hub import require
+from sirchat.paths import archives_dir
 from sirchat.ui.interrupt import insistent
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ def quick_start() -> Iterator[None]:
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
     """Load the model of a profile; `report` is called with its progress."""
     with insistent():
+        from sirchat.memory.archive_folder import sweep
         from sirchat.models.model import load_model
 
+    sweep(archives_dir())
     return load_model(
         profile.model,
         device=profile.device,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from sirchat.memory.archive_folder import ArchiveFolder
 
 Positions = NDArray[np.int64]
 
@@ -117,9 +117,9 @@ class SegmentFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.error: str | None = None
+        self._place = ArchiveFolder(folder)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._pending: list[Future[None]] = []
-        self._delete_all = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def put(self, number: int, segment: Segment) -> None:
         """Write a full segment in the background; then its tensors are mapped from the file."""
@@ -139,15 +139,14 @@ class SegmentFiles:
     def close(self) -> None:
         """Delete the folder; also happens when the program ends."""
         self._writer.shutdown(wait=True, cancel_futures=True)
-        self._delete_all()
+        self._place.remove()
 
     @torch.inference_mode()
     def _write(self, number: int, segment: Segment) -> None:
         path = self._path(number)
         new = path.with_suffix(".safetensors.new")
         try:
-            for folder in reversed([self.folder, *self.folder.parents]):
-                folder.mkdir(mode=0o700, exist_ok=True)
+            self._place.make()
             os.close(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
             save_file({str(n): tensor for n, tensor in enumerate(segment.tensors)}, new)
             os.chmod(new, 0o600)

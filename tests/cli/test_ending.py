@@ -1,0 +1,99 @@
+"""What a command leaves behind when it is told to end, or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from command import run
+from sirchat.memory.archive_folder import ArchiveFolder, sweep
+
+
+def archived(home: Path) -> list[Path]:
+    """What lies in the folder of archives, without the locks."""
+    folder = home / "data" / "archives"
+    return [one for one in folder.glob("*") if one.suffix != ".lock"]
+
+
+@contextmanager
+def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A replay that has begun to write its archive, and takes long."""
+    talk = home / "talk.txt"
+    talk.write_text("A line of some words that are soon forgotten again.\n" * 20_000)
+    flags = ["--feed", "--format", "lines", "--archive", "disk", "--budget", "128"]
+    command = [sys.executable, "-m", "sirchat", "replay", str(talk), *flags, "--max-new-tokens=1"]
+    environ = os.environ | {"SIRCHAT_HOME": str(home)}
+    before = archived(home)
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            end = time.monotonic() + 120
+            while not any([*one.glob("*")] for one in archived(home) if one not in before):
+                assert time.monotonic() < end
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_told_to_end_leaves_no_archive(tmp_path: Path, number: int) -> None:
+    with replaying(tmp_path) as process:
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert list((tmp_path / "data" / "archives").iterdir()) == []
+    assert b"Traceback" not in told
+
+
+@pytest.mark.slow
+def test_the_archive_of_a_killed_command_goes_at_the_next_start(tmp_path: Path) -> None:
+    with replaying(tmp_path) as killed:
+        killed.kill()
+        killed.wait()
+    (left,) = archived(tmp_path)
+    with replaying(tmp_path) as other:  # its start removes what the killed one left
+        (present,) = archived(tmp_path)
+        assert present != left
+        run("ask", "Hello", SIRCHAT_HOME=str(tmp_path))
+        assert archived(tmp_path) == [present]  # it is in use
+        assert other.poll() is None
+
+
+def test_a_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
+    held, outside = ArchiveFolder(tmp_path / "12-held"), tmp_path.parent / "outside"
+    held.make()
+    (held.path / "one").touch()
+    gone = tmp_path / "12-gone"  # the same process number
+    gone.mkdir()
+    (gone / "private").touch()
+    outside.mkdir(exist_ok=True)
+    (outside / "kept").touch()
+    (tmp_path / "planted").symlink_to(outside)
+    sweep(tmp_path)
+    assert not gone.exists()
+    assert (held.path / "one").exists()
+    assert (outside / "kept").exists()
+    held.remove()
+    assert [one.name for one in tmp_path.iterdir()] == ["planted"]
+    sweep(tmp_path / "nowhere")
+
+
+def test_an_archives_folder_and_lock_are_private(tmp_path: Path) -> None:
+    folder = ArchiveFolder(tmp_path / "archives" / "1")
+    folder.make()
+    folder.make()
+    lock = folder.path.with_name("1.lock")
+    assert [one.stat().st_mode & 0o777 for one in (folder.path.parent, folder.path)] == [0o700] * 2
+    assert lock.stat().st_mode & 0o777 == 0o600
