@@ -43,11 +43,12 @@ Out = Annotated[
 Ray = Annotated[
     str | None,
     typer.Option(
-        help="Spread the work over a Ray cluster: its address, auto, or local to start one here.",
+        help="Spread the work over a Ray cluster: its address, or auto; local: over processes of "
+        "this machine, without Ray.",
         metavar="ADDRESS",
     ),
 ]
-Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster.", min=1)]
+Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster, or processes.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
 
 
@@ -187,15 +188,16 @@ def _run(
     debug: bool,
 ) -> None:
     model = load(profile, trust_remote_code)
+    from sirchat.tasks.processes import run_in_processes
     from sirchat.tasks.ray_runner import Cluster, run_on_ray
     from sirchat.tasks.run import run
 
-    remote = None
-    if ray is not None:
+    remote, again = None, partial(load, profile, trust_remote_code)
+    if ray == "local":
+        remote = partial(run_in_processes, load=again, workers=workers)
+    elif ray is not None:
         cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
-        remote = partial(
-            run_on_ray, load=partial(load, profile, trust_remote_code), cluster=cluster
-        )
+        remote = partial(run_on_ray, load=again, cluster=cluster)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 

@@ -21,10 +21,7 @@ from sirchat.tasks.study import Study
 Load = Callable[[], LoadedModel]
 """Loads the model, on a worker."""
 
-LOCAL = "local"
-"""The address that starts a cluster on this machine, which ends with the study."""
-
-_ADDRESSES = f"{LOCAL} starts one here, auto finds one"
+_ADDRESSES = "auto finds one, local uses processes of this machine without Ray"
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Cluster:
     """The cluster that a study runs on.
 
     Attributes:
-        address: Ray's address of it, or LOCAL.
+        address: Ray's address of it, or `auto`.
         workers: number of workers, each with one CPU.
         gpus: number of GPUs for each worker, which may be a fraction.
     """
@@ -76,7 +73,7 @@ class _Worker:
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[Any]:
-    """Ray, connected to the cluster; a cluster that is started here ends with this block."""
+    """Ray, connected to the cluster within this block."""
     try:
         import ray
     except ImportError:
@@ -84,14 +81,8 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
             "Ray is not installed", hint="pip install 'sirchat[ray]', or go on without --ray"
         ) from None
     _refuse_unreachable(cluster.address)
-    own: dict[str, Any] = {"num_cpus": cluster.workers, "include_dashboard": False}
     try:
-        ray.init(
-            address=cluster.address,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            **(own if cluster.address == LOCAL else {}),
-        )
+        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError, OSError) as error:
         raise UsageError(
             f"there is no Ray cluster at {cluster.address!r}: {error}", hint=_ADDRESSES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,22 @@ from chatting import babbler
 from command import run
 from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.models.model import LoadedModel, load_model
-from sirchat.tasks.ray_runner import LOCAL, Cluster, run_on_ray
+from sirchat.tasks.ray_runner import Cluster, run_on_ray
 from sirchat.tasks.results_log import Record
 from sirchat.tasks.study import RunUnit
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import the tests
 
-TWO = Cluster(LOCAL, 2)
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    """Two workers on a cluster of this machine."""
+    from ray.cluster_utils import Cluster as Started
+
+    started = Started(initialize_head=True, head_node_args={"num_cpus": 2})
+    yield Cluster(started.address, 2)
+    started.shutdown()
 
 
 class Fatal:
@@ -54,22 +63,24 @@ class Fatal:
 
 
 @pytest.mark.slow
-def test_two_workers_find_what_one_process_finds(endless: str, tmp_path: Path) -> None:
+def test_two_workers_find_what_one_process_finds(
+    endless: str, tmp_path: Path, two: Cluster
+) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
-    on_ray = ("--ray", "local", "--out", str(tmp_path))
-    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *on_ray)
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.replace(" ".join(("", *on_ray)), "") == one.stdout
+    on_ray = ("--ray", two.address, "--out", str(tmp_path))
+    found = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *on_ray)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.replace(" ".join(("", *on_ray)), "") == one.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refuse", [False, True])
 def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
-    refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refuse: bool, endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], two: Cluster
 ) -> None:
     study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")
-    units = run_on_ray(study, study.keys(), load, TWO)  # type: ignore[arg-type]
+    units = run_on_ray(study, study.keys(), load, two)  # type: ignore[arg-type]
     if refuse:
         with pytest.raises(SettingError, match="the sixth is refused"):
             list(units)
@@ -90,7 +101,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_can_not_load_its_model_says_so_in_one_line() -> None:
+def test_a_worker_that_can_not_load_its_model_says_so_in_one_line(two: Cluster) -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
-        list(run_on_ray(study, ["0"], load, TWO))  # type: ignore[arg-type]
+        list(run_on_ray(study, ["0"], load, two))  # type: ignore[arg-type]
