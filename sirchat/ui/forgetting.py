@@ -93,6 +93,8 @@ class Forgetting:
             if isinstance(event, Forgotten):
                 holds = f"{event.resident:,}/{session.budget:,}"
                 self._screen.note(f"{event.tokens:,} tokens erased; holds {holds}")
+        if (file := self._saved_chat.not_written) is not None:
+            self._screen.error(f"what was saved stays in {file}")
         try:
             self._history.forget(matches)
         except OSError as error:
@@ -138,7 +140,10 @@ class Forgetting:
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
-        lines = [one for one in self._history.lines() if not _COMMAND.match(one)]
+        try:
+            lines = [one for one in self._history.lines() if not _COMMAND.match(one)]
+        except OSError:  # erasing them will fail, too, and say so
+            lines = []
         mine = sum(map(here, lines))
         return mine, sum(map(anywhere, lines)) - mine
 

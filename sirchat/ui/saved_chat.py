@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
@@ -53,6 +54,13 @@ class SavedChat:
             self._saving.update()
         except Exception as error:  # the chat goes on after any error
             self._failed(error, "; /save tries again")
+
+    @property
+    def not_written(self) -> Path | None:
+        """The file of this chat, if it is not written any more and so holds what it held."""
+        if self._is_on or not self._saving.id:
+            return None
+        return sessions_dir() / f"{self._saving.id}{SUFFIX}"
 
     def close(self) -> None:
         """Save what is not saved yet, and release the session's file."""

@@ -91,3 +91,27 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
     files = [one for one in sessions_dir().iterdir() if one.is_file()]
     assert files
     assert not any(b"Marmalade" in one.read_bytes() for one in files)
+
+
+def test_a_history_that_cannot_be_read_keeps_nothing_else_from_being_erased(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lines", "forget"):
+        monkeypatch.setattr(chat.history, name, failing(IsADirectoryError("a directory")))
+    assert "would erase" in do(chat, "/forget Marmalade")
+    shown = do(chat, "/forget --yes")
+    assert "tokens erased" in shown
+    assert "what was typed stays in" in shown
+    assert "Marmalade" not in chat.texts[0]
+
+
+def test_a_saved_chat_that_cannot_be_written_is_named(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat.do("/save")
+    monkeypatch.setattr("sirchat.saved.autosave.Autosave.update", failing(OSError("no space")))
+    shown = do(chat, "/forget --yes Marmalade")
+    assert "tokens erased" in shown
+    assert "what was saved stays in" in shown
+    assert ".sqlite" in shown
+    assert "Marmalade" not in chat.texts[0]
