@@ -20,12 +20,7 @@ from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, TokenRo
 from sirchat.chat.forget import erase_text, tokens_to_erase
 from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
-from sirchat.chat.settings import (
-    build_cache_settings,
-    build_engine,
-    build_sampling,
-    check_profile,
-)
+from sirchat.chat.settings import build_cache_settings, build_engine, build_sampling, check_profile
 from sirchat.chat.snapshot import Positions, Snapshot, take_snapshot
 from sirchat.chat.standing import Standing, standings
 from sirchat.chat.switching import all_or_nothing, switched
@@ -40,6 +35,7 @@ from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.text.detokenizer import TextStream, TokenTexts
+from sirchat.text.surrogates import without_surrogates
 from sirchat.text.template import Template, TurnIds
 
 __all__ = ("Interrupted", "Session")
@@ -185,6 +181,7 @@ class Session:
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
+        text = without_surrogates(text)
         yield from self._settle()
         if self.seen == 0:
             system, ids = self.template.opening(text, self.profile.system)
@@ -208,6 +205,7 @@ class Session:
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
+        text = without_surrogates(text)
         ids, closing = self.template.assistant(text), self.template.closing
         self._engine.require(len(ids.ids) + len(closing))
         turn = self._begin("assistant")

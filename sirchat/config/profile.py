@@ -17,6 +17,11 @@ from pydantic_core import PydanticCustomError
 from sirchat.memory import policies
 
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
+_MANY = 10**9  # more tokens than anybody has
+_MOST_BYTES = 2**62
+
+LEAST_TEMPERATURE = 0.01
+"""Least temperature above 0; the likeliest token is then drawn nearly always."""
 
 
 BEST_RECALL = "hybrid"
@@ -56,6 +61,7 @@ class Profile(BaseModel):
     threads: int = Field(
         default=0,
         ge=0,
+        le=1024,
         description="Threads on a CPU; 0 takes one for each core that is free.",
     )
     policy: str = Field(
@@ -67,14 +73,18 @@ class Profile(BaseModel):
     )
     budget: int = Field(
         default=1024,
+        le=_MANY,
         description="The most tokens the model remembers at a time, sinks included. Where nothing "
         "is set, a chat takes half of the model's context, from 1,024 to 4,096.",
     )
     sinks: int = Field(
-        default=4, ge=0, description="The first tokens of the conversation, never forgotten."
+        default=4,
+        ge=0,
+        le=_MANY,
+        description="The first tokens of the conversation, never forgotten.",
     )
     recent: int = Field(
-        default=32, ge=0, description="The newest tokens that the policy always keeps."
+        default=32, ge=0, le=_MANY, description="The newest tokens that the policy always keeps."
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
@@ -87,11 +97,12 @@ class Profile(BaseModel):
     temperature: float = Field(
         default=0.0,
         ge=0,
+        le=10,
         description="0 always takes the likeliest token; more is more varied. Where nothing is "
         "set, a chat draws as the model's own settings say, or with 0.2.",
     )
     top_k: int | None = Field(
-        default=None, ge=1, description="Sample only among this many likeliest tokens."
+        default=None, ge=1, le=_MANY, description="Sample only among this many likeliest tokens."
     )
     top_p: float | None = Field(
         default=None,
@@ -106,15 +117,19 @@ class Profile(BaseModel):
         description="Sample only tokens at least this likely, relative to the likeliest one.",
     )
     repetition_penalty: float = Field(
-        default=1.0, gt=0, description="Above 1, words that were said before become less likely."
+        default=1.0,
+        ge=0.1,
+        le=10,
+        description="Above 1, words that were said before become less likely.",
     )
     repetition_window: int = Field(
         default=64,
         ge=0,
+        le=_MANY,
         description="How many of the newest held tokens count as said before; 0 for all.",
     )
     max_new_tokens: int = Field(
-        default=512, ge=1, description="The most tokens of one reply; then it is cut."
+        default=512, ge=1, le=_MANY, description="The most tokens of one reply; then it is cut."
     )
     system: str | None = Field(
         default=None, description="The system prompt: what the model is told before you speak."
@@ -135,7 +150,10 @@ class Profile(BaseModel):
         f"on is {BEST_RECALL}.",
     )
     recall_n: int = Field(
-        default=200, ge=1, description="Tokens of the budget that are kept for what comes back."
+        default=200,
+        ge=1,
+        le=_MANY,
+        description="Tokens of the budget that are kept for what comes back.",
     )
     recall_weight: Literal["none", "surprisal"] = Field(
         default="surprisal",
@@ -146,7 +164,10 @@ class Profile(BaseModel):
         description="Under attention: share the root of a token's measure with its neighbours.",
     )
     recall_span: int = Field(
-        default=0, ge=0, description="Neighbours on each side of a token that come back with it."
+        default=0,
+        ge=0,
+        le=1000,
+        description="Neighbours on each side of a token that come back with it.",
     )
     recall_scope: Literal["token", "layer"] = Field(
         default="token", description="One choice of tokens for all layers, or one for each."
@@ -205,7 +226,7 @@ class Profile(BaseModel):
     @classmethod
     def _known_policy(cls, name: str) -> str:
         name = policies.ALIASES.get(name, name)
-        if ":" in name or policies.is_policy(name):
+        if policies.is_path(name) or policies.is_policy(name):
             return name
         raise PydanticCustomError("policy", "unknown policy")
 
@@ -216,6 +237,14 @@ class Profile(BaseModel):
         return {"on": BEST_RECALL, "true": BEST_RECALL, "false": "off"}.get(
             str(value).lower(), value
         )
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_nearly_zero(cls, value: float) -> float:
+        """Refuse what would make logits overflow when they are divided by it."""
+        if 0 < value < LEAST_TEMPERATURE:
+            raise PydanticCustomError("temperature", "nearly zero")
+        return value
 
     @field_validator("archive_limit")
     @classmethod
@@ -263,4 +292,5 @@ def parse_size(text: str) -> int | None:
         return None
     number, prefix, binary = found.groups()
     power = " KMGT".index(prefix.upper()) if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power) or None
+    size = float(number) * (1024 if binary else 1000) ** power
+    return int(size) or None if size < _MOST_BYTES else None

@@ -23,6 +23,7 @@ from sirchat.memory import policies
 
 _OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # that are no settings
 _MISSPELT = 0.8  # how alike a variable is to one that was meant
+_MOST_BYTES = 2**18  # of a profile
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _description(path: Path) -> str:
 
 def _read(path: Path, trusted: Collection[str | None] = ()) -> dict[str, object]:
     try:
-        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        data = _bytes_of(path).removeprefix(b"\xef\xbb\xbf")
         values = parse_yaml(data.decode("utf-8"), path)
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror}") from None
@@ -202,6 +203,14 @@ def _read(path: Path, trusted: Collection[str | None] = ()) -> dict[str, object]
     check_values(Layer(values, _named(path)))
     policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values
+
+
+def _bytes_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise SettingError(f"{path} is longer than a profile may be, {_MOST_BYTES:,} bytes")
+    return data
 
 
 def _commented_out() -> str:

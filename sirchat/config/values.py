@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from sirchat.config.profile import Profile
+from sirchat.config.profile import LEAST_TEMPERATURE, Profile
 from sirchat.config.yaml12 import parse_scalar
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
@@ -108,6 +108,8 @@ def allowed(key: str) -> str:
     """The allowed values of a setting in words: `a number, above 0 and at most 1, or null`."""
     if key == "policy":
         return f"one of {', '.join(policy_choices())}, or package.module:Class"
+    if key == "temperature":
+        return f"0, or a number, at least {LEAST_TEMPERATURE} and at most 10"
     if key == "archive_limit":
         return "a size such as 512MiB or 2GiB"
     kind, *others = setting_types(key)
@@ -128,7 +130,7 @@ def _limits(key: str) -> str:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     metadata = _limit_metadata(key)
     return " and ".join(
-        f"{word} {getattr(limit, sign)}"
+        f"{word} {getattr(limit, sign):,}"
         for sign, word in words.items()
         for limit in metadata
         if hasattr(limit, sign)

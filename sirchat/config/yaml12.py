@@ -27,9 +27,22 @@ _SCALARS = [  # YAML 1.2's core schema
 
 
 class Loader(yaml.SafeLoader):
-    """Reads scalars as in YAML 1.2, and refuses duplicate keys."""
+    """Reads scalars as in YAML 1.2; refuses duplicate keys, and tags and aliases.
+
+    Tags name types that values then may not have; a few aliases can stand for gigabytes.
+    """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        tag = getattr(event, "tag", None)
+        if isinstance(event, yaml.AliasEvent) or tag is not None:
+            what = "an alias, *name" if tag is None else f"a tag, {format_value(tag)}"
+            raise yaml.constructor.ConstructorError(
+                problem=f"{what}, is not allowed here", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set[str]()

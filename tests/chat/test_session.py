@@ -387,3 +387,12 @@ def test_counts_of_tokens_are_numbers_in_json() -> None:
         "resident": 9,
     }
     assert to_json(Forgotten(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}
+
+
+def test_bytes_that_are_no_text_are_read_as_such() -> None:
+    chat = session(babbler(), max_new_tokens=4)
+    events = list(chat.ask("left \ud83d right"))
+    assert isinstance(events[-1], TurnDone)
+    assert chat.turns[0].text == "left \ufffd right"
+    list(chat.ask("a whole \U0001f600"))
+    assert chat.turns[2].text == "a whole \U0001f600"

@@ -140,12 +140,12 @@ def test_any_text_for_any_setting_is_accepted_or_refused_in_one_line(key: str, t
         ("decay", 1.5, "a number, above 0 and at most 1"),
         ("decay", "0.5x", "a number"),
         ("decay", float("nan"), "a number"),
-        ("temperature", float("inf"), "a finite number, at least 0"),
+        ("temperature", float("inf"), "0, or a number, at least 0.01 and at most 10"),
         ("budget", 512.0, "a whole number"),
         ("budget", True, "a whole number"),
         ("sinks", -1, "a whole number, at least 0"),
         ("seed", 2**64, "at most"),
-        ("top_k", 0, "at least 1, or null"),
+        ("top_k", 0, "at least 1 and at most 1,000,000,000, or null"),
         ("min_p", 1.0, "at least 0 and below 1, or null"),
         ("protect", 1, "true or false"),
         ("system", "\udcff", "text"),
@@ -307,7 +307,7 @@ def test_sirllm_profiles_have_the_papers_values(name: str, budget: int, decay: f
 @given(st.text(), st.none() | st.text() | st.sampled_from(["off", "1e3", "null", "010", "~", "="]))
 @one_folder
 def test_what_is_shown_reads_back_as_the_same_profile(model: str, system: str | None) -> None:
-    profile = Profile(model=model, system=system, temperature=1e-7, policy_options={"1e3": "no"})
+    profile = Profile(model=model, system=system, decay=1e-7, policy_options={"1e3": "no"})
     write("shown", show(profile))
     assert resolve("shown", {}, {}) == profile
 
@@ -343,3 +343,61 @@ def test_settings_need_neither_torch_nor_transformers() -> None:
     code = "import sys, sirchat.config.profile_files as p; p.resolve('default', {}, {})"
     check = "; p.list_profiles(); assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("temperature", [5e-324, 1e-40, 0.0099, 10.1, 1e308]),
+        ("repetition_penalty", [1e-300, 0.09, 10.1, 1e300]),
+        ("recall_span", [99_999_999_999]),
+        ("archive_limit", ["1" + 30 * "0", "9999999999TB", "1" * 400]),
+        ("policy", ["..a:b", "a:b:c", ":", "a b:c", "a:", "os:path/x"]),
+        ("budget", [10**30]),
+        ("threads", [10**12]),
+    ],
+)
+def test_values_that_would_break_the_core_are_refused(key: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(SettingError, match="it must be"):
+            resolve(None, {key: value}, {})
+    fitting = {"temperature": 0.01, "repetition_penalty": 0.1}
+    assert resolve(None, fitting, {}).temperature == 0.01
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, "an alias"),
+        ("a: &a {budget: 64}\n<<: *a", "an alias"),
+        ("temperature: !!float ''", "a tag"),
+        ("protect: !!bool maybe", "a tag"),
+        ("seed: !!timestamp x", "a tag"),
+        ("seed: !!int \uff11\uff12", "a tag"),
+        ("policy_options: !!python/object:os.system {}", "a tag"),
+        ("system: " + 300_000 * "x", "longer than a profile may be"),
+        ("[" * 100_000, "too deep"),
+        ("seed: " + "9" * 100_000, "too long"),
+    ],
+)
+def test_a_file_that_would_take_all_memory_or_time_is_refused(text: str, problem: str) -> None:
+    write("bomb", text)
+    with pytest.raises(SettingError, match=problem) as caught:
+        resolve("bomb", {}, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_digits_of_other_scripts_are_text() -> None:
+    write("wide", "system: \uff11\uff12")
+    assert resolve("wide", {}, {}).system == "\uff11\uff12"
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_an_endless_file_is_refused() -> None:
+    with pytest.raises(SettingError, match="longer than a profile"):
+        load_profile("/dev/zero")

@@ -41,6 +41,12 @@ def is_policy(name: str) -> bool:
     return name in _ours() or name in policy_names()
 
 
+def is_path(name: str) -> bool:
+    """Whether `name` has the form `package.module:Class`."""
+    module, colon, kind = name.partition(":")
+    return bool(colon) and kind.isidentifier() and all(map(str.isidentifier, module.split(".")))
+
+
 def policy_class(name: str) -> type[Policy]:
     """The policy called `name`; raises SettingError when there is none.
 
