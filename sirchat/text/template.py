@@ -143,14 +143,30 @@ class Template:
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """Ids that end generation.
 
-        The model's `declared` ones, the tokenizer's end of sequence, and the first closing id if it
-        is an added token.
+        The model's `declared` ones, the tokenizer's end of sequence, the first closing id if it is
+        an added token, and the control tokens that begin a turn: a reply that went on behind one
+        would be the next speaker's.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
         added = set(self._tokenizer.added_tokens_decoder)
-        ids |= set(self._closing[:1]) & added
+        ids |= set(self._closing[:1]) & added | self._openers
         return frozenset(int(i) for i in ids if i is not None)
+
+    @property
+    def _openers(self) -> set[int]:
+        """Ids of control tokens that the template begins a turn with.
+
+        Of a user's or system turn the first one; others in its header may also occur in replies.
+        """
+        known = self._tokenizer.added_tokens_decoder
+        control = {i for i, token in known.items() if token.special}
+        user, system = self.user(_QUESTION), self.system(_QUESTION)
+        headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
+        found = {next((i for i in header if i in control), None) for header in headers}
+        found |= control.intersection(user.ids[user.content[1] :])  # the reply's own header
+        anchor = None if self._anchors is None else self._anchors.token_id
+        return {i for i in found if i is not None and i != anchor}
 
     @property
     def _round_end(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from sirchat.chat.events import (
 )
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
+from sirchat.memory.ledger import Role
 
 
 def _ids(chat: Session) -> list[int]:
@@ -396,3 +398,17 @@ def test_bytes_that_are_no_text_are_read_as_such() -> None:
     assert chat.turns[0].text == "left \ufffd right"
     list(chat.ask("a whole \U0001f600"))
     assert chat.turns[2].text == "a whole \U0001f600"
+
+
+@pytest.mark.slow
+def test_replies_to_junk_never_go_on_to_play_the_user() -> None:
+    chat = session(tiny(), max_new_tokens=60, temperature=3.0, budget=256)
+    names = ["<|user|>", "<|assistant|>", "<|system|>"]
+    speakers = set(chat.model.tokenizer.convert_tokens_to_ids(names))
+    rng = random.Random(0)
+    for _ in range(60):
+        list(chat.ask("".join(rng.choice("abc xyz{}[]0123?!") for _ in range(rng.randint(1, 40)))))
+    ledger = chat._engine.ledger
+    said = ledger.column("token_id")[ledger.column("role") == Role.ASSISTANT]
+    assert len(said) > 300
+    assert not speakers & set(said.tolist())

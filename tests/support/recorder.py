@@ -255,7 +255,9 @@ class _RunningSession:
         out = io.StringIO()
         screen = Screen(out, out, theme="none")
         history = InMemory()
-        saved_chat = SimpleNamespace(unname=lambda said, whole: False, update=lambda: None)
+        saved_chat = SimpleNamespace(
+            unname=lambda said, whole: False, update=lambda: None, not_written=None
+        )
         try:
             Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat)).run(line)
         except SirchatError as error:

@@ -133,6 +133,17 @@ def test_a_reply_ends_with_its_closing_ids(shape: str) -> None:
     assert {7, 9} <= template.stop_ids([7, 9])
 
 
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_a_reply_ends_where_the_next_turn_would_begin(shape: str) -> None:
+    it = _tokenizer(shape)
+    template, control = Template(it), set(it.added_tokens_decoder)
+    stops, turn = template.stop_ids(None), template.user("Hello there!")
+    opener = next((i for i in turn.ids[: turn.content[0]] if i in control), None)
+    assert opener is None or opener in stops
+    marks = {i for i, token in it.added_tokens_decoder.items() if not token.special}
+    assert not marks & stops  # such as <think>, which replies have
+
+
 def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text() -> None:
     it = copy.deepcopy(tokenizer("qwen3"))
     it.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
