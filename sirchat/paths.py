@@ -58,6 +58,14 @@ def tiny_dir() -> Path:
     return _package() / "tiny"
 
 
+def abbreviated(path: Path) -> str:
+    """A path with `~` for the home folder, so that it can be shown to others."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):  # it is elsewhere, or there is no home
+        return str(path)
+
+
 def private_dir(path: Path) -> Path:
     """Make `path` and its missing parents with mode 0700; existing folders are not changed.
 

@@ -16,10 +16,12 @@ from sirchat import __version__
 from sirchat.cli.ask import ask_once
 from sirchat.cli.chat import open_chat
 from sirchat.cli.compare import compare
+from sirchat.cli.doctor import doctor
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
 from sirchat.cli.lazy import LazyGroup
 from sirchat.cli.overview import COMMANDS, overview
+from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
 from sirchat.cli.signals import end_in_order
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
@@ -66,6 +68,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(compare)
+app.command()(doctor)
+app.command("paths")(show_paths)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")

@@ -41,12 +41,14 @@ GROUPS: dict[str, dict[str, str]] = {
     "memory": {
         "policies": "list what decides which tokens stay",
         "profiles": "list, show and start named settings",
+        "paths": "where files lie, and how to remove them",
     },
     "measure": {
         "compare": "one transcript under several settings, side by side",
         "eval": "measure what a model still remembers",
         "bench": "measure speed and memory",
         "train": "train the bundled models, or anchors for any model",
+        "doctor": "check versions, machine, files and a model, for bug reports",
     },
 }
 """Commands by name, in groups, with a line for each."""
