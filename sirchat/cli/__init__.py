@@ -3,14 +3,21 @@
 import sys
 
 from sirchat.cli.overview import overview
+from sirchat.cli.streams import prepare_streams
 
 __all__ = ("main",)
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    if problem := prepare_streams():
+        sys.exit(f"sirchat: {problem}")
     if sys.argv[1:] in (["--help"], ["-h"]):  # needs none of the commands
-        sys.stdout.write(overview())
+        try:
+            sys.stdout.write(overview())
+            sys.stdout.flush()
+        except OSError as error:
+            sys.exit(f"sirchat: {error.strerror}")
         return
     from sirchat.cli.app import main as run
 

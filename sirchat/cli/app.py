@@ -6,6 +6,7 @@ inside the functions that need them, so that `--help` and completion are fast.
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,6 +108,11 @@ def main() -> None:
         # Whoever read the output has left; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if debug:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        _fail(f"{error.strerror or error}{where}", 1)
     except Exception as error:
         if debug:
             raise
@@ -124,7 +130,9 @@ def _with_defaults(arguments: list[str]) -> list[str]:
 
 
 def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
+    with suppress(OSError):
+        sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
+        sys.stderr.flush()
     sys.exit(code)
 
 
