@@ -1,3 +1,34 @@
-"""sirchat: endless chat with local language models, under a KV-cache budget that you choose."""
+"""sirchat: endless chat with local language models, under a KV-cache budget that you choose.
+
+From Python, `load_model`, `Profile` and `Session` hold a conversation; see chat/README.md. They are
+imported when first used, since torch takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
+    from sirchat.config.profile import Profile
+    from sirchat.models.model import LoadedModel, load_model
 
 __version__ = "0.1.0"
+
+__all__ = ("LoadedModel", "Profile", "Session", "__version__", "load_model")
+
+_WHERE = {
+    "LoadedModel": "sirchat.models.model",
+    "Profile": "sirchat.config.profile",
+    "Session": "sirchat.chat.session",
+    "load_model": "sirchat.models.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'sirchat' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
