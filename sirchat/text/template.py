@@ -144,13 +144,14 @@ class Template:
         """Ids that end generation.
 
         The model's `declared` ones, the tokenizer's end of sequence, the first closing id if it is
-        an added token, and the control tokens that begin a turn: a reply that went on behind one
-        would be the next speaker's.
+        an added token, and every control token that a reply of this template does not have. Those
+        that begin a turn would make the rest the next speaker's; others, such as padding, are no
+        text, and must not be read as control.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
         added = set(self._tokenizer.added_tokens_decoder)
-        ids |= set(self._closing[:1]) & added | self._openers
+        ids |= set(self._closing[:1]) & added | self._openers | self._foreign
         return frozenset(int(i) for i in ids if i is not None)
 
     @property
@@ -159,14 +160,28 @@ class Template:
 
         Of a user's or system turn the first one; others in its header may also occur in replies.
         """
-        known = self._tokenizer.added_tokens_decoder
-        control = {i for i, token in known.items() if token.special}
+        control = self._control
         user, system = self.user(_QUESTION), self.system(_QUESTION)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
         found = {next((i for i in header if i in control), None) for header in headers}
         found |= control.intersection(user.ids[user.content[1] :])  # the reply's own header
-        anchor = None if self._anchors is None else self._anchors.token_id
-        return {i for i in found if i is not None and i != anchor}
+        return {i for i in found if i is not None} - {self._anchor}
+
+    @property
+    def _foreign(self) -> set[int]:
+        """Control tokens that no conversation of this template has but as its beginning."""
+        stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
+        own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
+        return self._control - (own - {self._tokenizer.bos_token_id}) - {self._anchor}
+
+    @cached_property
+    def _control(self) -> set[int]:
+        known = self._tokenizer.added_tokens_decoder
+        return {i for i, token in known.items() if token.special}
+
+    @property
+    def _anchor(self) -> int | None:
+        return None if self._anchors is None else self._anchors.token_id
 
     @property
     def _round_end(self) -> list[int]:

@@ -401,14 +401,13 @@ def test_bytes_that_are_no_text_are_read_as_such() -> None:
 
 
 @pytest.mark.slow
-def test_replies_to_junk_never_go_on_to_play_the_user() -> None:
+def test_replies_to_junk_have_no_control_tokens() -> None:
     chat = session(tiny(), max_new_tokens=60, temperature=3.0, budget=256)
-    names = ["<|user|>", "<|assistant|>", "<|system|>"]
-    speakers = set(chat.model.tokenizer.convert_tokens_to_ids(names))
+    control = set(chat.model.tokenizer.added_tokens_decoder)
     rng = random.Random(0)
     for _ in range(60):
         list(chat.ask("".join(rng.choice("abc xyz{}[]0123?!") for _ in range(rng.randint(1, 40)))))
     ledger = chat._engine.ledger
     said = ledger.column("token_id")[ledger.column("role") == Role.ASSISTANT]
     assert len(said) > 300
-    assert not speakers & set(said.tolist())
+    assert not control & set(said.tolist())
