@@ -7,6 +7,8 @@ from sirchat.cli.chat import open_saved, saved_settings
 from sirchat.cli.launch import profile_of
 from sirchat.errors import UsageError
 
+_MOST_BYTES = 2**22  # of standard input
+
 if TYPE_CHECKING:
     from sirchat.saved.store import SessionStore
 
@@ -49,7 +51,10 @@ def _message(question: str) -> str:
     given = ""
     if not sys.stdin.isatty():
         try:
-            given = sys.stdin.buffer.read().decode("utf-8-sig")
+            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise UsageError(f"standard input has more than {_MOST_BYTES:,} bytes")
+            given = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UsageError("standard input is not UTF-8", hint="ask takes text") from None
     parts = [part for part in (given.strip("\n"), question) if part.strip()]

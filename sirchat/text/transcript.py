@@ -25,6 +25,10 @@ _ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": 
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
+MOST_BYTES = 2**22
+"""Of a line, or of a JSON document: parsed JSON can take fifty times as much memory."""
+
+_PER_LINE = 16  # bytes, at least, that keeping a line takes beside its text
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -78,7 +82,10 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
 
 def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     # readline returns as soon as a line is complete, also from a pipe; read would wait.
-    for number, raw in enumerate(iter(stream.readline, b""), start=1):
+    lines = iter(lambda: stream.readline(MOST_BYTES + 1), b"")
+    for number, raw in enumerate(lines, start=1):
+        if len(raw) > MOST_BYTES:
+            raise _error(name, number, f"a line may have {MOST_BYTES:,} bytes")
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         try:
@@ -97,7 +104,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
         case "jsonl":
             return _jsonl(lines, name)
         case "sharegpt":
-            return _sharegpt(_JsonText(_joined(lines), name))
+            return _sharegpt(_JsonText(_joined(lines, name), name))
         case "text":
             return _text(lines, name)
         case _:
@@ -112,9 +119,9 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     rest: Iterator[Line] = chain([first], lines)
     format = _format_of(first[1])
     if format == "unfinished":
-        seen = list(rest)
+        seen = list(_limited(rest, name))
         rest = iter(seen)
-        format = _format_of_json(_first_value(_joined(seen)))
+        format = _format_of_json(_first_value(_joined(seen, name)))
     if format == "unknown":
         raise TranscriptError(
             f"{name}, line {first[0]}: JSON that is no message and no conversation",
@@ -274,9 +281,22 @@ def _content(value: object, key: str, name: str, line: int) -> str:
     return content
 
 
-def _joined(lines: Iterable[Line]) -> str:
+def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
+    """The lines of one JSON document; raises TranscriptError where it is too long."""
+    size = 0
+    for number, text in lines:
+        size += len(text) + _PER_LINE
+        if size > MOST_BYTES:
+            problem = f"a JSON document may have {MOST_BYTES:,} bytes"
+            raise TranscriptError(
+                f"{name}, line {number}: {problem}", hint="JSON Lines, a message a line, has no end"
+            )
+        yield number, text
+
+
+def _joined(lines: Iterable[Line], name: str) -> str:
     """The lines as one text, with blank lines for those skipped, so that line numbers stay."""
-    numbered = list(lines)
+    numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
 

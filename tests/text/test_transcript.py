@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +230,35 @@ class Arriving(io.BytesIO):
 def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
     turns = read_turns(Arriving(line + line), "pipe")
     assert [next(turns).line, next(turns).line] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"role": "user", "content": "' + b"x" * 50_000_000,  # bad JSON in one line
+        b"[" + b"{}," * 3_000_000 + b"]",
+        b"[\n" + b"{},\n" * 3_000_000 + b"]",
+        b"[\n" * 3_000_000,
+        b"x" * 50_000_000,
+    ],
+    ids=["bad", "wide", "lines", "open", "plain"],
+)
+@pytest.mark.parametrize("format", ["auto", "jsonl", "sharegpt"])
+def test_what_would_take_all_memory_or_time_is_refused_at_once(data: bytes, format: str) -> None:
+    tracemalloc.start()
+    begun = time.perf_counter()
+    try:
+        with pytest.raises(TranscriptError) as caught:
+            read_transcript(data, "talk", format)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert time.perf_counter() - begun < 30  # tracing takes most of it
+    assert most < 200 * 2**20
+
+
+@pytest.mark.parametrize("start", ["[", '{"a":', '[{"conversations": ['])
+@pytest.mark.parametrize("format", ["jsonl", "sharegpt"])
+def test_brackets_that_are_too_deep_are_refused(start: str, format: str) -> None:
+    assert "line 1: not valid JSON" in refusal(start * 100_000, format)
