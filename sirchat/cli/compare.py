@@ -13,6 +13,7 @@ from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
+from sirchat.paths import open_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _print(found: "Comparison") -> None:
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        with path.open(mode, encoding="utf-8") as file:
+        with open_private(path, mode) as file:
             file.write(text)
     except OSError as error:
         raise UsageError(

@@ -68,7 +68,8 @@ class Engine:
         self._ends_sequence = ends_sequence
         self._continues_word = continues_word
         self._round = 0
-        self.ledger = Ledger(seed, unknown_surprisal=math.log(model.vocab_size))
+        self._no_surprisal = math.log(model.vocab_size)  # as if all tokens were as likely
+        self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
         budget = Budget(settings, self.ledger, model.context_length)
         self.cache = model.new_cache(min(budget.total, 1024) if budget.unbounded else budget.total)
         self.cache.in_stream = settings.in_stream
@@ -237,6 +238,8 @@ class Engine:
         """
         moves = self.contents.undo(to.cache, to.selection, to.round)
         self._reader.logits, self._round = to.logits, to.round
+        if not self.ledger.seen:
+            self.ledger.unknown_surprisal = self._no_surprisal
         return moves
 
     def fill_reserve(self, found: SearchResult) -> Moves:

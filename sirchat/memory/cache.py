@@ -332,8 +332,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def set_positions(self, *, in_stream: bool) -> None:
         """Rotate every key to its stream position, or to its slot in the cache."""
-        if in_stream != self.in_stream:
-            self.in_stream = in_stream
+        if in_stream == self.in_stream:
+            return
+        self.in_stream = in_stream
+        if self.length:
             rows, inserted = torch.arange(self.length), self._inserted
             self._inserted = range(0)
             self.replace(self.first_written(rows, self._stream[: self.length].copy()))

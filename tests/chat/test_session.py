@@ -411,3 +411,16 @@ def test_replies_to_junk_have_no_control_tokens() -> None:
     said = ledger.column("token_id")[ledger.column("role") == Role.ASSISTANT]
     assert len(said) > 300
     assert not control & set(said.tolist())
+
+
+def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() -> None:
+    chat = session(babbler(), max_new_tokens=4, budget=64)
+    assert chat.switch("/set", positions="stream")
+    list(chat.ask("Hello."))
+    chat.undo()
+    chat.switch("/set", positions="cache")
+    fresh = session(babbler(), max_new_tokens=4, budget=64)
+    assert chat.save().unknown_surprisal == fresh.save().unknown_surprisal
+    for one in (chat, fresh):
+        list(one.ask("How are you?"))
+    assert chat.snapshot().rows == fresh.snapshot().rows

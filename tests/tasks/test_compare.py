@@ -294,6 +294,7 @@ def test_the_command_compares(tmp_path: Path) -> None:
     words = ("compare", str(file), "--policies", "sink,entropy", "--budgets", "32,40")
     done = run(*words, "--recent", "8", "--json", "--html", str(page))
     assert done.returncode == 0, done.stderr
+    assert page.stat().st_mode & 0o777 == 0o600  # it quotes a conversation
     record = json.loads(done.stdout)
     names = [one["name"] for one in record["settings"]]
     assert names == ["full", "sink 32", "sink 40", "entropy 32", "entropy 40"]
