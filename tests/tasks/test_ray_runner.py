@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import fatal_study
 from chatting import babbler
 from command import run
+from fatal_study import Fatal
 from sirchat.errors import SettingError, SirchatError, UsageError
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.model import load_model
 from sirchat.tasks.ray_runner import Cluster, run_on_ray
-from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import RunUnit
 
 ray = pytest.importorskip("ray")
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import the tests
+ray.cloudpickle.register_pickle_by_value(fatal_study)  # workers can't import the tests
 
 
 @pytest.fixture(scope="module")
@@ -31,35 +28,6 @@ def two() -> Iterator[Cluster]:
     started = Started(initialize_head=True, head_node_args={"num_cpus": 2})
     yield Cluster(started.address, 2)
     started.shutdown()
-
-
-class Fatal:
-    """A study whose third unit kills its worker once, and whose last unit may raise an error."""
-
-    name = "fatal"
-
-    def __init__(self, marker: str, refuse: bool) -> None:
-        self._marker, self._refuse = Path(marker), refuse
-
-    def parameters(self) -> Record:
-        return {}
-
-    def keys(self) -> list[str]:
-        return [str(number) for number in range(6)]
-
-    def worker(self, model: LoadedModel) -> RunUnit:
-        def work(key: str) -> Record:
-            if key == "2" and not self._marker.exists():
-                self._marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if key == "5" and self._refuse:
-                raise SettingError("the sixth is refused")
-            return {"square": int(key) ** 2}
-
-        return work
-
-    def report(self, found: object) -> None:
-        raise NotImplementedError
 
 
 @pytest.mark.slow
