@@ -7,8 +7,6 @@ import sys
 import time
 from typing import TypedDict
 
-started = time.time()  # before anything heavy is imported
-
 
 class StartFigures(TypedDict):
     """What a start took: seconds, and bytes of memory."""
@@ -31,7 +29,7 @@ def main() -> None:
 
 
 def _figures(
-    name: str, device: str, dtype: str, quantize: str, short: str, long: str
+    name: str, device: str, dtype: str, quantize: str, short: str, long: str, started: str
 ) -> StartFigures:
     from sirchat.bench.archive import resident_memory
     from sirchat.bench.decode import first_token
@@ -45,7 +43,7 @@ def _figures(
     first_token(model, options, int(short))
     return StartFigures(
         load=loaded - begun,
-        first=time.time() - started,
+        first=time.time() - float(started),
         resident=resident_memory(),
         paste=first_token(model, options, int(long)),
     )

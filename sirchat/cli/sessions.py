@@ -81,7 +81,7 @@ def sessions_export(
     lines = BytesIO()
     export_session(find_session(sessions_dir(), ident), lines)
     if file is None:
-        typer.echo(lines.getvalue().decode(), nl=False)
+        typer.echo(lines.getvalue(), nl=False)  # bytes: UTF-8 in any locale
         return
     if file.exists() and not force:
         raise UsageError(f"{file} exists", hint="--force replaces it")

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: files are closed, archives removed."""
+"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed."""
 
 import signal
 import sys
@@ -19,5 +19,5 @@ def end_in_order() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
+    signal.signal(number, signal.SIG_DFL)  # the next one ends it at once
     sys.exit(128 + number)

@@ -21,6 +21,7 @@ from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import import_typed, policy_class
 
 if TYPE_CHECKING:
+    from sirchat.models.model import LoadedModel
     from sirchat.tasks.study import Study
 
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")]
@@ -192,13 +193,21 @@ def _run(
     from sirchat.tasks.ray_runner import Cluster, run_on_ray
     from sirchat.tasks.run import run
 
-    remote, again = None, partial(load, profile, trust_remote_code)
+    typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
+    remote, again = None, partial(_load_again, typed, profile, trust_remote_code)
     if ray == "local":
         remote = partial(run_in_processes, load=again, workers=workers)
     elif ray is not None:
         cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
         remote = partial(run_on_ray, load=again, cluster=cluster)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
+
+
+def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel":
+    """Load the model in another process, where policies that were typed are to be found, too."""
+    for name in typed:
+        import_typed(name)
+    return load(profile, trust)
 
 
 def _keyword(

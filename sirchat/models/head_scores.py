@@ -37,8 +37,8 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         ids: [m], the token that came after each row's context.
 
     Returns:
-        float32 [m]. Weights that are packed or float32 are multiplied as exactly as in float32;
-        bfloat16 weights with sums that are not rounded.
+        float32 [m]. Logits are those of float32 weights to rounding, of eight-bit weights to about
+        2^-17 of their size, and of bfloat16 weights with sums that are not rounded.
     """
     if hidden.device.type != "cpu":
         found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
@@ -66,17 +66,23 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def _exact_parts(head: Any, hidden: Tensor) -> tuple[list[Tensor], str]:
-    """Float32 parts [m, d] whose sum is `hidden`, and the precision in which products are exact.
+    """Float32 parts [m, d] whose sum is `hidden`, and the precision to multiply them in.
 
-    Weights of eight bits, and bfloat16 itself, are exact in bfloat16, for which many processors
-    have fast matrix units that add up in float32. A float32 state is then taken as two parts.
+    Weights of eight bits are exact in bfloat16, for which many processors have fast matrix units
+    that add up in float32. A float32 state is then taken as two parts of bfloat16.
     """
     wide = hidden.float()
-    if isinstance(head, Int8Linear) and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if isinstance(head, Int8Linear) and _has_fast_bfloat16():
         high = wide.bfloat16().float()
         return [high, wide - high], "medium"
     is_half = not isinstance(head, Int8Linear) and head.weight.dtype == torch.bfloat16
     return [wide], "medium" if is_half else "highest"
+
+
+def _has_fast_bfloat16() -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _columns(head: Any, start: int, end: int) -> tuple[Tensor, Tensor | None]:

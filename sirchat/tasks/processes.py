@@ -1,7 +1,7 @@
 """Runs the units of a study in several processes of this machine, each with its own model.
 
-They talk to this process through pipes, so nothing listens on the network. A process that dies is
-replaced, and its unit is run again.
+They talk to this process through pipes, so nothing listens on the network. If one dies, all are
+started again, and the units that were running are run again, after the others.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def run_in_processes(
                 yield key, record
         except BrokenProcessPool:
             deaths += 1
+            for key in list(left)[:workers]:  # those that were running, among them the deadly one
+                left[key] = left.pop(key)
             if deaths == _MOST_DEATHS:
                 raise SirchatError(
                     f"the processes of the study died {deaths} times",
@@ -56,6 +58,8 @@ def _run_until_one_dies(
 ) -> Iterator[tuple[str, Record]]:
     """Run units in new processes; raises BrokenProcessPool, after what is done, if one dies."""
     spawn = multiprocessing.get_context("spawn")  # a fork would share locks of torch's threads
+    usual = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder is imported at their start
     pool = ProcessPoolExecutor(min(workers, len(keys)), spawn, initializer=_begin)
     try:
         running: dict[Future[Record], str] = {
@@ -66,6 +70,8 @@ def _run_until_one_dies(
             for future in sorted(done, key=lambda one: one.exception() is not None):
                 yield running.pop(future), future.result()
     finally:
+        if usual is None:
+            del os.environ["PYTHONSAFEPATH"]
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.terminate()

@@ -172,6 +172,9 @@ class Template:
         """Control tokens that no conversation of this template has but as its beginning."""
         stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
+        source = str(self._tokenizer.chat_template or "")  # it may name marks of thinking or tools
+        known = self._tokenizer.added_tokens_decoder
+        own |= {i for i in self._control if known[i].content in source}
         return self._control - (own - {self._tokenizer.bos_token_id}) - {self._anchor}
 
     @cached_property

@@ -28,7 +28,7 @@ _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 MOST_BYTES = 2**22
 """Of a line, or of a JSON document: parsed JSON can take fifty times as much memory."""
 
-_PER_LINE = 16  # bytes, at least, that keeping a line takes beside its text
+_MOST_LINES = 500_000  # of a JSON document
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -284,10 +284,10 @@ def _content(value: object, key: str, name: str, line: int) -> str:
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
     """The lines of one JSON document; raises TranscriptError where it is too long."""
     size = 0
-    for number, text in lines:
-        size += len(text) + _PER_LINE
-        if size > MOST_BYTES:
-            problem = f"a JSON document may have {MOST_BYTES:,} bytes"
+    for count, (number, text) in enumerate(lines, start=1):
+        size += len(text)
+        if size > MOST_BYTES or count > _MOST_LINES:
+            problem = f"a JSON document may have {MOST_BYTES:,} characters in {_MOST_LINES:,} lines"
             raise TranscriptError(
                 f"{name}, line {number}: {problem}", hint="JSON Lines, a message a line, has no end"
             )

@@ -137,3 +137,16 @@ def plant(path: Path, policy: str) -> None:
         changed["profile"]["policy"] = policy
         database.execute("UPDATE head SET fields = ?", (json.dumps(changed),))
     database.close()
+
+
+@pytest.mark.parametrize("name", [".a:B", "..a:b", "a:b:c", ":"])
+def test_what_is_no_path_of_a_class_is_refused_in_one_line(here: Path, name: str) -> None:
+    for words in (
+        ["--policy", name],
+        ["policies", "check", name],
+        ["eval", "recall", "--policies", name],
+    ):
+        done = run(*words)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "TypeError" not in done.stderr

@@ -116,3 +116,21 @@ def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_pat
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in most):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_path: Path) -> None:
+    for name in ("pickle", "socket", "statistics"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    (tmp_path / "mine.py").write_text(
+        "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
+    )
+    command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
+    study = ["eval", "recall", "--ray", "local", "--limit", "2", "--policies", "mine:Mine,sink"]
+    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
+    for words in (study, ["bench", "start", "--rounds", "1"]):
+        done = subprocess.run(
+            [*command, *words], cwd=tmp_path, env=environ, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "ran").exists()

@@ -55,7 +55,7 @@ def policy_class(name: str) -> type[Policy]:
     name = ALIASES.get(name, name)
     if name in _ours():
         return _import(f"{__name__}.{name}", name.capitalize())
-    if ":" in name:
+    if is_path(name):
         return _import(*name.split(":", 1))
     for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
         return _import(*entry.value.split(":", 1))
@@ -71,7 +71,7 @@ def import_typed(name: str) -> None:
 
     Other names, and modules that can't be imported, are left to `policy_class`.
     """
-    if ":" not in name:
+    if not is_path(name):
         return
     sys.path.append("")  # the current folder, as for `python -m`
     try:
@@ -87,7 +87,7 @@ def refuse_untrusted(name: object, source: str, trusted: Collection[str | None])
         shown = format_value(name)
         raise SettingError(
             f"{source}: policy {shown} would run code of a module, which a file may not",
-            hint=f"--trust-policy {shown} allows it",
+            hint=f"--trust-policy {shown} allows it, where Python finds the module",
         )
 
 
