@@ -1,5 +1,6 @@
 """The `sirchat sessions` commands."""
 
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated
@@ -81,7 +82,9 @@ def sessions_export(
     lines = BytesIO()
     export_session(find_session(sessions_dir(), ident), lines)
     if file is None:
-        typer.echo(lines.getvalue(), nl=False)  # bytes: UTF-8 in any locale
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8")  # in any locale: it is read again
+        typer.echo(lines.getvalue().decode(), nl=False)
         return
     if file.exists() and not force:
         raise UsageError(f"{file} exists", hint="--force replaces it")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,11 @@ def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     environ = os.environ | {"SIRCHAT_HOME": str(home)}
     before = archived(home)
     with subprocess.Popen(
-        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # ignored under nohup
     ) as process:
         try:
             end = time.monotonic() + 120
