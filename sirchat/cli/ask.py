@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from sirchat.cli.chat import open_saved, saved_settings
 from sirchat.cli.launch import profile_of
 from sirchat.errors import UsageError
-
-_MOST_BYTES = 2**22  # of standard input
+from sirchat.text.transcript import MOST_BYTES
 
 if TYPE_CHECKING:
     from sirchat.saved.store import SessionStore
@@ -51,9 +50,9 @@ def _message(question: str) -> str:
     given = ""
     if not sys.stdin.isatty():
         try:
-            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
-            if len(data) > _MOST_BYTES:
-                raise UsageError(f"standard input has more than {_MOST_BYTES:,} bytes")
+            data = sys.stdin.buffer.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise UsageError(f"standard input has more than {MOST_BYTES:,} bytes")
             given = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UsageError("standard input is not UTF-8", hint="ask takes text") from None

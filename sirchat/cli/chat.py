@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sirchat.cli.launch import open_session, profile_of, quick_start, trusted_policies
+from sirchat.cli.launch import open_session, profile_of, quick_start
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.memory.policies import import_typed

@@ -46,11 +46,6 @@ def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
     return resolve(named, settings, os.environ)
 
 
-def trusted_policies(flags: dict[str, Any]) -> frozenset[str]:
-    """The `module:Class` policies that files may name: those that the command line names."""
-    return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
-
-
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":

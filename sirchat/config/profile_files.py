@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sirchat import paths
 from sirchat.config.layers import Layer, Origin, check_values, merged
@@ -52,9 +53,8 @@ def resolve(
     `flags` may also have `trust_policy`: the `module:Class` policies that files may name, beside
     that of the flag `policy`.
     """
-    given = dict(flags)
-    typed = given.pop("trust_policy", None) or []
-    trusted = {str(one) for one in [*typed, given.get("policy")]}  # type: ignore[misc]
+    given = {key: value for key, value in flags.items() if key != "trust_policy"}
+    trusted = trusted_policies(flags)
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
     files = [default] if default.is_file() else []
@@ -62,6 +62,11 @@ def resolve(
         files.append(profile_path(chosen))
     layers = [Layer(_read(path, trusted), _named(path)) for path in files]
     return merged([*layers, _environment_layer(environ), _flag_layer(given)])
+
+
+def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
+    """The `module:Class` policies that files may name: those that the command line names."""
+    return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
 
 
 def profile_path(name_or_file: str) -> Path:
@@ -80,7 +85,7 @@ def profile_path(name_or_file: str) -> Path:
     return profiles[name_or_file]
 
 
-def load_profile(name_or_file: str, trusted: Collection[str | None] = ()) -> dict[str, object]:
+def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
     """The values that a profile sets, each checked; the file is found by `profile_path`.
 
     `trusted` are the `module:Class` policies that it may name. Raises SettingError when there is no
@@ -187,7 +192,7 @@ def _description(path: Path) -> str:
         return f"not usable: {error}"
 
 
-def _read(path: Path, trusted: Collection[str | None] = ()) -> dict[str, object]:
+def _read(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     try:
         data = _bytes_of(path).removeprefix(b"\xef\xbb\xbf")
         values = parse_yaml(data.decode("utf-8"), path)

@@ -10,7 +10,7 @@ from sirchat.memory.policies import refuse_untrusted
 from sirchat.saved.store import SessionStore
 
 
-def saved_profile(store: SessionStore, trusted: Collection[str | None] = ()) -> Profile:
+def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
     `trusted` are the `module:Class` policies that it may name, else SettingError is raised. Raises

@@ -81,7 +81,7 @@ def import_typed(name: str) -> None:
         sys.path.remove("")
 
 
-def refuse_untrusted(name: object, source: str, trusted: Collection[str | None]) -> None:
+def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> None:
     """Raise SettingError if a file, `source`, names a `module:Class` that is not `trusted`."""
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)
