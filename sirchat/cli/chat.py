@@ -109,9 +109,9 @@ def _meanwhile(what: str) -> Iterator[None]:
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
-    err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
-    err.flush()
-    try:
+    try:  # around the writing, too: Ctrl-C may come as soon as it is seen
+        err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
+        err.flush()
         yield
     finally:
         err.write("\x1b[2K")

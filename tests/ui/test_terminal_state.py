@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sirchat.cli.chat import open_chat
 from sirchat.ui.interrupt import insistent
 from terminal import Terminal
 
@@ -135,6 +137,25 @@ def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
         shell.send(CTRL_C)
         assert shell.code() == 130
         assert "loading" not in shell.text
+
+
+def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
+    monkeypatch: pytest.MonkeyPatch, endless: str
+) -> None:
+    class Pressed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            if not self.getvalue().endswith("\x1b[2K"):
+                raise KeyboardInterrupt
+
+    terminal = Pressed()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(KeyboardInterrupt):
+        open_chat({"model": endless}, resume=None, rebuild=False, trust=False, debug=False)
+    assert re.fullmatch("loading .*\r\x1b\\[2K", terminal.getvalue())
 
 
 def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:
