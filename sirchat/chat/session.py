@@ -149,10 +149,6 @@ class Session:
         """Tokens per second of the current reply, or of the last one; 0 before the first."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
-    @property
-    def _undo_depth(self) -> int:
-        return UNDO_DEPTH if self.profile.archive != "off" else 1
-
     def start(self) -> list[Event]:
         """The opening record, and notices about this model under these settings."""
         return self._reports.started(self.model, self.profile)
@@ -166,16 +162,16 @@ class Session:
         yield from self.read_user(text, interrupted)
         yield from self._answer(interrupted)
 
-    def retry(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Undo the last user turn and say it again, with other random draws.
+    def retry(
+        self, interrupted: Interrupted = lambda: False, text: str | None = None
+    ) -> Iterator[Event]:
+        """Undo the last user turn and say it again, with other random draws, or say `text` instead.
 
         Raises UndoError, changing nothing, as `undo` does.
         """
-        attempt = self._now.attempt + 1
-        for event in self.undo():
-            yield event
-            if isinstance(event, Undone):
-                yield from self.read_user(event.text, interrupted)
+        text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
+        yield from self.undo()
+        yield from self.read_user(text, interrupted)
         self._now.attempt = attempt
         yield from self._answer(interrupted)
 
@@ -189,7 +185,8 @@ class Session:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
         point = UndoPoint.of(self._now, self._engine.checkpoint(), text)
-        self._undo_points = [*self._undo_points, point][-self._undo_depth :]
+        depth = UNDO_DEPTH if self.profile.archive != "off" else 1
+        self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
             yield from self._read_system(system)
         self._now.round += 1
@@ -219,17 +216,22 @@ class Session:
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.score_continuations(written)
 
+    @property
+    def last_said(self) -> str:
+        """Text of the user turn that `undo` takes back; UndoError if there is none."""
+        if not self._undo_points:
+            off = self.seen and self.profile.archive == "off"
+            hint = "more turns can be undone with /set archive ram" if off else ""
+            raise UndoError("there is no turn to undo", hint=hint)
+        return self._undo_points[-1].text
+
     def undo(self) -> list[Event]:
         """Undo the last user turn and all after it, as if they had never been read.
 
         The settings stay, and so do pins. Raises UndoError, changing nothing, if there is no such
         turn, or something that it evicted is gone.
         """
-        if not self._undo_points:
-            off = self.seen and self.profile.archive == "off"
-            hint = "more turns can be undone with /set archive ram" if off else ""
-            raise UndoError("there is no turn to undo", hint=hint)
-        point = self._undo_points[-1]
+        text, point = self.last_said, self._undo_points[-1]
         try:
             self._engine.undo(point.checkpoint)
         except LookupError:
@@ -240,7 +242,7 @@ class Session:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
             self._engine.retire(np.asarray(self._now.system), retired=False)
-        return [Undone(len(self.turns), point.text, self.resident, self.seen)]
+        return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: str, pinned: bool = True) -> list[Event]:
         """Pin or unpin the tokens that `target` means; see `targets.positions_of`.

@@ -21,24 +21,23 @@ from numpy.typing import NDArray
 
 from sirchat import __version__, paths
 from sirchat.chat.conversation import Conversation, Tally, Turn
+from sirchat.chat.rewind import read_turns
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
-from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.ledger import ROW, Flag
-from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
 from sirchat.saved.names import tells_of
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.session_list import remove_session
+from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
+from sirchat.saved.tensors import attention_tensors, pop_attention, pop_rows, row_tensors
 
 KV_BYTES = 256 * 2**20
 """Most bytes of keys and values that are saved under `save_kv: auto`."""
 
 _VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a model's config that depend on how it was saved or loaded, not on the model."""
-
-_ATTENTION = "attention."
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
@@ -80,6 +79,7 @@ class Autosave:
         self._epoch = session.epoch
         self._erasures = session.erasures
         self.name = store.name if store else ""
+        self._family = str(store.meta.get("family", "")) if store else ""
         # What is on disk; the session may have gone on since.
         self._turns = [(t.role, t.text, t.finish) for t in store.turns()] if store else []
         self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
@@ -91,6 +91,32 @@ class Autosave:
         if self._store is None or self._epoch != self._session.epoch:
             return ""
         return self._store.id
+
+    @property
+    def family(self) -> str:
+        """Id of the chat from which this one and its branches come; its own where it is none."""
+        return self._family or self.id
+
+    def branch(self, name: str) -> Autosave:
+        """The whole chat once more, called `name`, in a new file; this one stays as it is."""
+        copy = Autosave(self._session)
+        copy.name, copy._family = name, self.family
+        try:
+            copy.update()
+        except BaseException:
+            copy.discard()
+            raise
+        return copy
+
+    def discard(self) -> None:
+        """Close the file, if there is one, and remove it."""
+        self.let_go()
+        if self.id:
+            remove_session(paths.sessions_dir() / f"{self.id}{SUFFIX}")
+
+    def follow(self) -> None:
+        """Save the conversation that the session has begun since in the same file, in its place."""
+        self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
         """Clear the name if it repeats text that is to be forgotten; returns whether it did.
@@ -108,7 +134,7 @@ class Autosave:
             self.close()
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
-            self.name = ""
+            self.name = self._family = ""
         saved = self._session.save()
         turns = [_turn_fields(turn) for turn in self._session.turns]
         if not turns and self._store is None:
@@ -144,7 +170,7 @@ class Autosave:
             return False
         stamp = secrets.token_hex(8)
         received = self._session.attention(rows.positions)
-        self._store.save_kv(_row_tensors(rows) | _attention_tensors(received), stamp)
+        self._store.save_kv(row_tensors(rows) | attention_tensors(received), stamp)
         head = _head(self._session.save(), self._session, stamp)
         self._store.save_head(head)
         self._head = head
@@ -166,7 +192,7 @@ class Autosave:
 
     def _new(self) -> SessionStore:
         folder = paths.private_dir(paths.sessions_dir())
-        return SessionStore.create(folder, _meta(self._session.model))
+        return SessionStore.create(folder, _meta(self._session.model, self._family))
 
     def _truncate(
         self, store: SessionStore, turns_now: Sequence[_TurnFields], saved: EngineState
@@ -197,19 +223,20 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
     if head is None:
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
-        _read_again(session, store.turns())
-        _rewrite(store, session, _meta(session.model))
+        read_turns(session, [(turn.role, turn.text) for turn in store.turns()])
+        _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
     saved, conversation = _read_state(store, head)
     tensors = store.load_kv(head.fields["kv"])
-    received = _pop_attention(tensors) if tensors is not None else None
-    session.load(saved, conversation, _pop_rows(tensors), received)
+    received = pop_attention(tensors) if tensors is not None else None
+    session.load(saved, conversation, pop_rows(tensors), received)
 
 
-def _meta(model: LoadedModel) -> dict[str, Any]:
-    """The model, dtype and versions that a session was made with."""
+def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
+    """The model, dtype and versions that a session was made with, and its first branch's id."""
     return {
+        **({"family": family} if family else {}),
         "model": model.name,
         "fingerprint": fingerprint(model),
         "dtype": model.precision,
@@ -238,14 +265,6 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"{again} --model {meta['model']} takes it up; {rebuild}",
         )
-
-
-def _read_again(session: Session, turns: list[SavedTurn]) -> None:
-    for turn in turns:
-        if turn.role == "user":
-            list(session.read_user(turn.text))
-        elif turn.role == "assistant":
-            list(session.read_reply(turn.text))
 
 
 def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
@@ -333,51 +352,3 @@ def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
 
 def _turn_fields(turn: Turn) -> _TurnFields:
     return turn.role, turn.text, turn.finish
-
-
-def _row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
-    positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
-    return {**named, "positions": positions, "written_at": written_at}
-
-
-def _attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The attention that rows received; empty where it was not tracked."""
-    counted = [received.total, received.repeated]
-    if not any(one is not None and one.any() for one in counted):
-        return {}
-    named: dict[str, NDArray[Any]] = {
-        "positions": received.positions,
-        "total": received.total,
-        "log_decay": received.log_decay,
-    }
-    if received.repeated is not None:
-        named["repeated"] = received.repeated
-    for number, part in enumerate(received.window):
-        named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
-    return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
-
-
-def _pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Remove the attention from saved tensors and return it."""
-    keys = [key for key in tensors if key.startswith(_ATTENTION)]
-    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
-    if not named:
-        return None
-    count = sum(key.endswith(".weights") for key in named)
-    window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
-    return AttentionCheckpoint(
-        named["positions"],
-        named["total"],
-        named["log_decay"],
-        tuple(window),
-        named.get("repeated"),
-    )
-
-
-def _pop_rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
-    if tensors is None:
-        return None
-    positions = tensors.pop("positions").numpy()
-    written_at = tensors.pop("written_at").numpy()
-    return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])

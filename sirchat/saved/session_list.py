@@ -39,7 +39,7 @@ class SavedSession:
     `name` is the user's name for it, or empty; `first` is the beginning of the first user message,
     on one line; neither is filtered for display. `turns` counts messages. `in_use` means that a
     process has it open; then `name`, `model` and `first` may be empty and `turns` 0, if they can't
-    be read.
+    be read. `family` is the id of the chat that it was branched from, first of all; else its own.
     """
 
     id: str
@@ -51,6 +51,7 @@ class SavedSession:
     turns: int
     first: str
     in_use: bool
+    family: str
 
 
 class Listing(NamedTuple):
@@ -195,16 +196,18 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
         first = connection.execute(_FIRST).fetchone()
+    meta = dict(about["meta"])
     return SavedSession(
         id=path.stem,
         name=str(about.get("name", "")),
         path=path,
         created=_local_time(about["created"]),
         updated=_local_time(path.stat().st_mtime),
-        model=str(dict(about["meta"]).get("model", "")),
+        model=str(meta.get("model", "")),
         turns=turns,
         first=_first_line(first[0]) if first else "",
         in_use=in_use,
+        family=str(meta.get("family", path.stem)),
     )
 
 
@@ -215,7 +218,7 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
     except ValueError:
         created = updated
-    return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use)
+    return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use, path.stem)
 
 
 def _local_time(seconds: float) -> datetime:

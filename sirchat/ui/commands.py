@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.ui.editing import drawing_settings
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
@@ -37,7 +39,15 @@ class Leave(Exception):
 
 
 class Retry(Exception):
-    """The user wants another reply to the last message."""
+    """The user wants another reply to the last message, drawn with these settings this once."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+class Edit(Exception):
+    """The user wants to change the last message, and a reply to that."""
 
 
 class Another(Exception):
@@ -230,12 +240,37 @@ class Commands:
                 )
 
     def do_retry(self, rest: str) -> None:
-        """-: undo, and say the same again; with a temperature above 0, for another reply."""
-        raise Retry
+        """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
+        are for this reply only, too."""
+        raise Retry(drawing_settings(rest))
+
+    def do_edit(self, rest: str) -> None:
+        """-: change what you said last, in $EDITOR or at the prompt, and go on from there."""
+        raise Edit
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""
         self._saved_chat.save(without_quotes(rest) if rest else None)
+
+    def do_branch(self, rest: str) -> None:
+        """NAME [TURNS]: go on in a copy of this chat, from TURNS of your messages ago."""
+        name, _, turns = rest.rpartition(" ")
+        if not name or not turns.isdecimal():
+            name, turns = rest, "0"
+        if not name:
+            raise UsageError("/branch needs a name", hint="/branch NAME, or /branch NAME 2")
+        self._saved_chat.branch(without_quotes(name), int(turns))
+
+    def do_branches(self, rest: str) -> None:
+        """-: this chat and its branches."""
+        self._saved_chat.show_branches()
+
+    def do_switch(self, rest: str) -> None:
+        """[NAME|ID]: leave this chat and go on with a branch of it; alone, list them."""
+        if not rest:
+            self._saved_chat.show_branches()
+        elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:
+            raise Another(session)
 
     def do_load(self, rest: str) -> None:
         """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""

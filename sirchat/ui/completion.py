@@ -8,6 +8,7 @@ from functools import cached_property
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
+from sirchat.chat.model_defaults import DRAWING
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED, options_of
 from sirchat.config.profile import Profile
@@ -55,8 +56,8 @@ class SlashCompleter(Completer):
         if before == ["profile"] and not (word and self._profiles):
             infos = list_profiles()
             self._profiles = [(info.name, displayable_line(info.description)) for info in infos]
-        if before[:1] == ["load"]:
-            before, word = ["load"], " ".join([*before[1:], word])  # a name may be several words
+        if before[:1] in (["load"], ["switch"]):
+            before, word = before[:1], " ".join([*before[1:], word])  # a name may be several words
             self._saved = self._saved if word and self._saved else list(_saved_chats())
         for value, meaning in self._choices(before):
             if value.startswith(word):
@@ -78,8 +79,10 @@ class SlashCompleter(Completer):
                 yield from ((f"{option}=", help) for option, help in _options(name))
             case ["profile"]:
                 yield from self._profiles
-            case ["load"]:
+            case ["load" | "switch"]:
                 yield from self._saved
+            case ["retry"]:
+                yield from ((f"--{name.replace('_', '-')}", help) for name, help in _drawing())
             case ["panel"]:
                 yield from _PANEL
             case ["tokens"]:
@@ -120,6 +123,12 @@ def _saved_chats() -> Iterator[Selection]:
             yield one.name, shorten(displayable_line(one.first), 60)
     for one in sessions:
         yield one.id, shorten(displayable_line(one.first), 60)
+
+
+def _drawing() -> Iterator[Selection]:
+    """Settings that say how a reply is drawn."""
+    for name in DRAWING:
+        yield name, Profile.model_fields[name].description or ""
 
 
 def _policy_help(name: str) -> str:

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -67,6 +68,15 @@ class Keyboard:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._restore()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The terminal as it was before, for a program that runs in it."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self._quiet()
 
     def mark_pastes(self, on: bool) -> None:
         """Switch bracketed paste, so that pasted text stays one message."""

@@ -101,6 +101,14 @@ class Prompt:
             if line.text.strip():
                 return replace(line, is_stopped=stopped)
 
+    def edit(self, text: str) -> str:
+        """A message, given as `text`, as the user changes it; empty if the user gives it up."""
+        self._pasted = self._entered = None
+        try:
+            return self._prompt.prompt(default=text)
+        except (EOFError, KeyboardInterrupt):
+            return self._entered or ""
+
     def _parsed(self, text: str) -> Line:
         if self._is_literal(text):
             return Line(text, is_command=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.output import Output, create_output
@@ -15,8 +16,9 @@ from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Another, Commands, Leave, Retry
+from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry
 from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.editing import edited, editor
 from sirchat.ui.history import input_history
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
@@ -131,12 +133,10 @@ class _Chat:
             if line.is_command:
                 try:
                     self._commands.run(line.text)
-                except Retry:
-                    if self._session.profile.temperature == 0:
-                        self._screen.note(
-                            "at temperature 0 the reply will be the same; /set temperature 0.7"
-                        )
-                    self._turn(self._session.retry)
+                except Retry as again:
+                    self._retry(again.settings)
+                except Edit:
+                    self._edit()
                 except Another as other:
                     self._switch_to(other.session)
             else:
@@ -152,6 +152,37 @@ class _Chat:
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
+
+    def _retry(self, settings: dict[str, Any]) -> None:
+        """Another reply to the last message; `settings` are in force for it alone."""
+        session = self._session
+        before = {name: getattr(session.profile, name) for name in settings}
+        if settings:
+            session.switch("/retry", **settings)
+        try:
+            if session.profile.temperature == 0:
+                self._screen.note(
+                    "at temperature 0 the reply will be the same; /retry --temperature 0.7"
+                )
+            self._turn(session.retry)
+        finally:
+            if settings:
+                session.switch("/retry", **before)
+
+    def _edit(self) -> None:
+        """Change the last message, and go on from there."""
+        text = self._session.last_said
+        if command := editor():
+            with self._keyboard.lent():
+                changed = edited(command, text)
+            self._history.append_string(changed)
+        else:
+            self._keyboard.keep_typed()
+            changed = self._prompt.edit(text)
+        if changed.strip() in ("", text.strip()):
+            self._screen.note("nothing is changed; /retry draws another reply")
+        else:
+            self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False

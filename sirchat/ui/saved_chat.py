@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from sirchat.chat.rewind import rewind
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
-from sirchat.errors import SessionError, format_value
+from sirchat.errors import SessionError, UndoError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, take_up
+from sirchat.saved.names import same_name
 from sirchat.saved.saved_settings import saved_profile
-from sirchat.saved.session_list import find_session, free_name, list_sessions, remove_session
+from sirchat.saved.session_list import SavedSession, find_session, free_name, list_sessions
 from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.screen import Screen
 from sirchat.ui.sessions_table import draw_sessions
@@ -99,7 +101,7 @@ class SavedChat:
         try:
             session = self._resumed(store)
             saving = Autosave(session, store)
-            self._leave()
+            self._leave("nothing is loaded")
         except BaseException:
             store.close()
             raise
@@ -109,6 +111,56 @@ class SavedChat:
         if not self._is_on:
             self._screen.note("what follows is not saved, as before; /save begins to")
         return session
+
+    def branch(self, name: str, back: int) -> None:
+        """Go on in a copy of this chat called `name`, `back` turns of the user's earlier.
+
+        The chat stays on disk as it is now. Raises SessionError or UndoError; it then goes on.
+        """
+        name = free_name(sessions_dir(), name, "")
+        if not self._is_on or not self._session.turns:
+            raise SessionError(
+                "a branch leaves this chat on disk, where it is not saved yet",
+                hint="/save begins to" if not self._is_on else "say something first",
+            )
+        said = sum(turn.role == "user" for turn in self._session.turns)
+        if back > said:
+            raise UndoError(f"there are {said} turns of yours to take back, not {back}")
+        self._leave("no branch is made")
+        old = self._saving
+        self._saving = old.branch(name)
+        old.let_go()
+        self._screen.note(
+            f"this is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays as it "
+            f"is, and /switch {format_value(old.name) if old.name else old.id} goes back to it"
+        )
+        if back and rewind(self._session, back):
+            self._saving.follow()
+            self._screen.note(f"read anew: {self._session.seen:,} tokens")
+
+    def switch(self, ident: str) -> Session | None:
+        """The same as `load`, for branches of this chat only."""
+        branches = self._branches()
+        for one in branches:
+            if one.id == ident or same_name(one.name, ident):
+                return self.load(one.id)
+        raise SessionError(
+            f"this chat has no branch {format_value(ident)}",
+            hint=nearest(ident, [one.name or one.id for one in branches], "/switch ")
+            or "/branches lists them; /load opens other chats",
+        )
+
+    def show_branches(self) -> None:
+        """Show this chat and its branches."""
+        branches = self._branches()
+        if len(branches) > 1:
+            self._screen.page(draw_sessions(branches, self._saving.id))
+        else:
+            self._screen.note("this chat has no branches; /branch NAME makes one")
+
+    def _branches(self) -> list[SavedSession]:
+        family = self._saving.family
+        return [one for one in list_sessions(sessions_dir()).sessions if one.family == family]
 
     def show(self) -> None:
         """Show the chats that can be loaded."""
@@ -157,9 +209,7 @@ class SavedChat:
         try:
             new.update()
         except BaseException:
-            new.let_go()
-            if new.id:
-                remove_session(sessions_dir() / f"{new.id}{SUFFIX}")
+            new.discard()
             raise
         old.let_go()
         self._saving = new
@@ -192,8 +242,11 @@ class SavedChat:
         take_up(session, store)
         return session
 
-    def _leave(self) -> None:
-        """Save the current chat as at its end, if it is to be saved; its file stays open."""
+    def _leave(self, otherwise: str) -> None:
+        """Save the current chat as at its end, if it is to be saved; its file stays open.
+
+        Where that fails, the error begins with what is not done then.
+        """
         if not self._session.profile.save:
             return
         try:
@@ -201,7 +254,7 @@ class SavedChat:
             self._saving.save_kv()
         except Exception as error:
             raise SessionError(
-                f"nothing is loaded, for the present chat can't be saved: {error}",
+                f"{otherwise}, for the present chat can't be saved: {error}",
                 hint="/reset lets it go",
             ) from error
 

@@ -14,7 +14,7 @@ from sirchat.ui.text import displayable_line
 
 
 def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
-    """One row per session, in the given order; `present` is the id of the current chat."""
+    """One row per session, in the given order, with a star at the chat whose id is `present`."""
     rows = [_cells(one, one.id == present) for one in sessions]
     table = Table(box=None)
     for number, title in enumerate(("id", "name", "changed", "model", "turns", "begins")):
@@ -30,5 +30,6 @@ def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> Render
 def _cells(one: SavedSession, is_present: bool) -> list[str]:
     whose = "(this chat) " if is_present else "(open) " if one.in_use else ""
     changed, begins = f"{one.updated:%Y-%m-%d %H:%M}", f"{whose}{one.first}"
-    cells = (one.id, one.name, changed, one.model, str(one.turns), begins)
+    ident = f"{one.id} *" if is_present else one.id
+    cells = (ident, one.name, changed, one.model, str(one.turns), begins)
     return [displayable_line(cell) for cell in cells]

@@ -78,7 +78,8 @@ def test_the_table_of_policies_is_complete(path: Path) -> None:
 
 
 def test_the_table_of_commands_is_complete() -> None:
-    named = set(re.findall(r"`/(\w+|\?)", section(README, "At the prompt")))
+    table = section(text_of(PACKAGE / "ui" / "README.md"), "Commands")
+    named = set(re.findall(r"`/(\w+|\?)", table))
     assert named == set(Commands.names())
 
 

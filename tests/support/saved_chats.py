@@ -12,7 +12,7 @@ from prompt_toolkit.document import Document
 
 from chatting import babbler, session
 from sirchat.chat.session import Session
-from sirchat.errors import SessionError
+from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import take_up
 from sirchat.saved.saved_settings import saved_profile
@@ -75,18 +75,18 @@ def saved(folder: Path, name: str = "", **settings: Any) -> str:
     return list_sessions(folder).sessions[0].id
 
 
-def resumed(folder: Path, ident: str) -> tuple[Session, bool]:
+def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session, bool]:
     """A session as `--resume` restores it, and whether its keys and values were saved."""
     with SessionStore.open(find_session(folder, ident)) as store:
         head = store.head()
         assert head is not None
         again = Session(babbler(), saved_profile(store))
-        take_up(again, store)
+        take_up(again, store, rebuild=rebuild)
         return again, store.load_kv(head.fields["kv"]) is not None
 
 
 def refusal(chat: Chat, line: str) -> str:
-    with pytest.raises(SessionError) as caught:
+    with pytest.raises(SirchatError) as caught:
         chat.do(line)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -1,0 +1,39 @@
+"""Going back several turns, also beyond those that can be undone, and reading turns again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sirchat.chat.session import Session
+from sirchat.errors import UndoError
+
+
+def rewind(session: Session, count: int) -> bool:
+    """Take back the last `count` user turns and all after them.
+
+    Turns are undone exactly where that is possible. Otherwise the turns before them are read again,
+    from their text; returns whether they were.
+
+    Raises UndoError, changing nothing, if there are fewer user turns.
+    """
+    asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
+    if count > len(asked):
+        raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
+    try:
+        for _ in range(count):
+            session.undo()
+    except UndoError:
+        before = [(turn.role, turn.text) for turn in session.turns[: asked[-count]]]
+        session.reset()
+        read_turns(session, before)
+        return True
+    return False
+
+
+def read_turns(session: Session, turns: Iterable[tuple[str, str]]) -> None:
+    """Read messages, (role, text) each, as said; the system prompt is that of the settings."""
+    for role, text in turns:
+        if role == "user":
+            list(session.read_user(text))
+        elif role == "assistant":
+            list(session.read_reply(text))

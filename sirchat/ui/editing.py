@@ -1,0 +1,73 @@
+"""`/edit` and `/retry`: the last message in an editor, and settings for one reply."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sirchat.chat.model_defaults import DRAWING
+from sirchat.config.values import parse_value
+from sirchat.errors import UsageError, format_value, nearest
+
+
+def drawing_settings(words: str) -> dict[str, Any]:
+    """The settings in `--temperature 0.9 --top-p=0.8`: how the tokens of a reply are drawn.
+
+    Raises UsageError for other settings; whether the values are allowed is not checked.
+    """
+    found: dict[str, Any] = {}
+    parts = iter(words.replace("=", " ").split())
+    for flag in parts:
+        name, value = flag.removeprefix("--").replace("-", "_"), next(parts, None)
+        allowed = ["--" + one.replace("_", "-") for one in DRAWING]
+        if name not in DRAWING or not flag.startswith("--"):
+            raise UsageError(
+                f"/retry: {format_value(flag)} is not allowed; allowed: {', '.join(allowed)}",
+                hint=nearest(flag, allowed),
+            )
+        if value is None:
+            raise UsageError(f"/retry: {flag} needs a value", hint="/retry --temperature 0.9")
+        found[name] = parse_value(name, value)
+    return found
+
+
+def editor() -> list[str]:
+    """The command of the user's editor, from VISUAL or EDITOR; empty if none is named."""
+    named = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
+    try:
+        return shlex.split(named)
+    except ValueError:  # an open quote
+        return [named]
+
+
+def edited(command: list[str], text: str) -> str:
+    """A text as the editor leaves it; it is kept in a private file meanwhile.
+
+    Raises UsageError if the editor can't be started, fails, or leaves what is no text.
+    """
+    number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
+    path = Path(name)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the editor
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        code = subprocess.run([*command, name], check=False).returncode
+        if code:
+            raise UsageError(f"the editor {command[0]!r} ended with {code}: nothing is changed")
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise UsageError(
+            f"the editor {command[0]!r} can't be used: {why}",
+            hint="set EDITOR to another, or to nothing for editing at the prompt",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError("the editor left no UTF-8 text: nothing is changed") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+        path.unlink(missing_ok=True)

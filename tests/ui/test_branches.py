@@ -1,0 +1,154 @@
+"""`/branch`, `/branches` and `/switch`: the same chat goes on in two ways, and both are kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from saved_chats import SAYINGS, Chat, completions, refusal, resumed
+from sirchat.saved.session_list import list_sessions
+from terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+def test_a_branch_goes_on_by_itself_and_the_chat_stays_as_it_was(folder: Path) -> None:
+    chat = Chat()
+    chat.say(*SAYINGS[:3])
+    seen, turns = chat.session.seen, list(chat.session.turns)
+    chat.do("/save trunk")
+    shown = chat.do("/branch other way")
+    assert 'called "other way"' in shown
+    assert '/switch "trunk" goes back to it' in shown
+    chat.say(SAYINGS[3])
+    assert chat.texts == SAYINGS[:4]
+    chat.do("/switch trunk")
+    assert (chat.session.seen, chat.session.turns) == (seen, turns)
+    chat.say(SAYINGS[4])
+    chat.do("/switch other way")
+    assert chat.texts == SAYINGS[:4]
+    chat.saved_chat.close()
+    assert resumed(folder, "trunk")[0].turns != chat.session.turns
+
+
+def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None:
+    chat, straight = Chat(), Chat(save=False)
+    chat.say(*SAYINGS[:3])
+    straight.say(SAYINGS[0], SAYINGS[3])
+    chat.do("/branch other 2")
+    assert chat.texts == SAYINGS[:1]
+    chat.say(SAYINGS[3])
+    assert chat.session.snapshot().rows == straight.session.snapshot().rows
+    assert chat.session.turns == straight.session.turns
+
+
+@pytest.mark.parametrize("archive", ["ram", "off"])
+def test_a_branch_may_begin_before_what_can_be_undone(folder: Path, archive: str) -> None:
+    chat = Chat(archive=archive)
+    chat.say(*SAYINGS[:3])
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    chat = Chat(archive=archive)
+    chat.do("/load trunk")  # nothing before this can be undone
+    shown = chat.do("/branch other 2")
+    assert "read anew" in shown
+    assert chat.texts == SAYINGS[:1]
+    chat.say(SAYINGS[3])
+    chat.saved_chat.close()
+    again, with_keys = resumed(folder, "other")
+    assert [turn.text for turn in again.turns if turn.role == "user"] == [SAYINGS[0], SAYINGS[3]]
+    assert with_keys
+    assert len(list_sessions(folder).sessions) == 2
+
+
+def test_branches_lists_this_chat_and_those_of_it_alone() -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    assert "/branch NAME makes one" in chat.do("/branches")
+    chat.do("/branch one")
+    chat.do("/branch two")  # of a branch: the same family
+    listed = chat.do("/branches")
+    assert listed.count("(this chat)") == 1
+    other = Chat()
+    other.say(SAYINGS[1])
+    other.do("/save elsewhere")
+    other.saved_chat.close()
+    assert chat.do("/switch") == listed
+    assert "elsewhere" not in listed
+    assert len(listed.strip().splitlines()) == 4  # a title, and three chats
+
+
+def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    chat.do("/branch one")
+    chat.say(SAYINGS[1])
+    family = {one.family for one in list_sessions(folder).sessions}
+    chat.saved_chat.close()
+    resumed(folder, "one", rebuild=True)
+    assert {one.family for one in list_sessions(folder).sessions} == family
+    assert len(family) == 1
+
+
+def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder: Path) -> None:
+    chat = Chat(save=False)
+    chat.say(*SAYINGS[:2])
+    assert "/save begins to" in refusal(chat, "/branch one")
+    chat.do("/save trunk")
+    assert "needs a name" in refusal(chat, "/branch")
+    assert "2 turns of yours" in refusal(chat, "/branch one 3")
+    assert 'called "trunk" already' in refusal(chat, "/branch trunk")
+    assert 'no branch "twig"' in refusal(chat, "/switch twig")
+    assert len(list_sessions(folder).sessions) == 1
+    assert chat.texts == SAYINGS[:2]
+
+
+def test_where_the_branch_can_not_be_written_the_chat_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("sirchat.saved.autosave.SessionStore.append", full)
+    with pytest.raises(OSError, match="no space"):
+        chat.do("/branch one")
+    monkeypatch.undo()
+    monkeypatch.setenv("SIRCHAT_HOME", str(folder.parents[1]))
+    chat.say(SAYINGS[1])
+    (one,) = list_sessions(folder).sessions
+    assert one.turns == 4
+
+
+def test_names_of_saved_chats_follow_switch() -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    assert "trunk" in completions("/switch ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_a_branch_at_the_prompt(tmp_path: Path, columns: int) -> None:
+    with Terminal(home=tmp_path, columns=columns) as chat:
+        chat.ask("My name is Anna.")
+        chat.ask("I live in Rome.")
+        shown = " ".join(chat.ask("/branch berlin 1").split())
+        back = re.search(r'called "berlin"; (\S+) stays as it is', shown)
+        assert back
+        chat.ask("I live in Berlin.")
+        assert re.search(r"(?m)^ 20\S+ \* +berlin", chat.ask("/branches"))
+        shown = " ".join(chat.ask(f"/switch {back[1]}").split())
+        assert "USER: I live in Rome." in shown
+        assert "Berlin" not in shown
+        assert "Anna" in chat.ask("What is my name?")
+        assert chat.leave() == 0
