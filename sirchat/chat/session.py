@@ -244,13 +244,13 @@ class Session:
             self._engine.retire(np.asarray(self._now.system), retired=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
-    def pin(self, target: str, pinned: bool = True) -> list[Event]:
-        """Pin or unpin the tokens that `target` means; see `targets.positions_of`.
+    def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
+        """Pin or unpin what `target` means, with `around` tokens beside; see `positions_of`.
 
         Archived tokens are restored. Raises UsageError if nothing is meant, and SettingError,
         changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self._engine.store.reachable())
+        positions = self._positions_of(target, self._engine.store.reachable(), around)
         moves = self._engine.pin(positions, pinned)
         events = self._reports.moved(self._now.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
@@ -286,9 +286,9 @@ class Session:
             sinks=self.profile.sinks,
         )
 
-    def _positions_of(self, target: str, among: Positions) -> Positions:
+    def _positions_of(self, target: str, among: Positions, around: int = 0) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles
-        return positions_of(target, ledger, self._texts, roles, among)
+        return positions_of(target, ledger, self._texts, roles, among, around)
 
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sirchat.chat.snapshot import Positions, Texts
 from sirchat.errors import UsageError, format_value
@@ -20,7 +22,12 @@ _WITHOUT_BLANKS = re.compile(
 
 
 def positions_of(
-    target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
+    target: str,
+    ledger: Ledger,
+    texts: Texts,
+    roles: Sequence[str],
+    among: Positions,
+    around: int = 0,
 ) -> Positions:
     """Positions [k], ascending, of the tokens that `target` means, among the positions [n] given.
 
@@ -34,6 +41,7 @@ def positions_of(
         texts: gives the text of each token.
         roles: of the turns.
         among: candidates.
+        around: so many tokens before and after, of the same turn, belong to what is meant, too.
 
     Raises:
         UsageError: nothing matches.
@@ -47,7 +55,15 @@ def positions_of(
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
         raise UsageError(f"{format_value(target)} is nowhere in what can be remembered")
-    return positions
+    return _with_neighbours(positions, said, ledger.column("turn"), around)
+
+
+def _with_neighbours(
+    positions: Positions, said: Positions, turns: NDArray[np.integer[Any]], around: int
+) -> Positions:
+    near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, len(turns) - 1)
+    near = near[turns[near] == turns[positions][:, None]]
+    return np.intersect1d(near, said)
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:

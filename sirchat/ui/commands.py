@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow, Undone
+from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
@@ -26,10 +27,13 @@ from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 
 _PREFIX = "do_"
+
+_AROUND = 12
+"""Tokens on either side that `/recall "words"` brings back, too."""
 
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
@@ -44,6 +48,10 @@ class Retry(Exception):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
         self.settings = settings
+
+
+class Summarize(Exception):
+    """The user wants the model to sum up the conversation."""
 
 
 class Edit(Exception):
@@ -152,9 +160,12 @@ class Commands:
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|MEASURE]: bring archived tokens back for each turn; alone, what came back."""
+        """[on|off|MEASURE|"WORDS"]: bring archived tokens back for each turn; alone, what came
+        back; words in quotes are brought back now, with their surroundings, and pinned."""
         recalled = self._session.recalled
-        if rest or not recalled:
+        if rest.startswith('"'):
+            self._switching.pin(rest, pinned=True, around=_AROUND)
+        elif rest or not recalled:
             self._switching.setting("/recall", "recall", rest)
         else:
             self._screen.page(
@@ -224,6 +235,20 @@ class Commands:
         """TEXT|last|turn N: show what would be erased for good (memory, archive, saved chat, typed
         lines); with --yes erase it, with --everywhere from lines of other chats, too."""
         self._forgetting.run(rest)
+
+    def do_forgotten(self, rest: str) -> None:
+        """-: what is forgotten of each turn, the most surprising words first."""
+        turns = list(forgotten_turns(self._session))
+        if turns:
+            screen = self._screen
+            screen.page(draw_forgotten(turns, screen.theme, screen.width))
+            screen.note('/recall "words" brings words back, with what stood beside them')
+        else:
+            self._screen.note("nothing is forgotten")
+
+    def do_summarize(self, rest: str) -> None:
+        """-: let the model sum up the conversation; the summary is read and pinned as a turn."""
+        raise Summarize
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""

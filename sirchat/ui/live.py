@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
+from sirchat.chat.forgotten import forgotten_words
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
@@ -23,6 +24,9 @@ from sirchat.ui.rows import take_rows
 from sirchat.ui.screen import Screen
 from sirchat.ui.summary import describe_round
 from sirchat.ui.text import DisplayFilter
+
+_WORDS = 3
+"""Forgotten words of the user's that the status line names."""
 
 FLASHES = 200
 """Number of the latest evicted tokens that a frame considers; it draws the highest scores."""
@@ -41,6 +45,7 @@ class LiveTurn:
         self._user: TurnDone | None = None
         self._notes: list[str] = []
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
+        self._gone: set[int] = set()  # positions evicted in this round
         self._pace = Pace()
         self._region = _Region()
         self._live: Live | None = None
@@ -86,6 +91,7 @@ class LiveTurn:
                 self._draw_in_time()
 
     def _evicted(self, event: Evicted) -> None:
+        self._gone.update(event.positions)
         if self._draws_panel:
             self._evicted_positions = [*self._evicted_positions, *event.positions][-FLASHES:]
             self._draw_when_due()
@@ -97,7 +103,9 @@ class LiveTurn:
         if turn.role != "assistant":
             return
         self._end_reply()
-        self._note(describe_round(self._user, turn, self._session.budget))
+        words = forgotten_words(self._session, self._gone)[:_WORDS] if self._gone else ()
+        self._gone = set()
+        self._note(describe_round(self._user, turn, self._session.budget, words))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             self._screen.show(
                 draw_compact_panel(self._snapshot(), self._screen.theme, self._screen.width)

@@ -12,11 +12,12 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.summarize import summarize
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry
+from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Summarize
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editing import edited, editor
 from sirchat.ui.history import input_history
@@ -83,7 +84,7 @@ class _Chat:
             keys,
             _output(screen),
             completer=SlashCompleter(lambda: self._session),
-            toolbar=lambda: toolbar(self._session),
+            toolbar=lambda: toolbar(self._session, screen.width),
             history=self._history,
             has_colours=lambda: screen.has_colours,
         )
@@ -137,6 +138,8 @@ class _Chat:
                     self._retry(again.settings)
                 except Edit:
                     self._edit()
+                except Summarize:
+                    self._turn(lambda stops: summarize(self._session, stops))
                 except Another as other:
                     self._switch_to(other.session)
             else:

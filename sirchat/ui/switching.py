@@ -85,10 +85,13 @@ class Switching:
                     f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
-    def pin(self, target: str, *, pinned: bool) -> None:
-        """Pin or unpin the tokens that `target` names, and report what left or came back."""
+    def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
+        """Pin or unpin the tokens that `target` names, and report what left or came back.
+
+        `around`: so many tokens beside them are meant, too.
+        """
         evicted = restored = 0
-        for event in self._session.pin(target, pinned):
+        for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):

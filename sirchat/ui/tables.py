@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
+from sirchat.chat.forgotten import ForgottenTurn
 from sirchat.chat.snapshot import EDGES, Histogram, TurnShare
 from sirchat.chat.standing import Standing
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
+from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
@@ -155,6 +157,25 @@ def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
             Text.assemble(f"{share} ", (share_glyph(turn), theme.role(turn.role))),
             nats(turn.surprisal),
             style=None if turn.held else theme.quiet,
+        )
+    return table
+
+
+def draw_forgotten(turns: Sequence[ForgottenTurn], theme: Theme, width: int) -> RenderableType:
+    """One row per turn: how many tokens are forgotten, and as many words as fit."""
+    table = _table(theme)
+    table.width = width
+    _columns(table, "turn")
+    table.add_column("role", no_wrap=True)
+    _columns(table, "forgotten")
+    table.add_column("words that are gone", no_wrap=True, overflow="ellipsis", ratio=1)
+    for turn in turns:
+        words = ", ".join(displayable_line(word) for word in turn.words)
+        table.add_row(
+            str(turn.index),
+            Text(ROLE_NAMES.get(turn.role, turn.role), theme.role(turn.role)),
+            f"{turn.tokens - turn.held:,} of {turn.tokens:,}",
+            Text(words),
         )
     return table
 

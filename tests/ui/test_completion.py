@@ -85,10 +85,12 @@ def test_a_message_is_not_completed(chat: Terminal) -> None:
 
 def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
     chat.wait_prompt()
-    assert chat.text.endswith(" tiny · salience · 0/1,024 held · decay 1")
+    assert chat.text.endswith(" tiny · salience · ──────── 0/1,024 held · decay 1")
     chat.ask("Hello.")
-    assert re.search(r" tiny · salience · (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
+    assert re.search(r" tiny · salience · ─{8} (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
     chat.ask("/policy reservoir")
     chat.ask("/budget 64")
     chat.ask("/decay 0.5")
-    assert re.search(r" tiny · reservoir · (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text)
+    assert re.search(
+        r" tiny · reservoir · ━{1,8}─{0,7} (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text
+    )

@@ -21,7 +21,7 @@ from terminal import Shared, Terminal, everything_on
 TOKENS = 900
 """Length of a reply: more than 300 words."""
 
-_GAUGE = r"━+─* +[\d,]+/1,024 held"
+_GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 
 @pytest.fixture(scope="module")

@@ -317,4 +317,5 @@ def test_a_wrong_line_gets_one_line_that_helps_and_never_reaches_the_model(
     answer = " ".join(chat.ask(line).split())
     assert answer.startswith("sirchat: ")
     assert reported.replace(" ", "") in answer.replace(" ", "")
-    assert " · salience · 0/1,024 held · decay 1" in chat.text  # nothing read, nothing switched
+    # Nothing was read, and nothing switched.
+    assert " · salience · ──────── 0/1,024 held · decay 1" in chat.text

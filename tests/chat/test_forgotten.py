@@ -1,0 +1,131 @@
+"""What was forgotten, in words; and what brings it back: by hand, or in a summary."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from chatting import babbler, session, tiny
+from sirchat.chat.events import Delta, Evicted, Notice, Undone
+from sirchat.chat.forgotten import forgotten_turns, forgotten_words
+from sirchat.chat.session import Session
+from sirchat.chat.summarize import summarize
+from sirchat.errors import SettingError, UsageError
+
+SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}
+TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.", "Tell me a story.")
+
+
+def _told(**settings: Any) -> tuple[Session, set[int]]:
+    """A chat that has forgotten what was told, and the positions evicted."""
+    chat = session(tiny(), **{**SINK, "max_new_tokens": 24, **settings})
+    gone: set[int] = set()
+    for line in (*TOLD, "Tell me a story.", "And one more, please."):
+        for event in chat.ask(line):
+            if isinstance(event, Evicted):
+                gone.update(event.positions)
+    return chat, gone
+
+
+def _words_held(chat: Session) -> set[str]:
+    said = (row for row in chat.snapshot().rows if row.role != "template")
+    return set(re.findall(r"\w+", "".join(row.text for row in said)))
+
+
+def test_the_words_that_are_gone_are_whole_words_of_the_user_that_nothing_holds() -> None:
+    chat, gone = _told()
+    words = forgotten_words(chat, gone)
+    said = {word for line in TOLD for word in re.findall(r"\w+", line)}
+    assert {"Anna", "Rome", "Paul"} <= set(words) <= said
+    assert not set(words) & _words_held(chat)
+
+
+def test_the_most_surprising_word_comes_first() -> None:
+    chat, gone = _told()
+    rows = [row for row in chat.tokens(sorted(gone)) if row.role == "user"]
+    best = max(
+        (
+            row
+            for row in rows
+            if row.text.strip().isalpha() and row.text.strip() in TOLD[0] + TOLD[2]
+        ),
+        key=lambda row: row.surprisal or 0,
+    )
+    assert best.text.strip() in " ".join(forgotten_words(chat, gone)[:4])
+
+
+def test_a_word_that_is_still_held_elsewhere_is_not_forgotten() -> None:
+    chat = session(tiny(), **SINK, max_new_tokens=4)
+    gone: set[int] = set()
+    for line in ("Anna lives in Rome.", *(["Some words to fill the cache."] * 6), "Hello Anna."):
+        for event in chat.ask(line):
+            if isinstance(event, Evicted):
+                gone.update(event.positions)
+    words = forgotten_words(chat, gone)
+    assert "Rome" in words
+    assert "Anna" not in words
+
+
+def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
+    chat, _ = _told()
+    held = {row.position for row in chat.snapshot().rows}
+    listed = {turn.index: turn for turn in forgotten_turns(chat)}
+    everything = chat.tokens(list(range(chat.seen)))
+    for index in range(len(chat.turns)):
+        said = [row for row in everything if row.turn == index and row.role != "template"]
+        stays = sum(row.position in held for row in said)
+        if stays == len(said):
+            assert index not in listed
+        else:
+            assert (listed[index].tokens, listed[index].held) == (len(said), stays)
+
+
+def test_nothing_is_forgotten_under_a_budget_that_holds_all() -> None:
+    chat = session(tiny(), budget=512, max_new_tokens=4)
+    list(chat.ask("My name is Anna."))
+    assert not list(forgotten_turns(chat))
+    assert forgotten_words(chat, set()) == ()
+
+
+def test_words_are_brought_back_with_what_stood_beside_them() -> None:
+    chat, _ = _told()
+    assert "Paul" not in _words_held(chat)
+    chat.pin("Paul", around=12)
+    assert {"My", "brother", "Paul", "is", "a", "baker"} <= _words_held(chat)
+    assert "Anna" not in _words_held(chat)  # another turn
+
+
+def test_a_summary_is_read_and_pinned_and_undone_like_any_turn() -> None:
+    chat = session(tiny(), budget=256, max_new_tokens=32)
+    list(chat.ask("My name is Anna."))
+    before, turns = chat.snapshot(), list(chat.turns)
+    events = list(summarize(chat))
+    said = "".join(event.text for event in events if isinstance(event, Delta))
+    assert said
+    assert [turn.role for turn in chat.turns[len(turns) :]] == ["user", "assistant"]
+    assert chat.turns[-2].text.endswith(said.strip())
+    assert "Summary of our conversation so far" in chat.turns[-2].text
+    summary = [row for row in chat.snapshot().rows if row.turn == len(turns)]
+    assert all("pinned" in row.flags for row in summary if row.role == "user")
+    assert chat.profile.max_new_tokens == 32
+    (undone,) = chat.undo()
+    assert isinstance(undone, Undone)
+    assert (chat.snapshot().rows, chat.turns) == (before.rows, turns)
+
+
+def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
+    empty = session(babbler())
+    with pytest.raises(UsageError):
+        list(summarize(empty))
+    chat = session(tiny(), budget=64, recent=16, max_new_tokens=32)
+    list(chat.ask("My name is Anna."))
+    chat.pin("turn 0")
+    before = chat.snapshot().rows
+    with pytest.raises(SettingError):
+        list(summarize(chat))
+    assert chat.snapshot().rows == before
+    stopped = list(summarize(chat, lambda: True))
+    assert isinstance(stopped[-1], Notice)
+    assert chat.snapshot().rows == before

@@ -1,0 +1,52 @@
+"""What the chat says of forgotten words: the status line, `/forgotten`, `/recall` and the gauge."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from terminal import Terminal
+
+TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_what_was_forgotten_is_named_listed_and_brought_back(tmp_path: Path, columns: int) -> None:
+    flags = ("--policy", "sink", "--sinks", "2", "--recent", "16", "--budget", "64")
+    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
+        chat.wait_prompt()
+        assert "━" not in _toolbar(chat)
+        assert "nothing is forgotten" in chat.ask("/forgotten")
+        for line in TOLD:
+            chat.ask(line)
+        shown = [" ".join(chat.ask("Tell me a story.").split()) for _ in range(2)]
+        named = re.findall(r"forgot \d+ \(of yours: ([^)]*)\)", " ".join(shown))
+        assert named
+        assert all(len(words.split(", ")) <= 3 for words in named)
+        assert "Paul" in ", ".join(named)
+        assert _toolbar(chat).count("━") >= (6 if columns >= 80 else 0)
+        listed = chat.ask("/forgotten")
+        assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
+        assert "Paul" not in chat.ask("/tokens")
+        chat.ask('/recall "Paul"')
+        back = chat.ask("/tokens")
+        assert "Paul" in back
+        assert "baker" in back
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_a_summary_at_the_prompt(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        assert "nothing is said yet" in chat.ask("/summarize")
+        chat.ask("My name is Anna.")
+        assert "turn 2 is the summary, and pinned; /undo takes it back" in chat.ask("/summarize")
+        assert "undone: Summary of our conversation" in chat.ask("/undo")
+        assert chat.leave() == 0
+
+
+def _toolbar(chat: Terminal) -> str:
+    return next(line for line in reversed(chat.lines) if " held" in line)
