@@ -86,6 +86,8 @@ JsonTokens = Annotated[
     bool, typer.Option("--json-tokens", help="As --json, with the held tokens of every turn.")
 ]
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, and errors.")]
+
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
@@ -157,6 +159,7 @@ def start(
     format: Format = "auto",
     json: Json = False,
     json_tokens: JsonTokens = False,
+    quiet: Quiet = False,
     trust_remote_code: Trust = False,
     resume: Annotated[
         str | None,
@@ -183,12 +186,12 @@ def start(
     given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
     about_transcripts = [name for name, used in given.items() if used]
     if context.invoked_subcommand == "ask" and not (feed or json_tokens or format != "auto"):
-        # `sirchat -m MODEL ask ...` is what people type.
+        # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
         context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust_remote_code}
         return
     if context.invoked_subcommand is not None:
         misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
-        misplaced += ["resume"] * (resume is not None) + ["rebuild"] * rebuild
+        misplaced += ["resume"] * (resume is not None) + ["rebuild"] * rebuild + ["quiet"] * quiet
         if misplaced:
             raise misplaced_flag(_flag(misplaced[0]), context.invoked_subcommand)
         return
@@ -205,12 +208,15 @@ def start(
             json=json,
             json_tokens=json_tokens,
             trust=trust_remote_code,
+            quiet=quiet,
         )
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
-    open_chat(flags, resume=resume, rebuild=rebuild, trust=trust_remote_code, debug=debug)
+    open_chat(
+        flags, resume=resume, rebuild=rebuild, trust=trust_remote_code, debug=debug, quiet=quiet
+    )
 
 
 @app.command()
@@ -249,6 +255,7 @@ def replay(
     format: Format = "auto",
     json: Json = False,
     json_tokens: JsonTokens = False,
+    quiet: Quiet = False,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -261,6 +268,7 @@ def replay(
         json=json,
         json_tokens=json_tokens,
         trust=trust_remote_code,
+        quiet=quiet,
     )
 
 

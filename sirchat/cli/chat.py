@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def open_chat(
-    flags: dict[str, Any], *, resume: str | None, rebuild: bool, trust: bool, debug: bool
+    flags: dict[str, Any],
+    *,
+    resume: str | None,
+    rebuild: bool,
+    trust: bool,
+    debug: bool,
+    quiet: bool = False,
 ) -> None:
     """Open a chat and talk until the user leaves.
 
@@ -44,7 +50,7 @@ def open_chat(
         return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        screen, trusted = Screen(theme=profile.theme), trusted_policies(flags)
+        screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
         chat(opened, profile.model, screen, store=store, debug=debug, trusted=trusted)
 
 

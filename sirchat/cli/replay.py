@@ -16,6 +16,7 @@ def replay_transcript(
     json: bool,
     json_tokens: bool,
     trust: bool,
+    quiet: bool,
 ) -> None:
     """Replay a file, or standard input where `name` is "-" or "standard input".
 
@@ -36,7 +37,7 @@ def replay_transcript(
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen
 
-        screen = Screen(theme=profile.theme)
+        screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust, report, rows_in_events=json_tokens)
         options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)

@@ -105,7 +105,8 @@ class LiveTurn:
         self._end_reply()
         words = forgotten_words(self._session, self._gone)[:_WORDS] if self._gone else ()
         self._gone = set()
-        self._note(describe_round(self._user, turn, self._session.budget, words))
+        if not self._screen.is_quiet:
+            self._note(describe_round(self._user, turn, self._session.budget, words))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             self._screen.show(
                 draw_compact_panel(self._snapshot(), self._screen.theme, self._screen.width)

@@ -120,12 +120,12 @@ class _Chat:
                 view.show(event)
         profile = self._session.profile
         threads = threads_in_words(self._session.model.device)
-        self._screen.note(
+        self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}{', ' * bool(threads)}{threads}: "
             "/help, Esc stops a reply, Ctrl-D leaves"
         )
-        if self._session.seen:
+        if self._session.seen and not self._screen.is_quiet:
             greet_again(self._session, self._screen)
 
     def _act_on(self, line: Line) -> bool:

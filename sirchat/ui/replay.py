@@ -111,7 +111,10 @@ def _with_next(
 
 
 class _Dialogue:
-    """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr."""
+    """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr.
+
+    On a quiet screen only the replies.
+    """
 
     def __init__(self, screen: Screen, session: Session) -> None:
         self._screen = screen
@@ -120,7 +123,7 @@ class _Dialogue:
 
     def show(self, event: Event) -> None:
         if isinstance(event, Delta):
-            if not self._is_replying:
+            if not self._is_replying and not self._screen.is_quiet:
                 self._screen.stream("ASSISTANT: ")
             self._is_replying = True
             self._screen.stream(event.text)
@@ -133,6 +136,6 @@ class _Dialogue:
         if turn.role == "assistant" and self._is_replying:
             self._screen.line()
             self._is_replying = False
-        else:
+        elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
-        self._screen.note(describe_turn(turn, self._session.budget))
+        self._screen.remark(describe_turn(turn, self._session.budget))

@@ -29,11 +29,18 @@ class Screen:
         out: stream for replies; standard output by default.
         err: stream for notices, progress and errors; standard error by default.
         theme: name of a theme, or "auto"; see `sirchat.ui.theme`.
+        is_quiet: whether remarks, which nobody asked for, are left out.
     """
 
     def __init__(
-        self, out: TextIO | None = None, err: TextIO | None = None, *, theme: str = "auto"
+        self,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        *,
+        theme: str = "auto",
+        is_quiet: bool = False,
     ) -> None:
+        self.is_quiet = is_quiet
         self._out = _Counted(out or sys.stdout)
         self.console = Console(file=cast(TextIO, self._out), highlight=False, soft_wrap=True)
         self.notes = Console(file=err or sys.stderr, highlight=False)
@@ -133,6 +140,11 @@ class Screen:
     def note(self, text: str) -> None:
         """Print one dim line to stderr."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
+
+    def remark(self, text: str) -> None:
+        """Print a note that nobody asked for, such as a status line, unless quiet."""
+        if not self.is_quiet:
+            self.note(text)
 
     def error(self, text: str) -> None:
         """Print one line with an error to stderr."""

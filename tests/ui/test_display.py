@@ -213,3 +213,14 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     out = (tmp_path / "out").read_text(encoding="utf-8")
     assert "".join(out.split()) == "".join(_reply(600).split())
     assert "\x1b" not in out
+
+
+@pytest.mark.slow
+def test_quiet_leaves_greeting_and_status_out_and_answers_commands(home: Path) -> None:
+    with Terminal("--quiet", home=home) as chat:
+        chat.wait_prompt()
+        assert "/help" not in chat.text
+        assert chat.ask("My name is Anna.") == "Nice to meet you, Anna."
+        assert "tokens seen" in chat.ask("/stats")
+        assert "sirchat: " in chat.ask("/nonsense")
+        assert chat.leave() == 0

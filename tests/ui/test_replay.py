@@ -97,6 +97,14 @@ def test_the_dialogue_goes_to_stdout_and_the_status_to_stderr() -> None:
     assert said == ["My name is Anna.", "Tell me a joke.", "What is my name?"]
 
 
+def test_quiet_prints_the_replies_alone() -> None:
+    done = run("--quiet", text="My name is Anna.\nWhat is my name?\n")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "Your name is Anna."
+    assert len(done.stdout.splitlines()) == 2
+    assert done.stderr == ""
+
+
 def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
     file = tmp_path / "talk.txt"
     file.write_text("/exit\n/policy full\nHello.\n", encoding="utf-8")
