@@ -17,6 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.ui.attaching import describe_size, with_file
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
@@ -46,6 +47,14 @@ class Another(Exception):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session = session
+
+
+class Send(Exception):
+    """The user wants this message to be sent."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
 
 
 class Commands:
@@ -232,6 +241,12 @@ class Commands:
     def do_retry(self, rest: str) -> None:
         """-: undo, and say the same again; with a temperature above 0, for another reply."""
         raise Retry
+
+    def do_read(self, rest: str) -> None:
+        """FILE [QUESTION]: send a file's text, and a question about it; in a message, @FILE."""
+        text, files = with_file(rest)
+        self._screen.note(describe_size(files, self._session))
+        raise Send(text)
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""

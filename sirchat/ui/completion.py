@@ -1,11 +1,12 @@
-"""Completion at the prompt: the commands and their values, with help."""
+"""Completion at the prompt: the commands and their values, with help, and names of files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
 from sirchat.chat.session import Session
@@ -17,6 +18,7 @@ from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.attaching import open_mention
 from sirchat.ui.commands import Commands
 from sirchat.ui.text import displayable_line, shorten
 
@@ -39,8 +41,14 @@ _TOKENS = (
 _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
+_BEFORE_PATH = re.compile(r'/read +("[^"\n]*|[^\s"]*)$')
+
+
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash; `session` returns the current session."""
+    """Completes a line that begins with a slash, and file names after `@` and `/read`.
+
+    `session` returns the current session.
+    """
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
@@ -49,6 +57,10 @@ class SlashCompleter(Completer):
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
+        path = _path_begun(text)
+        if path is not None:
+            yield from _paths(path, event)
+            return
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
         *before, word = text[1:].split(" ")
@@ -109,6 +121,27 @@ class SlashCompleter(Completer):
             yield from ((value, "") for value in choices(setting))
             if setting == "recall":
                 yield "on", "the measure that recalls best"
+
+
+def _path_begun(text: str) -> str | None:
+    """The beginning of a file's name before the cursor, a quote in front included, if any."""
+    command = _BEFORE_PATH.match(text)
+    if command:
+        return command[1]
+    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
+
+
+def _paths(begun: str, event: CompleteEvent) -> Iterator[Completion]:
+    """Files and folders whose names go on; those with spaces are put in quotes."""
+    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
+    found = PathCompleter(expanduser=True).get_completions(Document(name), event)
+    for one in found:
+        path, is_folder = name + one.text, one.display_text.endswith("/")
+        if displayable_line(path) != path or '"' in path:  # can't be typed
+            continue
+        quotes = is_quoted or " " in path
+        text = f'"{path}' + '"' * (not is_folder) if quotes else path
+        yield Completion(text + "/" * is_folder, -len(begun), display=one.display)
 
 
 def _saved_chats() -> Iterator[Selection]:
