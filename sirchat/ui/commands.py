@@ -18,6 +18,8 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.attaching import describe_size, with_file
+from sirchat.ui.copying import copy_reply
+from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
@@ -247,6 +249,15 @@ class Commands:
         text, files = with_file(rest)
         self._screen.note(describe_size(files, self._session))
         raise Send(text)
+
+    def do_copy(self, rest: str) -> None:
+        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
+        turns ago; --osc52 lets the terminal do it, as over ssh."""
+        copy_reply(self._session, self._screen, rest)
+
+    def do_export(self, rest: str) -> None:
+        """md|html|json|svg FILE [--force]: write the chat, or as svg the panel, to a file."""
+        export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""

@@ -20,6 +20,7 @@ from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.attaching import open_mention
 from sirchat.ui.commands import Commands
+from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
@@ -38,14 +39,18 @@ _TOKENS = (
     ("top", "those of highest score: top N"),
     ("next", "those that would leave next"),
 )
+_COPIED = (
+    ("code", "the last block of code of the last reply"),
+    ("--osc52", "by way of the terminal, as over ssh"),
+)
 _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
-_BEFORE_PATH = re.compile(r'/read +("[^"\n]*|[^\s"]*)$')
+_BEFORE_PATH = re.compile(rf'/(?:read|export +(?:{"|".join(FORMATS)})) +("[^"\n]*|[^\s"]*)$')
 
 
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash, and file names after `@` and `/read`.
+    """Completes a line that begins with a slash, and file names after `@`, `/read` and `/export`.
 
     `session` returns the current session.
     """
@@ -96,6 +101,10 @@ class SlashCompleter(Completer):
                 yield from _PANEL
             case ["tokens"]:
                 yield from _TOKENS
+            case ["copy"]:
+                yield from _COPIED
+            case ["export"]:
+                yield from FORMATS.items()
             case ["pin" | "unpin" | "why" | "forget"]:
                 yield from _TARGETS
             case ["show" | "set"]:

@@ -112,8 +112,11 @@ def _completed(text: str) -> set[str]:
         ("/read no", {"/read notes.txt"}),
         ("/read a", {'/read "a b.md"'}),
         ("/read docs/o", {"/read docs/one.md"}),
+        ("/export md no", {"/export md notes.txt"}),
+        ("/export ", {"/export md", "/export html", "/export json", "/export svg"}),
+        ("/copy ", {"/copy code", "/copy --osc52"}),
         *((text, set()) for text in ("a@no", r"\@no", "@none", "@no x", "/read notes.txt no")),
-        *((text, set()) for text in ("/set @no", "/save no")),
+        *((text, set()) for text in ("/set @no", "/export txt no", "/save no")),
     ],
 )
 def test_file_names_are_completed(files: Path, typed: str, offered: set[str]) -> None:

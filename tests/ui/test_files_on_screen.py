@@ -124,4 +124,6 @@ def test_forgetting_such_a_message_erases_the_line_that_was_typed(
 
 def test_help_tells_of_the_commands(chat: Terminal) -> None:
     assert _ask(chat, "/help read").startswith("/read FILE [QUESTION] ")
+    assert _ask(chat, "/help copy").startswith("/copy [code|N] ")
+    assert _ask(chat, "/help export").startswith("/export md|html|json|svg ")
     assert "@FILE" in _ask(chat, "/help")
