@@ -51,7 +51,8 @@ def read_text_file(name: str) -> str:
     if len(data) > MOST_FILE_BYTES:
         size = max(status.st_size, len(data))
         raise UsageError(
-            f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}", hint="take a part"
+            f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}",
+            hint="put what matters of it into a file of its own",
         )
     return _decoded(name, data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from os.path import basename
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
@@ -141,12 +142,17 @@ def _path_begun(text: str) -> str | None:
 
 
 def _paths(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Files and folders whose names go on; those with spaces are put in quotes."""
+    """Files and folders whose names go on; those with spaces are put in quotes.
+
+    Hidden ones are offered once the dot is typed.
+    """
     name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
     found = PathCompleter(expanduser=True).get_completions(Document(name), event)
     for one in found:
         path, is_folder = name + one.text, one.display_text.endswith("/")
         if displayable_line(path) != path or '"' in path:  # can't be typed
+            continue
+        if one.display_text.startswith(".") and not basename(name).startswith("."):
             continue
         quotes = is_quoted or " " in path
         text = f'"{path}' + '"' * (not is_folder) if quotes else path

@@ -170,19 +170,19 @@ def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "ending"),
+    ("words", "budget", "ending"),
     [
-        (5, {"budget": 512}, ", budget 512"),
-        (300, {"budget": 256}, ", budget 256: part of it will be forgotten as it is read"),
-        (900, {"budget": 256}, ", budget 256: most will be forgotten as it is read"),
+        (5, 512, ", budget 512"),
+        (300, 256, ", budget 256: part of it will be forgotten as it is read"),
+        (900, 256, ", budget 256: most will be forgotten as it is read"),
     ],
 )
 def test_the_size_is_told_against_the_budget(
-    folder: Path, words: int, settings: dict[str, int], ending: str
+    folder: Path, words: int, budget: int, ending: str
 ) -> None:
     (folder / "n.txt").write_text("milk " * words, encoding="utf-8")
     _, files = with_files("@n.txt", print)
-    said = describe_size(files, session(**settings))
+    said = describe_size(files, session(budget=budget))
     assert said.startswith("n.txt: ")
     assert said.endswith(f" tokens{ending}")
 

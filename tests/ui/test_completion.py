@@ -83,7 +83,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with files, the home folder too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("notes.txt", "a b.md", 'q".md', "x\x1b.md"):
+    for name in ("notes.txt", ".hidden", "a b.md", 'q".md', "x\x1b.md"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "one.md").write_text("x", encoding="utf-8")
@@ -106,6 +106,7 @@ def _completed(text: str) -> set[str]:
         ("@~/no", {"@~/notes.txt"}),
         ("@a", {'@"a b.md"'}),
         ('@"a b', {'@"a b.md"'}),
+        ("@.h", {"@.hidden"}),
         ('@"no', {'@"notes.txt"'}),
         ("one\n@no", {"one\n@notes.txt"}),
         ("//x @no", {"//x @notes.txt"}),

@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
         raise OSError(28, "No space left on device")
 
     class Full(io.StringIO):
-        write = full  # type: ignore[assignment]
+        write = full
 
     def opened(path: Path, mode: str) -> io.StringIO:
         path.touch()
