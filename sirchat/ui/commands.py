@@ -19,7 +19,10 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.ui.attaching import describe_size, with_file
+from sirchat.ui.copying import copy_reply
 from sirchat.ui.editing import drawing_settings
+from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
 from sirchat.ui.panel import draw_panel
@@ -64,6 +67,14 @@ class Another(Exception):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session = session
+
+
+class Send(Exception):
+    """The user wants this message to be sent."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
 
 
 class Commands:
@@ -272,6 +283,21 @@ class Commands:
     def do_edit(self, rest: str) -> None:
         """-: change what you said last, in $EDITOR or at the prompt, and go on from there."""
         raise Edit
+
+    def do_read(self, rest: str) -> None:
+        """FILE [QUESTION]: send a file's text, and a question about it; in a message, @FILE."""
+        text, files = with_file(rest)
+        self._screen.note(describe_size(files, self._session))
+        raise Send(text)
+
+    def do_copy(self, rest: str) -> None:
+        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
+        turns ago; --osc52 lets the terminal do it, as over ssh."""
+        copy_reply(self._session, self._screen, rest)
+
+    def do_export(self, rest: str) -> None:
+        """md|html|json|svg FILE [--force]: write the chat, or as svg the panel, to a file."""
+        export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and from now on; by a NAME it can be found again."""

@@ -1,11 +1,13 @@
-"""Completion at the prompt: the commands and their values, with help."""
+"""Completion at the prompt: the commands and their values, with help, and names of files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from os.path import basename
 
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import DRAWING
@@ -18,7 +20,9 @@ from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.attaching import open_mention
 from sirchat.ui.commands import Commands
+from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
@@ -37,11 +41,21 @@ _TOKENS = (
     ("top", "those of highest score: top N"),
     ("next", "those that would leave next"),
 )
+_COPIED = (
+    ("code", "the last block of code of the last reply"),
+    ("--osc52", "by way of the terminal, as over ssh"),
+)
 _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
+_BEFORE_PATH = re.compile(rf'/(?:read|export +(?:{"|".join(FORMATS)})) +("[^"\n]*|[^\s"]*)$')
+
+
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash; `session` returns the current session."""
+    """Completes a line that begins with a slash, and file names after `@`, `/read` and `/export`.
+
+    `session` returns the current session.
+    """
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
@@ -50,6 +64,10 @@ class SlashCompleter(Completer):
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
+        path = _path_begun(text)
+        if path is not None:
+            yield from _paths(path, event)
+            return
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
         *before, word = text[1:].split(" ")
@@ -87,6 +105,10 @@ class SlashCompleter(Completer):
                 yield from _PANEL
             case ["tokens"]:
                 yield from _TOKENS
+            case ["copy"]:
+                yield from _COPIED
+            case ["export"]:
+                yield from FORMATS.items()
             case ["pin" | "unpin" | "why" | "forget"]:
                 yield from _TARGETS
             case ["show" | "set"]:
@@ -112,6 +134,32 @@ class SlashCompleter(Completer):
             yield from ((value, "") for value in choices(setting))
             if setting == "recall":
                 yield "on", "the measure that recalls best"
+
+
+def _path_begun(text: str) -> str | None:
+    """The beginning of a file's name before the cursor, a quote in front included, if any."""
+    command = _BEFORE_PATH.match(text)
+    if command:
+        return command[1]
+    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
+
+
+def _paths(begun: str, event: CompleteEvent) -> Iterator[Completion]:
+    """Files and folders whose names go on; those with spaces are put in quotes.
+
+    Hidden ones are offered once the dot is typed.
+    """
+    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
+    found = PathCompleter(expanduser=True).get_completions(Document(name), event)
+    for one in found:
+        path, is_folder = name + one.text, one.display_text.endswith("/")
+        if displayable_line(path) != path or '"' in path:  # can't be typed
+            continue
+        if one.display_text.startswith(".") and not basename(name).startswith("."):
+            continue
+        quotes = is_quoted or " " in path
+        text = f'"{path}' + '"' * (not is_folder) if quotes else path
+        yield Completion(text + "/" * is_folder, -len(begun), display=one.display)
 
 
 def _saved_chats() -> Iterator[Selection]:

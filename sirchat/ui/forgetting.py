@@ -133,6 +133,7 @@ class Forgetting:
             return _Matches(pattern, "", None if request.everywhere else own)
         said = turns[turn] if 0 <= turn < len(turns) else None
         whole = said.text.strip() if said is not None and said.role == "user" else ""
+        whole = self._history.typed_for.get(whole, whole)
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:

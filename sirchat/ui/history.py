@@ -17,11 +17,13 @@ class Typed(History):
 
     Attributes:
         typed_now: lines typed since the program began.
+        typed_for: the typed line of each message that was sent with a file's text in it.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # those of the other base class
         self.typed_now: set[str] = set()
+        self.typed_for: dict[str, str] = {}
 
     def append_string(self, string: str) -> None:
         self.typed_now.add(string.strip())
@@ -35,6 +37,7 @@ class Typed(History):
         """Erase each line that matches; raises OSError."""
         self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
         self.typed_now = {one for one in self.typed_now if not matches(one)}
+        self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
 
 
 class InMemory(Typed, InMemoryHistory):

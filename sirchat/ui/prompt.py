@@ -18,6 +18,8 @@ from prompt_toolkit.layout.processors import Processor, Transformation, Transfor
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
+from sirchat.ui.attaching import open_mention
+from sirchat.ui.pasted import PastedSigns
 from sirchat.ui.text import displayable
 
 _FENCE = '"""'
@@ -30,12 +32,14 @@ _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"}
 class Line:
     """One input: a command, slash included, or a message.
 
-    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed.
+    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed. `pasted_signs` are the
+    indices of each `@` in the text that was pasted, not typed.
     """
 
     text: str
     is_command: bool
     is_stopped: bool = False
+    pasted_signs: frozenset[int] = frozenset()
 
 
 class Prompt:
@@ -61,6 +65,8 @@ class Prompt:
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._pasted: str | None = None
+        self._signs = PastedSigns()
+        self._is_pasting = False
         self._entered: str | None = None
         self._toolbar = toolbar
         self._prompt: PromptSession[str] = PromptSession(
@@ -70,7 +76,7 @@ class Prompt:
             multiline=True,
             prompt_continuation="  ",
             completer=completer,
-            complete_while_typing=Condition(self._is_command),
+            complete_while_typing=Condition(self._is_completed),
             bottom_toolbar=self._toolbar_text,
             history=history,
             key_bindings=self._bindings(),
@@ -88,6 +94,7 @@ class Prompt:
         """
         while True:
             self._pasted = self._entered = None
+            self._signs.begin()
             stopped = False
             try:
                 text = self._prompt.prompt()
@@ -99,11 +106,14 @@ class Prompt:
                 text, stopped = self._entered, True  # the prompt was about to close
             line = self._parsed(text)
             if line.text.strip():
-                return replace(line, is_stopped=stopped)
+                start = text.find(line.text)
+                signs = frozenset(index - start for index in self._signs.indices)
+                return replace(line, is_stopped=stopped, pasted_signs=signs)
 
     def edit(self, text: str) -> str:
         """A message, given as `text`, as the user changes it; empty if the user gives it up."""
         self._pasted = self._entered = None
+        self._signs.begin()
         try:
             return self._prompt.prompt(default=text)
         except (EOFError, KeyboardInterrupt):
@@ -125,12 +135,17 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Text that was pasted and then edited no longer counts as pasted."""
+        """Text that was pasted and then edited no longer counts as pasted, but each `@` in it."""
+        self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
 
-    def _is_command(self) -> bool:
-        text = self._prompt.default_buffer.text
+    def _is_completed(self) -> bool:
+        """Whether completions show while the user types: for commands, and for files after `@`."""
+        document = self._prompt.default_buffer.document
+        text = document.text
+        if open_mention(document.text_before_cursor) is not None:
+            return True
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
     def _toolbar_text(self) -> str:
@@ -187,13 +202,18 @@ class Prompt:
         buffer.append_to_history()
         buffer.reset()
         self._pasted = None
+        self._signs.begin()
 
     def _paste(self, buffer: Buffer, data: str) -> None:
         data = data.replace("\r\n", "\n").replace("\r", "\n")
         begins = not buffer.text.strip() and bool(data)
         if begins:
             buffer.reset()
-        buffer.insert_text(data)
+        self._is_pasting = True
+        try:
+            buffer.insert_text(data)
+        finally:
+            self._is_pasting = False
         if begins:  # set last: every change of the text is compared with it
             self._pasted = data
 

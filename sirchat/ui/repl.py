@@ -17,7 +17,9 @@ from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.progress import Progress
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Summarize
+from sirchat.text.surrogates import without_surrogates
+from sirchat.ui.attaching import describe_size, with_files
+from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Send, Summarize
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editing import edited, editor
 from sirchat.ui.history import input_history
@@ -140,10 +142,15 @@ class _Chat:
                     self._edit()
                 except Summarize:
                     self._turn(lambda stops: summarize(self._session, stops))
+                except Send as message:
+                    self._send(message.text, line)
                 except Another as other:
                     self._switch_to(other.session)
             else:
-                self._turn(lambda stops: self._session.ask(line.text, stops), line.is_stopped)
+                text, files = with_files(line.text, self._screen.note, line.pasted_signs)
+                if files:
+                    self._screen.note(describe_size(files, self._session))
+                self._send(text, line)
         except Leave:
             return False
         except SirchatError as error:
@@ -186,6 +193,12 @@ class _Chat:
             self._screen.note("nothing is changed; /retry draws another reply")
         else:
             self._turn(lambda stops: self._session.retry(stops, changed))
+
+    def _send(self, text: str, line: Line) -> None:
+        """Send a message; the line that was typed differs from it where it names a file."""
+        if text != line.text:
+            self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
+        self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
 
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False

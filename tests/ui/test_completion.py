@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
+from chatting import babbler, session
+from sirchat.ui.completion import SlashCompleter
 from terminal import Shared, Terminal
 
 
@@ -72,6 +76,64 @@ def test_tab_completes(chat: Terminal) -> None:
     chat.wait_screen(r"(?m)^> /budget$")
     chat.submit(" 64\r")
     chat.wait("budget: 1024 -> 64")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with files, the home folder too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("notes.txt", ".hidden", "a b.md", 'q".md', "x\x1b.md"):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "one.md").write_text("x", encoding="utf-8")
+    return tmp_path
+
+
+def _completed(text: str) -> set[str]:
+    """The lines that completion offers."""
+    completer = SlashCompleter(lambda: session(babbler()))
+    found = completer.get_completions(Document(text), CompleteEvent())
+    return {text[: len(text) + one.start_position] + one.text for one in found}
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("@", {"@notes.txt", '@"a b.md"', "@docs/"}),
+        ("see @no", {"see @notes.txt"}),
+        ("@docs/", {"@docs/one.md"}),
+        ("@~/no", {"@~/notes.txt"}),
+        ("@a", {'@"a b.md"'}),
+        ('@"a b', {'@"a b.md"'}),
+        ("@.h", {"@.hidden"}),
+        ('@"no', {'@"notes.txt"'}),
+        ("one\n@no", {"one\n@notes.txt"}),
+        ("//x @no", {"//x @notes.txt"}),
+        ("/read no", {"/read notes.txt"}),
+        ("/read a", {'/read "a b.md"'}),
+        ("/read docs/o", {"/read docs/one.md"}),
+        ("/export md no", {"/export md notes.txt"}),
+        ("/export ", {"/export md", "/export html", "/export json", "/export svg"}),
+        ("/copy ", {"/copy code", "/copy --osc52"}),
+        *((text, set()) for text in ("a@no", r"\@no", "@none", "@no x", "/read notes.txt no")),
+        *((text, set()) for text in ("/set @no", "/export txt no", "/save no")),
+    ],
+)
+def test_file_names_are_completed(files: Path, typed: str, offered: set[str]) -> None:
+    assert _completed(typed) == offered
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_files_are_offered_while_a_message_is_typed(home: Path, files: Path, columns: int) -> None:
+    with Terminal(home=home, rows=24, columns=columns) as chat:
+        chat.wait_prompt()
+        chat.send("sum up @no")
+        chat.wait_screen(r"(?m)^ +notes\.txt")
+        chat.send("\t")
+        chat.wait_screen(r"(?m)^> sum up @notes\.txt$")
+        chat.submit("\r")
+        chat.wait(r"notes\.txt: \d+ tokens, budget 1,024")
 
 
 def test_a_message_is_not_completed(chat: Terminal) -> None:

@@ -194,3 +194,30 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.M
         keys.send_text("\x03")
         with pytest.raises(KeyboardInterrupt):
             prompt.read()
+
+
+def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, home: Path) -> None:
+    file = home / "secret.txt"
+    file.write_text("it is 4711", encoding="utf-8")
+    chat.wait_prompt()
+    chat.paste(f"see @{file} please")
+    chat.submit(ENTER)
+    chat.wait_prompt()
+    assert "was pasted and is sent as it stands" in " ".join(chat.text.split())
+    assert _message(chat) == f"see @{file} please"
+    chat.send(UP + UP)  # over the line of /tokens
+    chat.wait_screen(f"> see @{file} please")
+    chat.submit(ENTER)
+    chat.wait_prompt()
+    assert _message(chat, 2) == f"see @{file} please"
+
+
+def test_a_typed_sign_after_a_paste_names_a_file(chat: Terminal, home: Path) -> None:
+    (home / "plain.txt").write_text("it is 4711", encoding="utf-8")
+    chat.wait_prompt()
+    chat.paste("@anna asks: ")
+    chat.send(f"@{home}/plain.txt")
+    chat.submit(ENTER)
+    chat.wait_prompt()
+    assert "it is 4711" in _message(chat)
+    assert "@anna asks: " in _message(chat)

@@ -1,0 +1,84 @@
+"""Reading a text file that the user names; everything else is refused without waiting for it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from sirchat.errors import UsageError, nearest
+
+MOST_FILE_BYTES = 2**20
+"""Of a file that goes into a message."""
+
+
+def is_missing(name: str) -> bool:
+    """Whether no file and no folder has this name; False where that can't be found out."""
+    try:
+        path_named(name).stat()
+    except PermissionError:
+        return False
+    except (OSError, ValueError):  # such as a name that is too long, or holds a NUL
+        return True
+    return False
+
+
+def path_named(name: str) -> Path:
+    """The path that a user means; `~` is the home folder."""
+    return Path(os.path.expanduser(name))
+
+
+def read_text_file(name: str) -> str:
+    """The text of a UTF-8 file, its line ends as newlines, without a byte order mark.
+
+    Raises UsageError where there is no such file, for folders, devices and pipes, and for what
+    can't be read, is no text, empty, or larger than `MOST_FILE_BYTES`.
+    """
+    path = path_named(name)
+    try:
+        _refuse_special(name, path.stat())  # before it is opened: opening can act on a device
+        # A pipe that took the file's place meanwhile must not block.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+        with open(path, "rb", opener=lambda file, _: os.open(file, flags)) as file:
+            status = os.fstat(file.fileno())
+            _refuse_special(name, status)
+            data = file.read(MOST_FILE_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise UsageError(f"there is no file {name}", hint=_near(path)) from None
+    except OSError as error:
+        raise UsageError(f"{name} can't be read: {error.strerror}") from None
+    if len(data) > MOST_FILE_BYTES:
+        size = max(status.st_size, len(data))
+        raise UsageError(
+            f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}",
+            hint="put what matters of it into a file of its own",
+        )
+    return _decoded(name, data)
+
+
+def _near(path: Path) -> str:
+    """A hint at a file with nearly this name, or at how names are written."""
+    with suppress(OSError, ValueError):
+        if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
+            return close
+    return 'a name with spaces goes in quotes: "a b.txt"'
+
+
+def _refuse_special(name: str, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{name} is a folder", hint="name a file in it")
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{name} is no ordinary file, but a device or a pipe")
+
+
+def _decoded(name: str, data: bytes) -> str:
+    if b"\0" in data:
+        raise UsageError(f"{name} is no text: it holds NUL bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is no UTF-8 text: see byte {error.start:,}") from None
+    if not text.strip():
+        raise UsageError(f"{name} is empty")
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,139 @@
+"""Files in messages: `@path` and `/read`, and what is said before their text is read.
+
+Only text that was typed can name a file. Transcripts, pipes and pasted text never do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError
+from sirchat.text.fences import fenced
+from sirchat.text.surrogates import without_surrogates
+from sirchat.text.text_file import is_missing, path_named, read_text_file
+from sirchat.ui.text import displayable_line, shorten
+
+_MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word>\S+))')
+_LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
+_OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
+_CLOSING = ".,;:!?)]}'\"…"
+"""Signs after a file's name that may belong to the sentence."""
+
+
+@dataclass(frozen=True)
+class AttachedFile:
+    """A file whose text goes into a message: its name as it was typed, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def block(self) -> str:
+        """The text as it stands in the message, under its name."""
+        return without_surrogates(fenced(displayable_line(self.name), self.text))
+
+
+def with_files(
+    text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
+) -> tuple[str, list[AttachedFile]]:
+    """A typed message in which `@path` names files, and these files.
+
+    Each file's text stands before the message, once. A word that names no file stays as it is, with
+    a `note` where it looks like a path; `\\@` is a mere sign. `pasted_signs` are the indices of the
+    signs that name nothing, as they were pasted.
+
+    Raises UsageError, as `read_text_file` does, for what is there and can't be taken.
+    """
+    files: dict[str, AttachedFile] = {}
+    said = list[str]()  # the message, where file names alone say nothing
+    message, at = list[str](), 0
+    for found in _MENTION.finditer(text):
+        if found.end("escape") in pasted_signs:
+            name, shown = "", found[0]
+            _note_pasted(found, note)
+        else:
+            name, shown = _named(found, note)
+        if name and name not in files:
+            files[name] = AttachedFile(name, read_text_file(name))
+        between = text[at : found.start()]
+        message += (between, shown)
+        said += (between, shown.removeprefix(name) if name else shown)
+        at = found.end()
+    message.append(text[at:])
+    has_words = bool("".join([*said, text[at:]]).strip())
+    return _joined(list(files.values()), "".join(message) * has_words), list(files.values())
+
+
+def open_mention(before: str) -> str | None:
+    """The beginning of a file's name that is typed after `@`, a quote in front included, if any.
+
+    `before` is the text before the cursor.
+    """
+    found = _OPEN.search(before)
+    return found[0][1:] if found else None
+
+
+def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
+    """The message that `/read FILE [QUESTION]` sends, and its file.
+
+    Raises UsageError without a name, and as `read_text_file` does.
+    """
+    name, question = first_name(rest)
+    if not name:
+        raise UsageError("say which file", hint="/read FILE, or /read FILE QUESTION")
+    file = AttachedFile(name, read_text_file(name))
+    return _joined([file], question), [file]
+
+
+def first_name(text: str) -> tuple[str, str]:
+    """The first word of a text, or what stands in quotes there, and the rest."""
+    found = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
+    if found is None:  # it matches any text
+        return "", text
+    return found[1] or found[2] or "", text[found.end() :]
+
+
+def describe_size(files: list[AttachedFile], session: Session) -> str:
+    """The number of tokens of these files, against the budget."""
+    counts = [len(session.template.as_text(file.block)) for file in files]
+    parts = [
+        f"{displayable_line(file.name)}: {count:,} tokens"
+        for file, count in zip(files, counts, strict=True)
+    ]
+    line, total = f"{', '.join(parts)}, budget {session.budget:,}", sum(counts)
+    if total <= session.budget or session.profile.policy == "full":
+        return line
+    share = "most" if total > 2 * session.budget else "part of it"
+    return f"{line}: {share} will be forgotten as it is read"
+
+
+def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
+    """The file that a word names, or nothing; and what stands for the word in the message."""
+    word = found["word"] or ""
+    if found["escape"]:
+        return "", found[0][1:]
+    if found["quoted"] and not is_missing(found["quoted"]):
+        return found["quoted"], found["quoted"]
+    for name in (word, word.rstrip(_CLOSING)):
+        is_plain_folder = "/" not in name and os.path.isdir(name)
+        if name and not is_plain_folder and not is_missing(name):
+            return name, word
+    bare = found["quoted"] or word.rstrip(_CLOSING)
+    if found["quoted"] or _LIKE_A_PATH.search(bare):
+        note(f"there is no file {shorten(bare, 60)}: it is sent as it stands")
+    return "", found[0]
+
+
+def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
+    if not found["escape"] and os.path.isfile(path_named(found["quoted"] or found["word"])):
+        word = shorten(found[0], 60)
+        note(f"{word} was pasted and is sent as it stands; type the @ to put the file in")
+
+
+def _joined(files: list[AttachedFile], message: str) -> str:
+    """The files' texts, and the message last: it survives what is forgotten as they are read."""
+    return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])

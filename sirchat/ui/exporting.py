@@ -1,0 +1,167 @@
+"""`/export`: the chat as Markdown, HTML or JSON, or a picture of the panel, in a private file."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+from rich.console import Console
+
+from sirchat.chat.conversation import Turn
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError, format_value, nearest
+from sirchat.paths import open_private
+from sirchat.text.surrogates import without_surrogates
+from sirchat.text.text_file import path_named
+from sirchat.ui.attaching import first_name
+from sirchat.ui.panel import draw_panel
+from sirchat.ui.screen import Screen
+from sirchat.ui.text import displayable, displayable_line
+from sirchat.ui.theme import theme_named
+
+FORMATS = {
+    "md": "the chat as Markdown",
+    "html": "the chat as a page",
+    "json": "the chat as JSON, which sirchat replay reads",
+    "svg": "the panel as a picture",
+}
+_FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
+_PANEL_WIDTH = 100  # columns
+_NAMES = {"system": "System", "user": "You"}
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 1rem/1.5 sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }}
+h2 {{ font-size: .9rem; margin: 1.5rem 0 0; opacity: .6; }}
+pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
+.as-typed {{ white-space: pre-wrap; }}
+</style>
+{turns}
+</html>
+"""
+
+
+def export_chat(session: Session, screen: Screen, rest: str) -> None:
+    """Write what `/export FORMAT FILE [--force]` means, and say where.
+
+    Raises UsageError, with nothing written, for another format, an existing file without
+    `--force`, and where the file can't be written.
+    """
+    words = _FORCE.sub("", rest)
+    format, file = first_name(words)
+    if format not in FORMATS:
+        raise UsageError(
+            f"/export: {format_value(format)} is not allowed; allowed: {', '.join(FORMATS)}",
+            hint=nearest(format, FORMATS) or "/export md FILE",
+        )
+    name, more = first_name(file)
+    if not name or more:
+        raise UsageError(
+            "say which file",
+            hint=f'/export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
+        )
+    if format == "svg":
+        text = _picture(session)
+    elif _said(session):
+        text = _AS[format](session)
+    else:
+        raise UsageError("nothing is said yet")
+    _write(name, without_surrogates(text), force=words != rest)
+    screen.note(f"{FORMATS[format]} is in {name}")
+
+
+def _markdown(session: Session) -> str:
+    return "\n\n".join(
+        f"## {_speaker(turn, session)}\n\n{displayable(turn.text).strip()}"
+        for turn in _said(session)
+    )
+
+
+def _json(session: Session) -> str:
+    messages = [{"role": turn.role, "content": turn.text} for turn in _said(session)]
+    record = {"model": session.model.name, "messages": messages}
+    return json.dumps(record, ensure_ascii=False, indent=1)
+
+
+def _page(session: Session) -> str:
+    """A page that loads nothing and runs nothing; replies are drawn as the Markdown they are."""
+    from markdown_it import MarkdownIt
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    turns = []
+    for turn in _said(session):
+        text = displayable(turn.text).strip()
+        is_reply = turn.role == "assistant"
+        body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
+        turns.append(f"<h2>{html.escape(_speaker(turn, session))}</h2>\n{body}")
+    title = f"A chat with {displayable_line(session.model.name)}"
+    return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
+
+
+def _picture(session: Session) -> str:
+    """The panel, on a dark ground; its fonts are the viewer's own, so nothing is loaded."""
+    console = Console(
+        record=True,
+        width=_PANEL_WIDTH,
+        file=io.StringIO(),
+        color_system="truecolor",
+        no_color=False,
+    )
+    console.print(draw_panel(session.snapshot(), theme_named("dark", {}), _PANEL_WIDTH))
+    drawn = console.export_svg(title="sirchat")
+    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
+
+
+_AS = {"md": _markdown, "html": _page, "json": _json}
+
+
+def _said(session: Session) -> list[Turn]:
+    """The turns that say something; a turn that was forgotten or broke off may be empty."""
+    return [turn for turn in session.turns if turn.text.strip()]
+
+
+def _speaker(turn: Turn, session: Session) -> str:
+    return _NAMES.get(turn.role) or displayable_line(session.model.name)
+
+
+def _write(name: str, text: str, *, force: bool) -> None:
+    """Write a private file, all of it or none, at a place that is free or, if forced, a file's."""
+    path = path_named(name)
+    try:
+        if path.is_dir():
+            raise UsageError(f"{name} is a folder", hint="name a file in it")
+        if os.path.lexists(path) and not force:
+            raise UsageError(f"{name} exists", hint="--force replaces it")
+        if os.path.lexists(path) and not path.is_file():
+            raise UsageError(f"{name} is no ordinary file, and stays")
+        _put(path, text, force)
+    except FileExistsError:  # it was made meanwhile
+        raise UsageError(f"{name} exists", hint="--force replaces it") from None
+    except FileNotFoundError:
+        raise UsageError(f"there is no folder {path.parent}", hint="make it first") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "the name is not allowed"
+        raise UsageError(f"{name} can't be written: {reason}") from None
+
+
+def _put(path: Path, text: str, force: bool) -> None:
+    new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if force else path
+    file = open_private(new, "x")
+    try:
+        with file:
+            file.write(text.rstrip("\n") + "\n")
+        if force:
+            os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

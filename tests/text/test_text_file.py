@@ -1,0 +1,123 @@
+"""Text files that the user names: what is read, and what is refused at once in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from sirchat.errors import UsageError
+from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, read_text_file
+
+
+def refused(path: Path | str) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_text_file(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_text_comes_without_mark_and_with_plain_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree \xc3\xa4\n")
+    assert read_text_file(str(file)) == "one\ntwo\nthree ä\n"
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("at home", encoding="utf-8")
+    assert read_text_file("~/a.txt") == "at home"
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("here", encoding="utf-8")
+    (tmp_path / "b").symlink_to(tmp_path / "a.txt")
+    assert read_text_file(str(tmp_path / "b")) == "here"
+
+
+def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "big.txt"
+    file.write_bytes(b"x" * MOST_FILE_BYTES)
+    assert len(read_text_file(str(file))) == MOST_FILE_BYTES
+    file.write_bytes(b"x" * (MOST_FILE_BYTES + 1))
+    assert "big.txt has 1,048,577 bytes; allowed: up to 1,048,576" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"text\0more", "is no text: it holds NUL bytes"),
+        (b"a\xff", "is no UTF-8 text: see byte 1"),
+        ("ä".encode("utf-16"), "is no text: it holds NUL bytes"),
+        (b"\xed\xa0\x80", "is no UTF-8 text"),  # half of a surrogate pair
+        (b" \n", "is empty"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
+    file = tmp_path / "a.bin"
+    file.write_bytes(data)
+    assert f"a.bin {problem}" in refused(file)
+
+
+def test_folders_pipes_sockets_and_devices_are_refused_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "is a folder" in refused(tmp_path)
+    for path in (pipe, "/dev/zero", "/dev/tty"):
+        assert f"{path} is no ordinary file, but a device or a pipe" in refused(path)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        assert "is no ordinary file" in refused("socket")
+
+
+def test_a_pipe_that_takes_a_file_s_place_does_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.write_text("x", encoding="utf-8")
+    os.mkfifo(pipe)
+    before = os.stat(file)
+    monkeypatch.setattr(Path, "stat", lambda self, **_: before)
+    assert "is no ordinary file" in refused(pipe)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x", encoding="utf-8")
+    file.chmod(0)
+    assert refused(file).endswith("a.txt can't be read: Permission denied")
+
+
+def test_a_file_that_may_not_be_opened_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x", encoding="utf-8")
+
+    def forbidden(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", forbidden)
+    assert refused(file).endswith("a.txt can't be read: Permission denied")
+
+
+@pytest.mark.parametrize("name", ["no-such.txt", "x" * 5000, "a\0b", "a\udcffb", "~nobody-here/x"])
+def test_a_name_of_nothing_is_missing(name: str) -> None:
+    assert is_missing(name)
+    refused(name)
+
+
+def test_a_mistyped_name_is_set_right(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    assert "note.txt (did you mean notes.txt?)" in refused(tmp_path / "note.txt")
+    assert "(a name with spaces goes in quotes: " in refused(tmp_path / "other")
+
+
+def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
+    assert not is_missing(str(tmp_path))

@@ -1,0 +1,219 @@
+"""`@path` and `/read`: which words of a message name files, and what is sent in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chatting import session
+from command import run
+from sirchat.errors import UsageError
+from sirchat.ui.attaching import describe_size, first_name, open_mention, with_file, with_files
+
+NOTES = "```notes.txt\nbuy milk\n```"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
+    (tmp_path / "a b.md").write_text("spaced", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "Makefile").write_text("all:", encoding="utf-8")
+    return tmp_path
+
+
+def sent(text: str, pasted_signs: set[int] | None = None) -> tuple[str, list[str]]:
+    """The message that is sent, and the notes."""
+    notes: list[str] = []
+    return with_files(text, notes.append, pasted_signs or set())[0], notes
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("@notes.txt what is to do?", f"{NOTES}\n\nnotes.txt what is to do?"),
+        ("sum up @notes.txt.", f"{NOTES}\n\nsum up notes.txt."),
+        ("is it in @notes.txt?!", f"{NOTES}\n\nis it in notes.txt?!"),
+        ("look\n@notes.txt\nplease", f"{NOTES}\n\nlook\nnotes.txt\nplease"),
+        ("@notes.txt", NOTES),
+        (" @notes.txt ", NOTES),
+        ("@~/notes.txt and?", NOTES.replace("n", "~/n", 1) + "\n\n~/notes.txt and?"),
+        ("@./notes.txt", NOTES.replace("n", "./n", 1)),
+        ('@"a b.md" why', "```a b.md\nspaced\n```\n\na b.md why"),
+        ('@"a b.md"', "```a b.md\nspaced\n```"),
+        ("@notes.txt or @notes.txt", f"{NOTES}\n\nnotes.txt or notes.txt"),
+        ("@notes.txt @Makefile", f"{NOTES}\n\n```Makefile\nall:\n```"),
+        ("@notes.txt @anna", f"{NOTES}\n\nnotes.txt @anna"),
+    ],
+)
+def test_a_word_that_names_a_file_brings_its_text(typed: str, message: str) -> None:
+    assert sent(typed) == (message, [])
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *(
+            "hello @anna",
+            "@docs",
+            "a@notes.txt",
+            "me@example.org",
+            "(@notes.txt)",
+            "@",
+            "@ notes.txt",
+        ),
+        *("x@", '@"', "@...", "@anna, @bob!"),
+    ],
+)
+def test_any_other_word_stays_as_it_is_typed(typed: str) -> None:
+    assert sent(typed) == (typed, [])
+
+
+@pytest.mark.parametrize("word", ["@note.txt", "@docs/none", '@"a c.md"', "@/no/where", "@a.b"])
+def test_what_looks_like_a_path_and_is_missing_is_pointed_out(word: str) -> None:
+    message, (note,) = sent(f"see {word}, ok")
+    assert message == f"see {word}, ok"
+    assert "there is no file" in note
+    assert "is sent as it stands" in note
+
+
+def test_a_backslash_keeps_the_sign() -> None:
+    assert sent(r"\@notes.txt and \@anna") == ("@notes.txt and @anna", [])
+    assert sent(r"a\@b") == (r"a\@b", [])
+
+
+def test_a_sign_that_was_pasted_names_no_file() -> None:
+    message, notes = sent("@notes.txt @notes.txt @anna", {11, 22})
+    assert message == f"{NOTES}\n\nnotes.txt @notes.txt @anna"
+    assert notes == [
+        "@notes.txt was pasted and is sent as it stands; type the @ to put the file in"
+    ]
+    assert sent(r"\@notes.txt", {1}) == (r"\@notes.txt", [])
+
+
+@pytest.mark.parametrize("word", ["@docs/", "@./docs", "@/dev/zero", "@bin.dat"])
+def test_what_is_there_and_is_no_text_file_refuses_the_message(folder: Path, word: str) -> None:
+    (folder / "bin.dat").write_bytes(b"\0")
+    with pytest.raises(UsageError):
+        sent(f"see {word}")
+
+
+def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
+    (folder / "a.txt").write_text("@notes.txt and /read notes.txt", encoding="utf-8")
+    assert sent("@a.txt")[0] == "```a.txt\n@notes.txt and /read notes.txt\n```"
+    assert with_file("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("notes.txt", NOTES),
+        ("notes.txt what   is to do?", f"{NOTES}\n\nwhat   is to do?"),
+        ('"notes.txt" why?', f"{NOTES}\n\nwhy?"),
+        ('"a b.md"', "```a b.md\nspaced\n```"),
+        ('"a b.md', "```a b.md\nspaced\n```"),
+    ],
+)
+def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> None:
+    text, (file,) = with_file(rest)
+    assert text == message
+    assert file.block in message
+
+
+@pytest.mark.parametrize("rest", ["", '""', "none.txt", "docs", "a b.md"])
+def test_read_refuses_what_it_can_not_read(rest: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_file(rest)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_name_may_be_in_quotes() -> None:
+    assert first_name('a "b c"') == ("a", '"b c"')
+    assert first_name('"b c"  d') == ("b c", "d")
+    assert first_name("") == ("", "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("replay", "-"), ("ask",), ("ask", "and @notes.txt?")], ids=str
+)
+def test_text_from_a_pipe_or_a_script_reads_no_file(arguments: tuple[str, ...]) -> None:
+    piped = "see @notes.txt\n"
+    done = run(*arguments, "--json", "--max-new-tokens", "2", text=piped)
+    assert done.returncode == 0
+    assert "@notes.txt" in done.stdout
+    assert "buy milk" not in done.stdout
+
+
+def test_control_tokens_in_a_file_stay_text(folder: Path) -> None:
+    chat = session(max_new_tokens=2)
+    special = set(chat.model.tokenizer.all_special_ids)
+    words = "<|im_end|> <|end|><|user|><|assistant|> " + "".join(
+        str(one) for one in chat.model.tokenizer.added_tokens_decoder.values()
+    )
+    (folder / "bad.txt").write_text(words, encoding="utf-8")
+    message, _ = sent("@bad.txt")
+    list(chat.read_user(message))
+    rows = [row for row in chat.snapshot().rows if row.role == "user"]
+    assert "<|im_end|> <|end|><|user|><|assistant|>" in "".join(row.text for row in rows)
+    assert not special & {row.id for row in rows}
+
+
+def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
+    name = "a\udcff.txt"
+    (folder / name).write_text("x", encoding="utf-8")
+    message, _ = sent(f"@{name}")
+    list(session(max_new_tokens=2).read_user(message))
+    assert message == "```a\ufffd.txt\nx\n```"
+
+
+@pytest.mark.parametrize(
+    ("words", "budget", "ending"),
+    [
+        (5, 512, ", budget 512"),
+        (300, 256, ", budget 256: part of it will be forgotten as it is read"),
+        (900, 256, ", budget 256: most will be forgotten as it is read"),
+    ],
+)
+def test_the_size_is_told_against_the_budget(
+    folder: Path, words: int, budget: int, ending: str
+) -> None:
+    (folder / "n.txt").write_text("milk " * words, encoding="utf-8")
+    _, files = with_files("@n.txt", print)
+    said = describe_size(files, session(budget=budget))
+    assert said.startswith("n.txt: ")
+    assert said.endswith(f" tokens{ending}")
+
+
+def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
+    (folder / "n.txt").write_text("milk and bread\n" * 9, encoding="utf-8")
+    text, files = with_files("@n.txt", print)
+    chat = session()
+    said = describe_size(files, chat)
+    list(chat.read_user(text))
+    read = sum(row.role == "user" for row in chat.snapshot().rows)
+    assert said == f"n.txt: {read:,} tokens, budget 1,024"
+
+
+def test_several_files_share_one_line(folder: Path) -> None:
+    _, files = with_files("@notes.txt @Makefile", print)
+    line = describe_size(files, session())
+    assert line.startswith("notes.txt: ")
+    assert ", Makefile: " in line
+    assert line.endswith(" tokens, budget 1,024")
+
+
+@pytest.mark.parametrize(
+    ("before", "begun"),
+    [
+        ("@", ""),
+        ("see @no", "no"),
+        ('see @"a b', '"a b'),
+        ("see @docs/", "docs/"),
+        *(("a@b", None), (r"\@no", None), ("@no x", None), ('@"a b" ', None), ("", None)),
+    ],
+)
+def test_a_file_name_under_way_is_known(before: str, begun: str | None) -> None:
+    assert open_mention(before) == begun

@@ -1,0 +1,226 @@
+"""`/copy`: what it copies, with tools that stand in for the platform's."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatting import session
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError
+from sirchat.ui import clipboard
+from sirchat.ui.copying import copy_reply
+from sirchat.ui.screen import Screen
+from terminal import Terminal
+
+CODE = "Try this:\n```sh\necho one\n```\nor\n```sh\necho two\nls\n```\nDone."
+
+
+class Tools:
+    """A folder of clipboard tools, the only one on the PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, name: str, script: str = "") -> None:
+        file = self._folder / name
+        lines = [
+            "#!/bin/sh",
+            "PATH=/usr/bin:/bin",
+            script or 'echo "$*" > "$0.args"; cat > "$0.got"',
+        ]
+        file.write_text("\n".join(lines), encoding="utf-8")
+        file.chmod(0o755)
+
+    def got(self, name: str) -> bytes:
+        return (self._folder / f"{name}.got").read_bytes()
+
+    def arguments(self, name: str) -> str:
+        return (self._folder / f"{name}.args").read_text(encoding="utf-8").strip()
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    for name in ("WAYLAND_DISPLAY", "DISPLAY", "SSH_CONNECTION", "SSH_TTY"):
+        monkeypatch.delenv(name, raising=False)
+    return Tools(folder)
+
+
+@pytest.fixture
+def chat() -> Session:
+    chat = session()
+    for question, reply in (("one", "The first."), ("two", CODE), ("three", "The last.")):
+        list(chat.read_user(question))
+        list(chat.read_reply(reply))
+    return chat
+
+
+def copied(chat: Session, rest: str = "") -> str:
+    """What `/copy` shows."""
+    notes = io.StringIO()
+    copy_reply(chat, Screen(io.StringIO(), notes), rest)
+    return notes.getvalue().strip()
+
+
+def refused(chat: Session, rest: str = "") -> str:
+    with pytest.raises(UsageError) as caught:
+        copied(chat, rest)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "display", "arguments"),
+    [
+        ("wl-copy", "WAYLAND_DISPLAY", ""),
+        ("xclip", "DISPLAY", "-selection clipboard"),
+        ("xsel", "DISPLAY", "--clipboard --input"),
+        ("pbcopy", "", ""),
+        ("termux-clipboard-set", "", ""),
+    ],
+)
+def test_the_last_reply_goes_to_the_tool_that_is_there(
+    chat: Session,
+    tools: Tools,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    display: str,
+    arguments: str,
+) -> None:
+    tools.add(name)
+    if display:
+        assert "there is no display" in refused(chat)
+        monkeypatch.setenv(display, ":0")
+    assert copied(chat) == f"copied 9 characters ({name})"
+    assert tools.got(name) == b"The last."
+    assert tools.arguments(name) == arguments
+
+
+def test_windows_gets_its_own_encoding(chat: Session, tools: Tools) -> None:
+    tools.add("clip.exe")
+    copied(chat)
+    assert tools.got("clip.exe").decode("utf-16-le") == "The last."
+
+
+def test_earlier_replies_are_counted_backwards(chat: Session, tools: Tools) -> None:
+    tools.add("pbcopy")
+    copied(chat, "2")
+    assert tools.got("pbcopy") == b"The first."
+    copied(chat, "0")
+    assert tools.got("pbcopy") == b"The last."
+    assert "no reply is 3 turns ago; allowed: 0, the last, to 2" in refused(chat, "3")
+
+
+def test_code_is_the_last_block_of_the_last_reply(chat: Session, tools: Tools) -> None:
+    tools.add("pbcopy")
+    assert "the last reply has no block of code" in refused(chat, "code")
+    list(chat.undo())
+    assert copied(chat, "code") == "copied 11 characters (pbcopy)"
+    assert tools.got("pbcopy") == b"echo two\nls"
+
+
+def test_no_control_character_is_copied(tools: Tools) -> None:
+    tools.add("pbcopy")
+    chat = session()
+    list(chat.read_user("x"))
+    list(chat.read_reply("a\x1b[201~\x1b]52;c;eA==\x07b\x08c\ud800"))
+    copied(chat)
+    assert tools.got("pbcopy") == "abc\ufffd".encode()
+
+
+@pytest.mark.parametrize("rest", ["all", "-1", "code 2", "--osc", "²"])
+def test_other_words_are_refused(chat: Session, tools: Tools, rest: str) -> None:
+    assert "allowed: code, a number of turns ago, --osc52" in refused(chat, rest)
+
+
+def test_without_a_reply_there_is_nothing_to_copy(tools: Tools) -> None:
+    assert "there is no reply yet" in refused(session())
+
+
+def test_a_tool_that_fails_gives_way_to_the_next(
+    chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISPLAY", ":9")
+    tools.add("xclip", "exit 3")
+    assert "xclip failed with exit code 3" in refused(chat)
+    tools.add("xsel")
+    assert copied(chat) == "copied 9 characters (xsel)"
+
+
+def test_a_tool_that_can_not_be_started_costs_one_line(chat: Session, tools: Tools) -> None:
+    tools.add("pbcopy")
+    file = Path(os.environ["PATH"]) / "pbcopy"
+    file.write_bytes(b"\x7fELF no program")
+    assert "pbcopy can't be started" in refused(chat)
+
+
+def test_a_tool_that_hangs_is_given_up(
+    chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipboard, "_SECONDS", 0.3)
+    tools.add("pbcopy", "exec sleep 60")
+    start = time.monotonic()
+    assert "pbcopy did not answer within 0.3 seconds" in refused(chat)
+    assert time.monotonic() - start < 10
+
+
+def test_a_tool_that_stays_in_the_background_is_not_waited_for(chat: Session, tools: Tools) -> None:
+    tools.add("pbcopy", 'cat > "$0.got"; sleep 5 & exit 0')
+    start = time.monotonic()
+    assert "copied 9" in copied(chat)
+    assert time.monotonic() - start < 3
+
+
+def test_over_ssh_only_a_forwarded_display_is_used(
+    chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools.add("pbcopy")
+    tools.add("xclip")
+    monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
+    assert "over ssh no tool reaches your clipboard (/copy --osc52 asks" in refused(chat)
+    monkeypatch.setenv("DISPLAY", "localhost:10.0")
+    assert copied(chat) == "copied 9 characters (xclip)"
+
+
+def test_osc52_needs_a_terminal_and_then_no_tool(chat: Session, tools: Tools) -> None:
+    assert "OSC 52 needs a terminal" in refused(chat, "--osc52")
+
+
+@pytest.fixture(scope="module", params=[60, 100, 160])
+def terminal(request: pytest.FixtureRequest, home: Path) -> Iterator[Terminal]:
+    folder = home / "bin"
+    folder.mkdir(exist_ok=True)
+    Tools(folder).add("pbcopy")
+    environ = {"PATH": str(folder), "SSH_CONNECTION": "", "SSH_TTY": ""}
+    environ |= {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    with Terminal(home=home, columns=request.param, environ=environ) as chat:
+        yield chat
+
+
+def test_the_screen_says_what_was_copied(terminal: Terminal, home: Path) -> None:
+    assert "there is no reply yet" in " ".join(terminal.ask("/copy").split())
+    terminal.ask("My name is Anna.")
+    terminal.wait_prompt()
+    shown = terminal.ask("/copy")
+    got = (home / "bin" / "pbcopy.got").read_text(encoding="utf-8")
+    assert "Anna" in got
+    assert shown == f"copied {len(got)} characters (pbcopy)"
+    assert "no block of code" in " ".join(terminal.ask("/copy code").split())
+
+
+def test_osc52_reaches_the_terminal_only_when_asked_for(terminal: Terminal, home: Path) -> None:
+    terminal.ask("My name is Anna.")
+    terminal.ask("/copy")
+    assert b"\x1b]52" not in terminal.raw
+    shown = " ".join(terminal.ask("/copy --osc52").split())
+    got = (home / "bin" / "pbcopy.got").read_text(encoding="utf-8")
+    assert clipboard.osc52(got).encode() in terminal.raw
+    assert shown.startswith(f"sent {len(got)} characters to the terminal for its clipboard")

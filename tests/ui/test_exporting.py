@@ -1,0 +1,205 @@
+"""`/export`: the chat as Markdown, HTML and JSON, the panel as SVG; no file is lost by it."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from chatting import session
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError
+from sirchat.text.transcript import read_transcript
+from sirchat.ui.exporting import FORMATS, export_chat
+from sirchat.ui.screen import Screen
+from terminal import Terminal
+
+REPLY = "# Hi\n\n**Anna** & <b>you</b>\n\n```py\nx < 1\n```\n![p](http://e.org/p.png)"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def chat() -> Session:
+    chat = session(system="Be kind.", save=False)
+    list(chat.read_user("I am <i>Anna</i>.\n  \x1b]0;x\x07Who are you?"))
+    list(chat.read_reply(REPLY))
+    return chat
+
+
+def exported(chat: Session, rest: str) -> str:
+    """What `/export` says."""
+    notes = io.StringIO()
+    export_chat(chat, Screen(io.StringIO(), notes), rest)
+    return notes.getvalue().strip()
+
+
+def refused(chat: Session, rest: str) -> str:
+    before = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    with pytest.raises(UsageError) as caught:
+        exported(chat, rest)
+    assert "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
+    return str(caught.value)
+
+
+def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
+    assert exported(chat, "md chat.md") == "the chat as Markdown is in chat.md"
+    assert Path("chat.md").read_text(encoding="utf-8") == (
+        "## System\n\nBe kind.\n\n"
+        f"## You\n\nI am <i>Anna</i>.\n  Who are you?\n\n## tiny\n\n{REPLY}\n"
+    )
+
+
+def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
+    exported(chat, "json chat.json")
+    data = Path("chat.json").read_bytes()
+    turns = read_transcript(data, "chat.json")
+    assert [(turn.role, turn.content) for turn in turns] == [
+        (turn.role, turn.text) for turn in chat.turns
+    ]
+    assert json.loads(data)["model"] == "tiny"
+
+
+class Tags(HTMLParser):
+    """The names of all elements, and what they refer to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names = set[str]()
+        self.references = list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_draws_replies_and_holds_no_foreign_element(chat: Session) -> None:
+    exported(chat, "html chat.html")
+    page = Path("chat.html").read_text(encoding="utf-8")
+    assert '<p class="as-typed">I am &lt;i&gt;Anna&lt;/i&gt;.\n  Who are you?</p>' in page
+    assert "<strong>Anna</strong> &amp; &lt;b&gt;you&lt;/b&gt;" in page
+    assert '<code class="language-py">x &lt; 1\n</code>' in page
+    tags = Tags(page)
+    assert not tags.names & {"img", "script", "b", "i", "link", "iframe"}
+    assert tags.references == ["http://e.org/p.png"]  # a link, which loads nothing
+    assert "default-src 'none'" in page
+
+
+def test_braces_and_links_in_a_reply_do_no_harm() -> None:
+    chat = session()
+    list(chat.read_user("{x} {{y}}"))
+    list(chat.read_reply("[a](javascript:alert(1)) {z}\n\n<script>alert(2)</script>"))
+    exported(chat, "html chat.html")
+    page = Path("chat.html").read_text(encoding="utf-8")
+    assert "{x} {{y}}" in page
+    assert "{z}" in page
+    tags = Tags(page)
+    assert not tags.references
+    assert "script" not in tags.names
+
+
+def test_the_picture_is_the_panel_and_loads_nothing(chat: Session) -> None:
+    assert exported(chat, "svg panel.svg") == "the panel as a picture is in panel.svg"
+    picture = Path("panel.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(picture)
+    said = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture)))
+    assert "salience" in said.replace("\xa0", " ")
+    assert "Anna" in said
+    assert not re.search(r"url\(\s*[\"']?http|href=", picture)
+
+
+def test_a_picture_needs_no_turn_and_a_chat_does() -> None:
+    exported(session(), "svg panel.svg")
+    assert "nothing is said yet" in refused(session(), "md chat.md")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_are_private_and_are_never_replaced_unless_it_is_asked_for(
+    chat: Session, format: str
+) -> None:
+    path = Path(f"a.{format}")
+    exported(chat, f"{format} {path}")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("mine", encoding="utf-8")
+    path.chmod(0o644)
+    assert f"{path} exists (--force replaces it)" in refused(chat, f"{format} {path}")
+    exported(chat, f"{format} {path} --force")
+    assert path.read_text(encoding="utf-8") != "mine"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(Path().iterdir()) == [path]
+
+
+def test_names_may_have_spaces_and_a_tilde(chat: Session, folder: Path) -> None:
+    exported(chat, 'md "~/my chat.md"')
+    exported(chat, "--force md ~/b.md")
+    assert sorted(path.name for path in folder.iterdir()) == ["b.md", "my chat.md"]
+
+
+def test_what_can_not_be_written_costs_one_line(chat: Session, folder: Path) -> None:
+    (folder / "dir").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("nowhere")
+    assert "there is no folder no" in refused(chat, "md no/chat.md")
+    assert "dir is a folder" in refused(chat, "md dir --force")
+    assert "pipe exists" in refused(chat, "md pipe")
+    assert "pipe is no ordinary file, and stays" in refused(chat, "md pipe --force")
+    assert "dangling exists" in refused(chat, "md dangling")
+    assert "can't be written" in refused(chat, f"md {'x' * 300}")
+    assert "can't be written" in refused(chat, "md a\0b")
+    assert "say which file" in refused(chat, "md")
+    assert "say which file" in refused(chat, "md my chat.md")
+    assert "allowed: md, html, json, svg (did you mean html?)" in refused(chat, "htm chat.html")
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(
+    chat: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("old.md").write_text("old", encoding="utf-8")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    class Full(io.StringIO):
+        write = full
+
+    def opened(path: Path, mode: str) -> io.StringIO:
+        path.touch()
+        return Full()
+
+    monkeypatch.setattr("sirchat.ui.exporting.open_private", opened)
+    assert "new.md can't be written: No space left on device" in refused(chat, "md new.md")
+    assert "old.md can't be written" in refused(chat, "md old.md --force")
+    assert [path.name for path in Path().iterdir()] == ["old.md"]
+
+
+@pytest.fixture(params=[60, 100, 160])
+def terminal(request: pytest.FixtureRequest, home: Path, folder: Path) -> Iterator[Terminal]:
+    with Terminal("--no-save", home=home, columns=request.param) as chat:
+        yield chat
+
+
+def test_a_chat_that_is_not_saved_is_exported_from_the_prompt(
+    terminal: Terminal, folder: Path
+) -> None:
+    terminal.ask("My name is Anna.")
+    for format, meaning in FORMATS.items():
+        shown = " ".join(terminal.ask(f"/export {format} c.{format}").split())
+        assert shown == f"{meaning} is in c.{format}"
+    assert "c.md exists (--force replaces it)" in terminal.ask("/export md c.md")
+    assert "My name is Anna." in (folder / "c.md").read_text(encoding="utf-8")
+    assert "there is no folder nowhere (make it first)" in terminal.ask("/export md nowhere/c.md")
