@@ -18,9 +18,11 @@ from sirchat.cli.ask import ask_once
 from sirchat.cli.chat import open_chat
 from sirchat.cli.compare import compare
 from sirchat.cli.doctor import doctor
+from sirchat.cli.examples import with_example
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
 from sirchat.cli.lazy import LazyGroup
+from sirchat.cli.man import man
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
@@ -49,6 +51,11 @@ class _Commands(TyperGroup):
         """Print every flag and command."""
         super().format_help(ctx, ctx.make_formatter())
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; its help opens with an example."""
+        command = super().get_command(ctx, cmd_name)
+        return command if command is None else with_example(command, cmd_name)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
@@ -71,6 +78,7 @@ app = typer.Typer(
 app.command()(compare)
 app.command()(doctor)
 app.command("paths")(show_paths)
+app.command("man")(man)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
@@ -235,7 +243,7 @@ def ask(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Ask one question and print the reply: git diff | sirchat ask "what changed?"."""
+    """Ask one question and print the reply alone; what is piped in stands before the question."""
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
     ask_once(
         " ".join(question or []),

@@ -7,6 +7,8 @@ from typing import Any
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from sirchat.cli.examples import with_example
+
 
 class LazyGroup(TyperGroup):
     """Stands for the Typer application `attribute` of `module`, and shows `help` in a list."""
@@ -16,11 +18,13 @@ class LazyGroup(TyperGroup):
         self._where = module, attribute
 
     @cached_property
-    def _group(self) -> TyperGroup:
+    def _group(self) -> Any:
         module, attribute = self._where
         group = get_group(getattr(import_module(module), attribute))
         group.name = self.name
-        return group
+        for name, command in group.commands.items():
+            with_example(command, f"{self.name} {name}")
+        return with_example(group, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         """The context of the group itself, which then runs."""
@@ -28,7 +32,8 @@ class LazyGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the group's commands."""
-        return self._group.list_commands(ctx)
+        names: list[str] = self._group.list_commands(ctx)
+        return names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The group's command of that name."""

@@ -49,6 +49,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "bench": "measure speed and memory",
         "train": "train the bundled models, or anchors for any model",
         "doctor": "check versions, machine, files and a model, for bug reports",
+        "man": "print this as a manual page, with all settings",
     },
 }
 """Commands by name, in groups, with a line for each."""
