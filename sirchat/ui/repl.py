@@ -12,7 +12,7 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.progress import Progress
+from sirchat.models.bars import Progress
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands, Leave, Retry
