@@ -11,11 +11,12 @@ import hashlib
 import logging
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -33,7 +34,9 @@ _WANTED = re.compile(
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SECONDS = 10.0
+_SECONDS, _PAUSE, _TRIES = 10.0, 1.0, 3  # for an answer; before another try; without progress
+_CHUNK = 2**20
+_PARTIAL = 206  # HTTP: what follows is the range that was asked for
 _SHOWN = 4  # GGUF files that an error names
 
 
@@ -123,52 +126,77 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
     """Bring one file into the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    bar = bar_class(progress)
     with explained(name, "the same command goes on where it stopped"):
         if size > _LARGE:
             url = hf_hub_url(name, file)
-            about = get_hf_file_metadata(url, timeout=_SECONDS)
-            _fetch_large(name, url, about.etag or "", size, progress)
-        hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar)
+            etag = get_hf_file_metadata(url, timeout=_SECONDS).etag or ""
+            if not _ETAG.fullmatch(etag):  # it becomes a file's name
+                raise ModelError(f"the hub names no version of {file!r} of {name!r}")
+            with _only_one(name, etag):
+                _fetch_large(url, _blobs(name) / etag, size, progress)
+        hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
 
 
-def _fetch_large(name: str, url: str, etag: str, size: int, progress: Progress) -> None:
+def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     """Fetch a file to where the library looks for it, going on with what an earlier try left."""
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    if not _ETAG.fullmatch(etag):  # it becomes the file's name
-        raise ModelError(f"the hub names no version of {url}")
-    blob = _blobs(name) / etag
-    part = blob.with_name(f"{etag}.part")
+    if blob.exists():
+        return
     blob.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(name, part):
-        if blob.exists():
-            return
-        there = part.stat().st_size if part.exists() else 0
-        if there > size:
-            part.unlink()
-            there = 0
-        with part.open("ab") as stream:
-            http_get(
-                url,
-                stream,
-                resume_size=there,
-                headers=build_hf_headers(),
-                expected_size=size,
-                tqdm_class=bar_class(progress),
-            )
-        if _SHA256.fullmatch(etag) and _digest(part) != etag:
-            part.unlink()
-            raise ModelError(f"{url} arrived damaged", hint="the same command fetches it again")
-        part.replace(blob)
+    part, failures = blob.with_name(f"{blob.name}.part"), 0
+    part.touch()
+    while (there := part.stat().st_size) < size:
+        try:
+            _read_on(url, part, there, size, progress)
+        except Exception as error:
+            if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
+                raise
+            failures = failures + 1 if part.stat().st_size <= there else 0
+            if failures == _TRIES:
+                raise
+            time.sleep(_PAUSE)
+    digest = blob.name if _SHA256.fullmatch(blob.name) else ""
+    if part.stat().st_size > size or (digest and _digest(part) != digest):
+        part.unlink()
+        raise ModelError(f"{url} arrived damaged", hint="the same command fetches it again")
+    part.replace(blob)
+
+
+def _is_transport(error: Exception) -> bool:
+    """Whether a connection broke; the library's errors for that have no common public base."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
+
+
+def _read_on(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
+    """Append what comes after the first `there` bytes of a file."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={there}-"}
+    options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS, "follow_redirects": True}
+    with get_session().stream("GET", url, **options) as response, part.open("r+b") as stream:
+        hf_raise_for_status(response)
+        start = there if response.status_code == _PARTIAL else 0  # else it comes as a whole
+        stream.truncate(start)
+        stream.seek(start)
+        for chunk in response.iter_bytes(_CHUNK):
+            stream.write(chunk)
+            if stream.tell() > size:  # it never has to end
+                return
+            progress("", stream.tell(), size)
 
 
 @contextmanager
-def _only_one(name: str, part: Path) -> Iterator[None]:
+def _only_one(name: str, etag: str) -> Iterator[None]:
     """Keep other processes from writing to the same file."""
+    folder = cache_folder() / ".locks" / _blobs(name).parent.name
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(f"{part}.lock", timeout=0):
+        with FileLock(folder / f"{etag}.part.lock", timeout=0):
             yield
     except Timeout:
         raise ModelError(f"another process is downloading {name!r}", hint="wait for it") from None

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from sirchat import __version__, paths
 from sirchat.chat.conversation import Conversation, Tally, Turn
+from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
@@ -79,6 +80,7 @@ class Autosave:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
+        self._is_replaced = False  # by another session of the same conversation
         self.name = store.name if store else ""
         # What is on disk; the session may have gone on since.
         self._turns = [(t.role, t.text, t.finish) for t in store.turns()] if store else []
@@ -102,13 +104,22 @@ class Autosave:
         self.name = ""
         return True
 
+    def go_on_with(self, session: Session) -> None:
+        """Save another session of the same conversation, such as one with another model, instead.
+
+        The next update writes all of it, to the same file.
+        """
+        is_current = self._epoch == self._session.epoch
+        self._session, self._epoch = session, session.epoch if is_current else -1
+        self._erasures, self._is_replaced = session.erasures, self._store is not None
+
     def update(self) -> None:
         """Write what changed; durable on return. Raises SessionError if it can't be written."""
         if self._epoch != self._session.epoch:  # after a reset: the old file stays as it is
             self.close()
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
-            self.name = ""
+            self.name, self._is_replaced = "", False
         saved = self._session.save()
         turns = [_turn_fields(turn) for turn in self._session.turns]
         if not turns and self._store is None:
@@ -116,9 +127,11 @@ class Autosave:
         store = self._store = self._store or self._new()
         if store.name != self.name:
             store.rename(self.name)
-        if self._erasures != self._session.erasures:
-            _rewrite(store, self._session)
-            self._erasures = self._session.erasures
+        if self._erasures != self._session.erasures or self._is_replaced:
+            _rewrite(
+                store, self._session, _meta(self._session.model) if self._is_replaced else None
+            )
+            self._erasures, self._is_replaced = self._session.erasures, False
             self._turns, self._rows, self._head = turns, saved.rows, None
             return
         self._truncate(store, turns, saved)
@@ -197,7 +210,7 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
     if head is None:
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
-        _read_again(session, store.turns())
+        read_again(session, store.turns())
         _rewrite(store, session, _meta(session.model))
         return
     check_model(store, session.model)
@@ -238,14 +251,6 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"{again} --model {meta['model']} takes it up; {rebuild}",
         )
-
-
-def _read_again(session: Session, turns: list[SavedTurn]) -> None:
-    for turn in turns:
-        if turn.role == "user":
-            list(session.read_user(turn.text))
-        elif turn.role == "assistant":
-            list(session.read_reply(turn.text))
 
 
 def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:

@@ -15,6 +15,7 @@ from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
+from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.commands import Commands
@@ -46,6 +47,7 @@ class SlashCompleter(Completer):
         self._session = session
         self._profiles: list[Selection] = []  # read when the line reaches them
         self._saved: list[Selection] = []  # likewise
+        self._models: list[str] = []  # likewise
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -58,6 +60,8 @@ class SlashCompleter(Completer):
         if before[:1] == ["load"]:
             before, word = ["load"], " ".join([*before[1:], word])  # a name may be several words
             self._saved = self._saved if word and self._saved else list(_saved_chats())
+        if before == ["model"] and not (word and self._models):
+            self._models = model_names()
         for value, meaning in self._choices(before):
             if value.startswith(word):
                 yield Completion(
@@ -78,6 +82,8 @@ class SlashCompleter(Completer):
                 yield from ((f"{option}=", help) for option, help in _options(name))
             case ["profile"]:
                 yield from self._profiles
+            case ["model"]:
+                yield from ((name, "") for name in self._models)
             case ["load"]:
                 yield from self._saved
             case ["panel"]:

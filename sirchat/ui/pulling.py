@@ -42,7 +42,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
 
 
 class _Log:
-    """Writes a line at the beginning, then every few seconds, and at the end."""
+    """Writes a line when something has come, then every few seconds, and at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -51,7 +51,7 @@ class _Log:
 
     def __call__(self, file: str, done: int, total: int | None) -> None:
         now, ends = time.monotonic(), done == total
-        if (now < self._next and not ends) or self._is_done:
+        if done == 0 or (now < self._next and not ends) or self._is_done:
             return
         self._next, self._is_done = now + _EVERY, ends
         line = f"{file}: {in_bytes(done)} of {in_bytes(total)}"

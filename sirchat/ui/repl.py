@@ -22,6 +22,7 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
+from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.resumed import greet_again
 from sirchat.ui.saved_chat import SavedChat
@@ -76,7 +77,8 @@ class _Chat:
         self._saved_chat = saved_chat
         self._debug = debug
         self._history = input_history(screen.note)
-        self._commands = Commands(session, screen, self._history, saved_chat, trusted)
+        self._models = ModelSwitching(screen, saved_chat, trusted)
+        self._commands = self._commands_of(session)
         self._prompt = Prompt(
             keys,
             _output(screen),
@@ -103,13 +105,15 @@ class _Chat:
         finally:
             self._saved_chat.close()
 
+    def _commands_of(self, session: Session) -> Commands:
+        return Commands(
+            session, self._screen, self._history, self._saved_chat, self._trusted, self._models
+        )
+
     def _switch_to(self, session: Session) -> None:
         self._session = session
-        self._commands = Commands(
-            session, self._screen, self._history, self._saved_chat, self._trusted
-        )
+        self._commands = self._commands_of(session)
         self._screen.use_theme(session.profile.theme)
-        self._greet()
 
     def _greet(self) -> None:
         with LiveTurn(self._session, self._screen) as view:
@@ -139,6 +143,8 @@ class _Chat:
                     self._turn(self._session.retry)
                 except Another as other:
                     self._switch_to(other.session)
+                    if other.is_other_chat:
+                        self._greet()
             else:
                 self._turn(lambda stops: self._session.ask(line.text, stops), line.is_stopped)
         except Leave:
@@ -156,6 +162,7 @@ class _Chat:
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
+        self._models.let_go()
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:

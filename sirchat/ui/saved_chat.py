@@ -110,6 +110,12 @@ class SavedChat:
             self._screen.note("what follows is not saved, as before; /save begins to")
         return session
 
+    def go_on_with(self, session: Session) -> None:
+        """Go on, in the same file, with another session of the same conversation."""
+        self._session = session
+        self._saving.go_on_with(session)
+        self.update()
+
     def show(self) -> None:
         """Show the chats that can be loaded."""
         listing = list_sessions(sessions_dir())
