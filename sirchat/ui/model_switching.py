@@ -151,8 +151,8 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"as usual for this model: {', '.join(changed)}")
-        rows = before.snapshot().rows
-        pins = sum("pinned" in row.flags and row.role != "system" for row in rows)
+        prompt, rows = before.conversation.system, before.snapshot().rows
+        pins = sum("pinned" in row.flags and row.position not in prompt for row in rows)
         if pins:
             self._screen.note(f"{pins:,} tokens that you had pinned are not pinned here")
         for event in now.start():
