@@ -16,6 +16,7 @@ from sirchat.ui.text import displayable_line, shorten
 
 _EVERY = 10.0  # seconds between lines in a log
 _LONGEST = 24  # characters of a file's name in a bar
+_OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
         return
     columns = (
         bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(bar_width=None),
+        bars.BarColumn(bar_width=max(4, min(40, console.width - _OTHERS))),
         bars.TaskProgressColumn(),
         bars.TextColumn("{task.fields[size]}"),
         bars.TimeRemainingColumn(compact=True),
