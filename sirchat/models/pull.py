@@ -54,8 +54,9 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
     `progress` is called with the file's name, bytes done and bytes in all. Raises ModelError.
     """
     info = ask_hub(name, with_files=True)
-    files = _chosen(name, info, file)
-    total, done = sum(size for _, size in files), 0
+    with explained(name):  # it says sizes that are none, for example
+        files = _chosen(name, info, file)
+        total, done = sum(size for _, size in files), 0
     _check_space(name, total)
     with _quiet():
         for one, size in files:

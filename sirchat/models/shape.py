@@ -24,6 +24,10 @@ _MOST_BYTES = 1 << 24  # of a config.json; those of real models have some kiloby
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
+_PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
+"""Types that are refused when they are loaded, and whose config alone does not show it."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -54,6 +58,10 @@ def shape_of_folder(folder: Path) -> ModelShape:
     kind = text.get("model_type") or config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError(f"{folder / 'config.json'} names no model type")
+    layers = text.get("layer_types")
+    odd = [one for one in layers if one not in _PER_TOKEN] if isinstance(layers, list) else []
+    if kind in _NOT_HELD or odd:
+        raise ModelError(f"{folder} is of type {kind[:60]}, whose memory can't be held by tokens")
     return ModelShape(kind, _context_length(text), _row_elements(text))
 
 

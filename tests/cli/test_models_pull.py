@@ -16,6 +16,7 @@ import pytest
 
 from fake_hub import FakeHub, fake_hub
 from sirchat.paths import tiny_dir
+from terminal import Terminal
 
 LARGE = random.Random(0).randbytes(12 * 2**20)
 FILES = {
@@ -133,6 +134,19 @@ def test_a_gguf_file_is_chosen_and_named_for_the_chat(hub: FakeHub, cache: Path)
     done = sirchat(cache, hub.url, "models", "pull", "me/ggufs", "--file", "q4.gguf")
     assert "sirchat -m me/ggufs/q4.gguf" in done.stderr
     assert hub.ranges("q8.gguf") == []
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path, columns: int) -> None:
+    hub.stalls_after = 5 * 2**20
+    command = (sys.executable, "-m", "sirchat", "models", "pull", "me/small")
+    environ = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url}
+    with Terminal(*command, home=cache.parent, columns=columns, environ=environ) as shown:
+        shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
+        assert len(shown.text.splitlines()) == 1
+        shown.send("\x03")
+        shown.wait_screen("what was downloaded stays; the same command goes on")
+        assert "%" not in shown.text
 
 
 def test_a_log_has_few_lines(hub: FakeHub, cache: Path) -> None:

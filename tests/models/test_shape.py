@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from chatting import tiny
-from families import HELD, loaded
+from families import HELD, REFUSED, build, loaded
 from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
@@ -41,6 +41,19 @@ def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: 
     shape = shape_of_folder(tmp_path)
     assert shape.context_length == model.context_length
     assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])
+def test_a_model_that_will_be_refused_is_known_before(family: str, tmp_path: Path) -> None:
+    build(*REFUSED[family][:2]).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="can't be held"):
+        shape_of_folder(tmp_path)
+
+
+def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertModel"]}
+    with pytest.raises(ModelError, match="a BertModel, which writes no text"):
+        shape_of_folder(folder_with(tmp_path, config))
 
 
 @pytest.mark.parametrize(
