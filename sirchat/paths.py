@@ -18,7 +18,7 @@ def config_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """The folder of the user's data: saved conversations and archives."""
+    """The folder of the user's data: saved conversations, archives and models."""
     return _under_home("data") or _platform().user_data_path
 
 
@@ -40,6 +40,11 @@ def history_file() -> Path:
 def sessions_dir() -> Path:
     """The folder of saved conversations."""
     return data_dir() / "sessions"
+
+
+def models_dir() -> Path:
+    """The folder of the user's own models, whose names need no path."""
+    return data_dir() / "models"
 
 
 def archives_dir() -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sirchat.config.profile import Profile
-from sirchat.models.model import LoadedModel
 from sirchat.models.names import BUNDLED
+
+if TYPE_CHECKING:  # a list of models needs no torch
+    from sirchat.models.model import LoadedModel
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 """Settings that say how the next token is drawn; they belong together."""
@@ -25,13 +27,25 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """
     if model.name in BUNDLED:
         return profile
-    given, values = profile.model_fields_set, dict[str, Any]()
-    if given.isdisjoint(DRAWING):
+    values: dict[str, Any] = {"budget": budget_for(profile, model.name, model.context_length)}
+    if profile.model_fields_set.isdisjoint(DRAWING):
         values |= _own_drawing(model) or SOUND
-    if "budget" not in given:
-        usual = min(profile.budget, model.context_length)
-        values["budget"] = max(usual, min(MOST_BUDGET, model.context_length // 2))
     return profile.model_copy(update=values)
+
+
+def budget_for(profile: Profile, name: str, context_length: int) -> int:
+    """The budget of a profile for the model of that name, which may follow its context."""
+    if name in BUNDLED or "budget" in profile.model_fields_set:
+        return profile.budget
+    usual = min(profile.budget, context_length)
+    return max(usual, min(MOST_BUDGET, context_length // 2))
+
+
+def most_rows(profile: Profile, name: str, context_length: int) -> int:
+    """Most tokens that a chat with this model will hold."""
+    if profile.policy == "full":
+        return context_length
+    return min(budget_for(profile, name, context_length), context_length)
 
 
 def _own_drawing(model: LoadedModel) -> dict[str, Any]:

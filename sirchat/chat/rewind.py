@@ -1,9 +1,8 @@
-"""Going back several turns, also beyond those that can be undone, and reading turns again."""
+"""Going back several turns, also beyond those that can be undone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError
 
@@ -23,17 +22,8 @@ def rewind(session: Session, count: int) -> bool:
         for _ in range(count):
             session.undo()
     except UndoError:
-        before = [(turn.role, turn.text) for turn in session.turns[: asked[-count]]]
+        before = session.turns[: asked[-count]]
         session.reset()
-        read_turns(session, before)
+        read_again(session, before)
         return True
     return False
-
-
-def read_turns(session: Session, turns: Iterable[tuple[str, str]]) -> None:
-    """Read messages, (role, text) each, as said; the system prompt is that of the settings."""
-    for role, text in turns:
-        if role == "user":
-            list(session.read_user(text))
-        elif role == "assistant":
-            list(session.read_reply(text))

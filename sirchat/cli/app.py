@@ -30,7 +30,7 @@ from sirchat.cli.signals import end_in_order
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
-_GROUPS = ("sessions", "policies", "profiles", "eval", "bench", "train")
+_GROUPS = ("sessions", "models", "policies", "profiles", "eval", "bench", "train")
 """Groups of commands: `NAME_app` in the module of that name."""
 
 

@@ -19,7 +19,7 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
-    from sirchat.models.progress import Progress
+    from sirchat.models.bars import Progress
     from sirchat.saved.store import SessionStore
 
 

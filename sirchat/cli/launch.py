@@ -18,8 +18,8 @@ from sirchat.ui.interrupt import insistent
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
+    from sirchat.models.bars import Progress
     from sirchat.models.model import LoadedModel
-    from sirchat.models.progress import Progress
 
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")

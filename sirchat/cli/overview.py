@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "chat": {
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
+        "models": "list the models that are here, download more",
         "sessions": "list, show, export and remove saved chats",
     },
     "memory": {

@@ -15,6 +15,7 @@ def show_paths() -> None:
     kept = {
         "profiles": paths.user_profiles_dir(),
         "saved chats": paths.sessions_dir(),
+        "models": paths.models_dir(),
         "archives": paths.archives_dir(),
         "what you typed": paths.history_file(),
     }

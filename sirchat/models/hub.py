@@ -5,12 +5,23 @@ The hub's library is imported only for names that are not those of a model that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from sirchat.errors import ModelError
 from sirchat.models.names import locate, suggestion
 
-_SECONDS = 2.0
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+Answer = TypeVar("Answer")
+
+_SECONDS = 1.5
+"""How long the hub may take to answer, finding its address included."""
 
 
 def require(name: str) -> None:
@@ -25,32 +36,90 @@ def only_cached(name: str) -> bool:
 
     Raises ModelError if it can't be had at all: it is unknown, or not in the cache either.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
 
     try:
-        HfApi().model_info(name, timeout=_SECONDS)
-    except GatedRepoError:
-        return False  # loading says how to get access
-    except RepositoryNotFoundError:
+        ask_hub(name)
+    except ModelError as error:
+        if isinstance(error.__cause__, GatedRepoError):
+            return False  # loading says how to get access
         if _is_cached(name):
             return True
-        raise ModelError(f"the hub has no model {name!r}", hint=suggestion(name)) from None
-    except (HfHubHTTPError, OSError, ConnectionError) as error:
-        return _cached_or_raise(name, error)
-    except Exception as error:  # the library's own network errors have no common public base
-        if "http" not in type(error).__module__:
-            raise
-        return _cached_or_raise(name, error)
+        raise
     return False
 
 
-def _cached_or_raise(name: str, error: Exception) -> bool:
-    if _is_cached(name):
-        return True
-    raise ModelError(
-        f"model {name!r} is not here, and the hub can't be reached", hint=suggestion(name)
-    ) from error
+def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
+    """What the hub says of a model; `with_files` with the sizes of its files.
+
+    Raises ModelError, in one line: it is unknown, gated, or the hub can't be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with explained(name):
+        return _within(
+            _SECONDS,
+            lambda: HfApi().model_info(name, timeout=_SECONDS, files_metadata=with_files),
+        )
+
+
+@contextmanager
+def explained(name: str, hint: str = "") -> Iterator[None]:
+    """Turn errors of the hub and of the network into a ModelError about the model `name`.
+
+    `hint` is what to do where the hub can't be reached. Errors of the disk are left alone.
+    """
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(
+            f"model {name!r} is open only to those who have accepted its terms",
+            hint=f"accept them at https://huggingface.co/{name}, then: hf auth login",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"the hub has no model {name!r}", hint=suggestion(name)) from error
+    except (HfHubHTTPError, OSError) as error:
+        is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
+        if not is_network and error.errno is not None:
+            raise
+        raise _unreachable(name, hint) from error
+    except (ValueError, TypeError, KeyError) as error:  # not a name for it, or not its answer
+        raise ModelError(f"the hub does not understand {name!r}, or says nothing of use") from error
+    except Exception as error:  # the library's own network errors have no common public base
+        if "http" not in type(error).__module__:
+            raise
+        raise _unreachable(name, hint) from error
+
+
+def _unreachable(name: str, hint: str) -> ModelError:
+    return ModelError(
+        f"model {name!r} is not here, and the hub can't be reached", hint=hint or suggestion(name)
+    )
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` returns or raises; TimeoutError where that takes longer.
+
+    The library's own limits do not count the time in which an address is looked up.
+    """
+    answered = SimpleQueue[tuple[Answer | None, BaseException | None]]()
+
+    def run() -> None:
+        try:
+            answered.put((ask(), None))
+        except BaseException as error:
+            answered.put((None, error))
+
+    Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answered.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds} s") from None
+    if error is not None:
+        raise error
+    return cast(Answer, answer)
 
 
 def _is_cached(name: str) -> bool:

@@ -23,7 +23,9 @@ from sirchat.models.attention_hook import (
     is_observed,
     observed_by,
 )
+from sirchat.models.bars import Progress
 from sirchat.models.decode_step import DecodeStep
+from sirchat.models.gguf.contents import has_blocks, is_read_here
 from sirchat.models.gguf.header import read_gguf
 from sirchat.models.head_scores import can_score, surprisal_at
 from sirchat.models.hub import only_cached
@@ -36,7 +38,7 @@ from sirchat.models.probe import (
     refuse_stateful_layers,
     sliding_window,
 )
-from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.progress import quiet_libraries, reporting
 from sirchat.models.surprisal import PassResult
 from sirchat.models.threads import use_threads
 from sirchat.text.anchors import Anchors, anchors_of
@@ -330,11 +332,11 @@ def _from_gguf(
     file = read_gguf(Path(folder) / gguf_file)
     from sirchat.models.gguf import loading  # needs the extra
 
-    if not loading.is_read_here(file):
+    if not is_read_here(file):
         return None
     is_packed = quantize == "packed"
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
-        is_packed = can_pack_four_bits() and loading.has_blocks(file)
+        is_packed = can_pack_four_bits() and has_blocks(file)
     kind = pick_dtype(dtype, device)
     tokenizer = loading.load_tokenizer(folder, gguf_file, file.architecture)
     return loading.load_module(file, kind, progress, keep_packed=is_packed), tokenizer

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sirchat import paths
 from sirchat.errors import ModelError
+from sirchat.models.hub_cache import cached_gguf, split_gguf_name
 from sirchat.models.packaged import PACKAGED, packaged_gguf
 
 BUNDLED = ("tiny", "tiny-anchor")
@@ -27,10 +28,13 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
     """
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
-    path = packaged_gguf(name) if name in PACKAGED else Path(name).expanduser()
+    path = packaged_gguf(name) if name in PACKAGED else _own(name)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
-            raise ModelError(f"model file {name!r} does not exist", hint=_nearest(name, path))
+            hint = _nearest(name, path)
+            if (parts := split_gguf_name(name)) and not path.parent.is_dir():
+                hint = f"if it is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
+            raise ModelError(f"model file {name!r} does not exist", hint=hint)
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         _check_folder(name, path)
@@ -41,6 +45,17 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
     if is_path or not _ON_HUB.fullmatch(name):
         raise ModelError(f"model folder {name!r} does not exist", hint=_nearest(name, path))
     return name, {}
+
+
+def _own(name: str) -> Path:
+    """The path that a name means: as it is, in the user's folder of models, or a cached GGUF."""
+    path = Path(name).expanduser()
+    if path.exists() or path.is_absolute():
+        return path
+    kept = paths.models_dir() / path
+    if ".." not in path.parts and kept.exists():
+        return kept
+    return cached_gguf(name) or path
 
 
 def suggestion(name: str) -> str:

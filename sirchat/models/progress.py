@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tqdm.std import tqdm
 from transformers.utils import logging as transformers_logging
 
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and of how much (None if unknown)."""
+from sirchat.models.bars import Progress, bar_class
 
 
 @contextmanager
@@ -48,34 +45,13 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
         yield {}
         return
 
-    report_progress = progress
+    bar = bar_class(progress)
 
-    class Bar(_Bar):
-        def report(self, what: str, done: int, total: int | None) -> None:
-            report_progress(what, done, total)
-
-    def make(factory: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bar:
-        return Bar(*args, **kwargs)
+    def make(factory: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return bar(*args, **kwargs)
 
     before = transformers_logging.set_tqdm_hook(make)
     try:
-        yield {"tqdm_class": Bar}
+        yield {"tqdm_class": bar}
     finally:
         transformers_logging.set_tqdm_hook(before)
-
-
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
-    """Counts like tqdm, but reports instead of drawing."""
-
-    def report(self, what: str, done: int, total: int | None) -> None:
-        """Take note of the progress."""
-        raise NotImplementedError
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
-        kwargs.pop("name", None)  # an option that only the hub's own bars have
-        super().__init__(*args, **kwargs)
-
-    def display(self, *args: Any, **kwargs: Any) -> bool:
-        self.report(self.desc.removesuffix(": "), int(self.n), self.total)
-        return True

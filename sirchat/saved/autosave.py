@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sirchat import __version__, paths
 from sirchat.chat.conversation import Conversation, Tally, Turn
-from sirchat.chat.rewind import read_turns
+from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
@@ -78,6 +78,7 @@ class Autosave:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
+        self._is_replaced = False  # by another session of the same conversation
         self.name = store.name if store else ""
         self._family = str(store.meta.get("family", "")) if store else ""
         # What is on disk; the session may have gone on since.
@@ -128,13 +129,22 @@ class Autosave:
         self.name = ""
         return True
 
+    def go_on_with(self, session: Session) -> None:
+        """Save another session of the same conversation, such as one with another model, instead.
+
+        The next update writes all of it, to the same file.
+        """
+        is_current = self._epoch == self._session.epoch
+        self._session, self._epoch = session, session.epoch if is_current else -1
+        self._erasures, self._is_replaced = session.erasures, self._store is not None
+
     def update(self) -> None:
         """Write what changed; durable on return. Raises SessionError if it can't be written."""
         if self._epoch != self._session.epoch:  # after a reset: the old file stays as it is
             self.close()
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
-            self.name = self._family = ""
+            self.name, self._family, self._is_replaced = "", "", False
         saved = self._session.save()
         turns = [_turn_fields(turn) for turn in self._session.turns]
         if not turns and self._store is None:
@@ -142,9 +152,10 @@ class Autosave:
         store = self._store = self._store or self._new()
         if store.name != self.name:
             store.rename(self.name)
-        if self._erasures != self._session.erasures:
-            _rewrite(store, self._session)
-            self._erasures = self._session.erasures
+        if self._erasures != self._session.erasures or self._is_replaced:
+            meta = _meta(self._session.model, self._family) if self._is_replaced else None
+            _rewrite(store, self._session, meta)
+            self._erasures, self._is_replaced = self._session.erasures, False
             self._turns, self._rows, self._head = turns, saved.rows, None
             return
         self._truncate(store, turns, saved)
@@ -223,7 +234,7 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
     if head is None:
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
-        read_turns(session, [(turn.role, turn.text) for turn in store.turns()])
+        read_again(session, store.turns())
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

@@ -25,6 +25,7 @@ from sirchat.ui.editing import drawing_settings
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.history import Typed
+from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -62,11 +63,11 @@ class Edit(Exception):
 
 
 class Another(Exception):
-    """The user has loaded another session."""
+    """Another session goes on: of another chat, or of this one with another model."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, is_other_chat: bool) -> None:
         super().__init__()
-        self.session = session
+        self.session, self.is_other_chat = session, is_other_chat
 
 
 class Send(Exception):
@@ -87,8 +88,10 @@ class Commands:
         history: Typed,
         saved_chat: SavedChat,
         trusted: Collection[str] = (),
+        models: ModelSwitching | None = None,
     ) -> None:
         self._session = session
+        self._models = models or ModelSwitching(screen, saved_chat, trusted)
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
@@ -118,6 +121,7 @@ class Commands:
             raise UsageError(f"/{word} takes no argument", hint=f"/{word} alone")
         command: Callable[[str], None] = getattr(self, _PREFIX + name)
         command(rest)
+        self._models.check(self._session)
 
     def _known(self, word: str) -> str:
         word = word.removeprefix("/")
@@ -144,6 +148,13 @@ class Commands:
                 '""" opens and closes a block; // sends a text that begins with a slash. '
                 "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
             )
+
+    def do_model(self, rest: str) -> None:
+        """[NAME]: go on with another model, which reads the chat anew; alone, the models here."""
+        if not rest:
+            self._models.show(self._session)
+        elif (session := self._models.switch(self._session, without_quotes(rest))) is not None:
+            raise Another(session, is_other_chat=False)
 
     def do_policy(self, rest: str) -> None:
         """[NAME [OPTION=VALUE ...]]: what the model remembers by; alone, the present one."""
@@ -267,7 +278,9 @@ class Commands:
         screen.page(draw_standings(standings, screen.theme, screen.width))
 
     def do_undo(self, rest: str) -> None:
-        """-: take back what you said last, and the reply; it has never been."""
+        """-: take back what you said last, and the reply; or a change of the model."""
+        if (former := self._models.go_back(self._session)) is not None:
+            raise Another(former, is_other_chat=False)
         for event in self._session.undo():
             if isinstance(event, Undone):
                 self._screen.note(
@@ -321,14 +334,15 @@ class Commands:
         if not rest:
             self._saved_chat.show_branches()
         elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:
-            raise Another(session)
+            raise Another(session, is_other_chat=True)
 
     def do_load(self, rest: str) -> None:
         """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
         if not rest:
             self._saved_chat.show()
         elif (session := self._saved_chat.load(without_quotes(rest))) is not None:
-            raise Another(session)
+            self._models.let_go()
+            raise Another(session, is_other_chat=True)
 
     def do_reset(self, rest: str) -> None:
         """-: forget the whole conversation; the settings stay."""

@@ -18,6 +18,7 @@ from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
+from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.attaching import open_mention
@@ -61,6 +62,7 @@ class SlashCompleter(Completer):
         self._session = session
         self._profiles: list[Selection] = []  # read when the line reaches them
         self._saved: list[Selection] = []  # likewise
+        self._models: list[str] = []  # likewise
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -77,6 +79,8 @@ class SlashCompleter(Completer):
         if before[:1] in (["load"], ["switch"]):
             before, word = before[:1], " ".join([*before[1:], word])  # a name may be several words
             self._saved = self._saved if word and self._saved else list(_saved_chats())
+        if before == ["model"] and not (word and self._models):
+            self._models = model_names()
         for value, meaning in self._choices(before):
             if value.startswith(word):
                 yield Completion(
@@ -97,6 +101,8 @@ class SlashCompleter(Completer):
                 yield from ((f"{option}=", help) for option, help in _options(name))
             case ["profile"]:
                 yield from self._profiles
+            case ["model"]:
+                yield from ((name, "") for name in self._models)
             case ["load" | "switch"]:
                 yield from self._saved
             case ["retry"]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich import progress as bars
 
-from sirchat.models.progress import Progress
+from sirchat.models.bars import Progress
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 

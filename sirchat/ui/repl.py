@@ -14,7 +14,7 @@ from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summarize import summarize
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.progress import Progress
+from sirchat.models.bars import Progress
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.surrogates import without_surrogates
@@ -27,6 +27,7 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
+from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.resumed import greet_again
 from sirchat.ui.saved_chat import SavedChat
@@ -81,7 +82,8 @@ class _Chat:
         self._saved_chat = saved_chat
         self._debug = debug
         self._history = input_history(screen.note)
-        self._commands = Commands(session, screen, self._history, saved_chat, trusted)
+        self._models = ModelSwitching(screen, saved_chat, trusted)
+        self._commands = self._commands_of(session)
         self._prompt = Prompt(
             keys,
             _output(screen),
@@ -108,13 +110,15 @@ class _Chat:
         finally:
             self._saved_chat.close()
 
+    def _commands_of(self, session: Session) -> Commands:
+        return Commands(
+            session, self._screen, self._history, self._saved_chat, self._trusted, self._models
+        )
+
     def _switch_to(self, session: Session) -> None:
         self._session = session
-        self._commands = Commands(
-            session, self._screen, self._history, self._saved_chat, self._trusted
-        )
+        self._commands = self._commands_of(session)
         self._screen.use_theme(session.profile.theme)
-        self._greet()
 
     def _greet(self) -> None:
         with LiveTurn(self._session, self._screen) as view:
@@ -146,6 +150,8 @@ class _Chat:
                     self._send(message.text, line)
                 except Another as other:
                     self._switch_to(other.session)
+                    if other.is_other_chat:
+                        self._greet()
             else:
                 text, files = with_files(line.text, self._screen.note, line.pasted_signs)
                 if files:
@@ -203,6 +209,7 @@ class _Chat:
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
+        self._models.let_go()
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:

@@ -162,6 +162,12 @@ class SavedChat:
         family = self._saving.family
         return [one for one in list_sessions(sessions_dir()).sessions if one.family == family]
 
+    def go_on_with(self, session: Session) -> None:
+        """Go on, in the same file, with another session of the same conversation."""
+        self._session = session
+        self._saving.go_on_with(session)
+        self.update()
+
     def show(self) -> None:
         """Show the chats that can be loaded."""
         listing = list_sessions(sessions_dir())

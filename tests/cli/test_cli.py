@@ -21,6 +21,7 @@ _LIGHT = (
     ["replay", "--help"],
     ["bench", "--help"],
     ["profiles", "list"],
+    ["models"],
     ["--version"],
     ["--show-completion"],
 )
@@ -67,7 +68,9 @@ def test_all_settings_have_a_help_of_their_own() -> None:
     assert "--help-settings" in run("--help").stdout
 
 
-@pytest.mark.parametrize("group", ["bench", "eval", "policies", "profiles", "sessions", "train"])
+@pytest.mark.parametrize(
+    "group", ["bench", "eval", "models", "policies", "profiles", "sessions", "train"]
+)
 def test_a_group_that_is_loaded_when_asked_for_has_its_commands(group: str) -> None:
     assert f"sirchat {group}" in run(group, "--help").stdout
     assert run(group, "--nonsense").returncode == 2

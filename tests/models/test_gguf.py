@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
+from sirchat.models.gguf.contents import is_read_here
 from sirchat.models.gguf.header import read_gguf
-from sirchat.models.gguf.loading import is_read_here
 from sirchat.models.model import load_model, wrap_model
 
 pytest.importorskip("gguf")

@@ -16,8 +16,8 @@ from chatting import tiny
 from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
+from sirchat.models.gguf.contents import is_read_here
 from sirchat.models.gguf.header import BLOCKS, GgufTensor, read_gguf
-from sirchat.models.gguf.loading import is_read_here
 from sirchat.models.model import load_model
 from sirchat.models.names import locate
 

@@ -21,6 +21,7 @@ from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import InMemory
+from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 
@@ -37,10 +38,12 @@ class Chat:
         self._screen = Screen(self._out, self._out)
         self.saved_chat = SavedChat(self.session, self._screen)
         self.history = InMemory()
+        self.models = ModelSwitching(self._screen, self.saved_chat)
         self._commands = self._new_commands()
 
     def say(self, *texts: str) -> None:
         for text in texts:
+            self.models.let_go()
             list(self.session.ask(text))
             self.saved_chat.update()
 
@@ -56,7 +59,9 @@ class Chat:
         return self._out.getvalue()[before:]
 
     def _new_commands(self) -> Commands:
-        return Commands(self.session, self._screen, self.history, self.saved_chat)
+        return Commands(
+            self.session, self._screen, self.history, self.saved_chat, models=self.models
+        )
 
     def crash(self) -> None:
         self.saved_chat._saving.let_go()

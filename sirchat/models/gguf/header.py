@@ -101,14 +101,17 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Map a file, and read its header; raises ModelError, naming what is wrong, if it is none."""
+def read_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
+    """Map a file, and read its header; raises ModelError, naming what is wrong, if it is none.
+
+    Lists of text, such as the vocabulary, take most of the time; they can be left empty.
+    """
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty
         raise ModelError(f"{path} can't be read: {error}") from error
-    reader = _Reader(path, mapped)
+    reader = _Reader(path, mapped, with_lists_of_text)
     try:
         return reader.file()
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
@@ -127,9 +130,10 @@ class _Entry(NamedTuple):
 class _Reader:
     """Reads a header from its beginning to its end."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap, with_lists_of_text: bool) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
         self._size = len(mapped)
+        self._with_lists_of_text = with_lists_of_text
 
     def broken(self, why: str) -> ModelError:
         """The error for a file that is not as it should be."""
@@ -187,8 +191,11 @@ class _Reader:
         raise self.broken(f"metadata of type {kind}")
 
     def _array(self, kind: int) -> list[Any]:
-        if kind == _STRING:
+        if kind == _STRING and self._with_lists_of_text:
             return [self._string() for _ in range(self._count(8))]
+        if kind == _STRING:
+            self._skip_texts(self._count(8))
+            return []
         if kind not in _SCALARS:  # arrays of arrays are used by no model
             raise self.broken(f"an array of type {kind}")
         size = struct.calcsize("<" + _SCALARS[kind])
@@ -196,6 +203,12 @@ class _Reader:
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._at)
         self._at += count * size
         return list(values)
+
+    def _skip_texts(self, count: int) -> None:
+        at, length_of = self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):  # a length beyond the end of the file fails at the next read
+            at += 8 + length_of(self._mapped, at)[0]
+        self._at = at
 
     def _entry(self) -> _Entry:
         name, dimensions = self._string(), self._scalar("I")

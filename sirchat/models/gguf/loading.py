@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
+from sirchat.models.bars import Progress
 from sirchat.models.freed_memory import give_back
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
+from sirchat.models.gguf.contents import config_values, parameter_name
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 from sirchat.models.packed import (
     Int4Linear,
@@ -29,62 +31,9 @@ from sirchat.models.packed import (
     eight_bits,
 )
 from sirchat.models.packing import WeightStore, settle
-from sirchat.models.progress import Progress
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Architectures whose files are read here; they share names and sizes."""
-
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
-_SPECIAL = ("bos", "eos", "unknown", "padding")
-_MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
 
 _ROWS = 4096  # of a matrix that are held as float32 at once
-_MOST = 1 << 40  # of anything
 _SOME = 10  # tensors after which freed memory is given back
-
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def is_read_here(file: GgufFile) -> bool:
-    """Whether `load_module` knows all that is in the file."""
-    values = _config_values(file) if file.architecture in ARCHITECTURES else None
-    return values is not None and all(
-        parameter_name(name) is not None and tensor.type in BLOCKS
-        for name, tensor in file.tensors.items()
-    )
-
-
-def has_blocks(file: GgufFile) -> bool:
-    """Whether weights of the file are in blocks of few bits, not plain floats."""
-    return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
 
 
 def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
@@ -106,7 +55,7 @@ def load_module(
     With `keep_packed`, matrices of four bits stay as they are, and other blocks get eight bits with
     a scale for each row. Raises ModelError when tensors are missing or have another shape.
     """
-    values = _config_values(file) or {}
+    values = config_values(file) or {}
     _check_sizes(file, values)
     config = AutoConfig.for_model(**values)
     with init_empty_weights(include_buffers=False):
@@ -132,42 +81,6 @@ def load_module(
         if parameter.is_meta:
             raise ModelError(f"the GGUF file has no {name}", hint="it may be incomplete")
     return module
-
-
-def parameter_name(name: str) -> str | None:
-    """The name that transformers has for a tensor; None for one that is not known."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-    if found is None:
-        return None
-    layer, part, kind = found.groups()
-    inner = (_OUTER if layer is None else _LAYER).get(part)
-    if inner is None:
-        return None
-    return f"{inner}.{kind}" if layer is None else f"model.layers.{layer}.{inner}.{kind}"
-
-
-def _config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of the model's config; None if the file says more than is understood here."""
-    kind, metadata = file.architecture, file.metadata
-    values: dict[str, Any] = {"model_type": kind}
-    for key, value in metadata.items():
-        if not key.startswith(kind + "."):
-            continue
-        part = key.removeprefix(kind + ".")
-        if part in _SIZES:
-            if not isinstance(value, int | float) or not 0 < value < _MOST:
-                return None  # such as another number of heads in each layer
-            values[_SIZES[part]] = value
-        elif part not in _MEANS_NOTHING:  # such as a scaled rotation, or experts
-            return None
-    if kind == "llama" and "head_dim" not in values:
-        values["head_dim"] = metadata.get("llama.rope.dimension_count")
-    values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
-    values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    short = {"unknown": "unk", "padding": "pad"}
-    for one in _SPECIAL:
-        values[f"{short.get(one, one)}_token_id"] = metadata.get(f"tokenizer.ggml.{one}_token_id")
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,125 @@
+"""The `sirchat models` commands."""
+
+import json as json_format
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sirchat.cli.launch import Debug
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve
+from sirchat.errors import UsageError
+from sirchat.models.listing import FoundModel
+from sirchat.ui.text import displayable_line
+
+models_app = typer.Typer(
+    help="Models: list what is here, download more. Alone, it lists them.",
+    invoke_without_command=True,
+)
+
+In = Annotated[
+    list[Path] | None,
+    typer.Option("--in", metavar="FOLDER", help="Also look in this folder; can be repeated."),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="Tokens held, for the size of the KV cache.", metavar="INT")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
+
+
+@models_app.callback()
+def models(
+    context: typer.Context,
+    folders: In = None,
+    budget: Budget = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Models: list what is here, download more. Alone, it lists them."""
+    if context.invoked_subcommand is None:
+        models_list(folders, budget, json)
+    elif folders or budget or json:
+        raise UsageError("options stand before the command", hint="put them after it")
+
+
+@models_app.command("list")
+def models_list(
+    folders: In = None, budget: Budget = None, json: Json = False, debug: Debug = False
+) -> None:
+    """What --model can be: sirchat models list --in ~/models --budget 512.
+
+    Bundled models, smollm2, models in your own folder (sirchat paths names it) and in the Hugging
+    Face cache. The KV cache is what a chat would allocate at its budget.
+    """
+    from sirchat.chat.model_defaults import most_rows
+    from sirchat.models.cache_size import cache_bytes
+    from sirchat.models.listing import find_models
+    from sirchat.ui.models_table import ListedModel, print_models
+
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise UsageError(f"--in: there is no folder {str(folder)!r}")
+    profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
+
+    def listed(found: FoundModel) -> ListedModel:
+        shape = found.shape
+        if shape is None or shape.context_length is None:
+            return ListedModel(found, None, None)
+        rows = most_rows(profile, found.name, shape.context_length)
+        return ListedModel(found, rows, cache_bytes(shape, profile, rows))
+
+    rows = [listed(one) for one in find_models(one.expanduser() for one in folders or ())]
+    if json:
+        typer.echo(json_format.dumps([_data(one) for one in rows], indent=2))
+        return
+    from rich.console import Console
+
+    print_models(rows, Console(highlight=False))
+
+
+@models_app.command("pull")
+def models_pull(
+    name: Annotated[str, typer.Argument(help="The model's name on the Hugging Face hub.")],
+    file: Annotated[
+        str | None, typer.Option("--file", metavar="NAME.gguf", help="Of GGUF files, this one.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Download a model: sirchat models pull Qwen/Qwen3-0.6B.
+
+    It goes into the Hugging Face cache, which other programs share. The same command goes on with
+    what was interrupted.
+    """
+    from rich.console import Console
+
+    from sirchat.models.pull import pull
+    from sirchat.ui.models_table import in_bytes
+    from sirchat.ui.pulling import pull_progress
+
+    try:
+        with pull_progress(Console(stderr=True, highlight=False)) as progress:
+            pulled = pull(name, file, progress)
+    except KeyboardInterrupt:
+        sys.stderr.write("sirchat: what was downloaded stays; the same command goes on\n")
+        raise
+    said = f"{pulled.name}: {in_bytes(pulled.size)}; sirchat -m {pulled.name} chats with it"
+    typer.echo(displayable_line(said), err=True)
+
+
+def _data(one: object) -> dict[str, object]:
+    """A row as JSON has it."""
+    values = asdict(one)  # type: ignore[call-overload]
+    found = values.pop("found")
+    shape = found.pop("shape") or {"kind": None, "context_length": None}
+    return {
+        **found,
+        "path": str(found["path"]) if found["path"] is not None else None,
+        "kind": shape["kind"],
+        "context_length": shape["context_length"],
+        "budget": values["budget"],
+        "kv_cache_bytes": values["cache"],
+    }

@@ -1,0 +1,219 @@
+"""Download of a model from the Hugging Face hub into its cache; what was interrupted goes on.
+
+Weights are taken from safetensors or GGUF only, never from pickles. The hub's library fetches small
+files and keeps the cache's layout. It drops what was fetched of a file when it is interrupted, so
+large files are fetched here, into `blobs/ETAG.part`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from sirchat.errors import ModelError, nearest
+from sirchat.models.bars import Progress, bar_class
+from sirchat.models.hub import ask_hub, explained
+from sirchat.models.hub_cache import cache_folder
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+_LARGE = 8 * 2**20  # bytes; below, nothing is lost by fetching a file again
+_WANTED = re.compile(
+    r"(?!consolidated)[^/]+\.(safetensors|json|jinja|model)|merges\.txt|vocab\.txt"
+)
+_ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SECONDS, _PAUSE, _TRIES = 10.0, 1.0, 3  # for an answer; before another try; without progress
+_CHUNK = 2**20
+_PARTIAL = 206  # HTTP: what follows is the range that was asked for
+_SHOWN = 4  # GGUF files that an error names
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """A model that is now in the cache: what `--model` takes, and bytes on disk."""
+
+    name: str
+    size: int
+
+
+def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
+    """Download a model, or one GGUF `file` of its repository; what is here already is kept.
+
+    `progress` is called with the file's name, bytes done and bytes in all. Raises ModelError.
+    """
+    info = ask_hub(name, with_files=True)
+    with explained(name):  # it says sizes that are none, for example
+        files = _chosen(name, info, file)
+        total, done = sum(size for _, size in files), 0
+    _check_space(name, total)
+    with _quiet():
+        for one, size in files:
+            progress(one, done, total)
+            _fetch(name, one, size, _Shifted(progress, one, done, total))
+            done += size
+            progress(one, done, total)
+    return PulledModel(f"{name}/{file}" if file else name, total)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """Reports the progress of one file as a part of the whole."""
+
+    progress: Progress
+    file: str
+    before: int
+    total: int
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        self.progress(self.file, min(self.before + done, self.total), self.total)
+
+
+def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
+    """Names and sizes of the files to download."""
+    there = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+    ggufs = [one for one in there if one.lower().endswith(".gguf")]
+    if file is not None:
+        if file not in ggufs:
+            hint = nearest(file, ggufs) or _listed(ggufs)
+            raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
+        return [(file, there[file])]
+    wanted = [one for one in there if _WANTED.fullmatch(one)]
+    if any(one.endswith(".safetensors") for one in wanted) and "config.json" in wanted:
+        # The weights come last, so that a wrong model shows early.
+        wanted.sort(key=lambda one: (one.endswith(".safetensors"), one))
+        return [(one, there[one]) for one in wanted]
+    if ggufs:
+        raise ModelError(f"model {name!r} is one of GGUF files", hint=_listed(ggufs))
+    raise ModelError(
+        f"model {name!r} has no safetensors", hint="other weights could run code, and are not read"
+    )
+
+
+def _listed(ggufs: Sequence[str]) -> str:
+    if not ggufs:
+        return "it has none; leave --file out"
+    more = f", and {len(ggufs) - _SHOWN} more" if len(ggufs) > _SHOWN else ""
+    return f"choose one with --file: {', '.join(ggufs[:_SHOWN])}{more}"
+
+
+def _check_space(name: str, total: int) -> None:
+    folder = cache_folder()
+    there = next(one for one in (folder, *folder.parents) if one.is_dir())
+    free = shutil.disk_usage(there).free
+    if total > free + sum(one.stat().st_size for one in _blobs(name).glob("*")):
+        raise ModelError(
+            f"model {name!r} takes {total / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free",
+            hint="HF_HUB_CACHE names another folder",
+        )
+
+
+def _blobs(name: str) -> Path:
+    return cache_folder() / f"models--{name.replace('/', '--')}" / "blobs"
+
+
+def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
+    """Bring one file into the cache."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    with explained(name, "the same command goes on where it stopped"):
+        if size > _LARGE:
+            url = hf_hub_url(name, file)
+            etag = get_hf_file_metadata(url, timeout=_SECONDS).etag or ""
+            if not _ETAG.fullmatch(etag):  # it becomes a file's name
+                raise ModelError(f"the hub names no version of {file!r} of {name!r}")
+            with _only_one(name, etag):
+                _fetch_large(url, _blobs(name) / etag, size, progress)
+        hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
+
+
+def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
+    """Fetch a file to where the library looks for it, going on with what an earlier try left."""
+    if blob.exists():
+        return
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    part, failures = blob.with_name(f"{blob.name}.part"), 0
+    part.touch()
+    while (there := part.stat().st_size) < size:
+        try:
+            _read_on(url, part, there, size, progress)
+        except Exception as error:
+            if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
+                raise
+            failures = failures + 1 if part.stat().st_size <= there else 0
+            if failures == _TRIES:
+                raise
+            time.sleep(_PAUSE)
+    digest = blob.name if _SHA256.fullmatch(blob.name) else ""
+    if part.stat().st_size > size or (digest and _digest(part) != digest):
+        part.unlink()
+        raise ModelError(f"{url} arrived damaged", hint="the same command fetches it again")
+    part.replace(blob)
+
+
+def _is_transport(error: Exception) -> bool:
+    """Whether a connection broke; the library's errors for that have no common public base."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
+
+
+def _read_on(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
+    """Append what comes after the first `there` bytes of a file."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={there}-"}
+    options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS, "follow_redirects": True}
+    with get_session().stream("GET", url, **options) as response, part.open("r+b") as stream:
+        hf_raise_for_status(response)
+        start = there if response.status_code == _PARTIAL else 0  # else it comes as a whole
+        stream.truncate(start)
+        stream.seek(start)
+        for chunk in response.iter_bytes(_CHUNK):
+            stream.write(chunk)
+            if stream.tell() > size:  # it never has to end
+                return
+            progress("", stream.tell(), size)
+
+
+@contextmanager
+def _only_one(name: str, etag: str) -> Iterator[None]:
+    """Keep other processes from writing to the same file."""
+    folder = cache_folder() / ".locks" / _blobs(name).parent.name
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f"{etag}.part.lock", timeout=0):
+            yield
+    except Timeout:
+        raise ModelError(f"another process is downloading {name!r}", hint="wait for it") from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The libraries log nothing; what goes wrong is said by the exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,159 @@
+"""What a model's files say of it, read at once and without loading it: kind, context, cache size.
+
+Files are not trusted: what makes no sense counts as unknown, and a file that can't be read raises
+ModelError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from sirchat.errors import ModelError
+from sirchat.models.gguf.contents import has_blocks, is_read_here
+from sirchat.models.gguf.header import BLOCKS, GgufFile, read_gguf
+
+_MOST = 1 << 32  # of anything
+_MOST_LAYERS = 10_000
+_MOST_BYTES = 1 << 24  # of a config.json; those of real models have some kilobytes
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+
+_PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
+"""Types that are refused when they are loaded, and whose config alone does not show it."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What is known of a model before it is loaded; None for what its files do not say.
+
+    Attributes:
+        kind: its architecture, such as `llama`, and for a GGUF file the type of its weights.
+        context_length: tokens it was made for.
+        row_elements: numbers that a cache allocates for one token: keys and values of all layers.
+            Keys with a rotary position are kept twice, see `memory.cache`.
+        stays_packed: whether its weights stay packed where the CPU can compute with them.
+    """
+
+    kind: str
+    context_length: int | None
+    row_elements: int | None
+    stays_packed: bool = False
+
+
+def shape_of_folder(folder: Path) -> ModelShape:
+    """The shape that a folder's config.json describes; raises ModelError if it can't be read."""
+    config = _read_config(folder / "config.json")
+    names = config.get("architectures")
+    if isinstance(names, list) and names and not any("For" in str(name) for name in names):
+        raise ModelError(f"{folder} has a {str(names[0])[:60]}, which writes no text")
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    kind = text.get("model_type") or config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(f"{folder / 'config.json'} names no model type")
+    layers = text.get("layer_types")
+    odd = [one for one in layers if one not in _PER_TOKEN] if isinstance(layers, list) else []
+    if kind in _NOT_HELD or odd:
+        raise ModelError(f"{folder} is of type {kind[:60]}, whose memory can't be held by tokens")
+    return ModelShape(kind, _context_length(text), _row_elements(text))
+
+
+def shape_of_gguf(path: Path) -> ModelShape:
+    """The shape that a GGUF file's header describes; raises ModelError if it can't be read."""
+    file = read_gguf(path, with_lists_of_text=False)
+    architecture, weights = file.architecture, Counter[str]()
+    for tensor in file.tensors.values():
+        weights[tensor.type] += prod(tensor.shape)
+    kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
+    packs = is_read_here(file) and all(one.type in BLOCKS for one in file.tensors.values())
+    return ModelShape(
+        kind,
+        _whole(file.metadata.get(f"{architecture}.context_length")),
+        _gguf_row_elements(file),
+        packs and has_blocks(file),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise ModelError(f"{path} can't be read: it is no small file")
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read: {type(error).__name__}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} can't be read: it is no JSON object")
+    return config
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the model was made for, as `probe.context_length` counts them."""
+    limit = next((n for name in _LENGTHS if (n := _whole(config.get(name)))), None)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if limit is None or not isinstance(rope, dict):
+        return limit
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if one.get("rope_type", one.get("type")) in _LENGTH_DEPENDENT:
+            key = "original_max_position_embeddings"
+            limit = min(limit, _whole(one.get(key)) or _whole(config.get(key)) or limit)
+    return limit
+
+
+def _row_elements(config: Mapping[str, Any]) -> int | None:
+    """Numbers that are allocated for one token, from the sizes in a config."""
+    layers = _whole(config.get("num_hidden_layers"), _MOST_LAYERS)
+    heads = _whole(config.get("num_attention_heads"))
+    hidden = _whole(config.get("hidden_size"))
+    if layers is None or heads is None:
+        return None
+    latent = _whole(config.get("kv_lora_rank"))
+    if latent is not None:  # DeepSeek: a compressed part, and one that is rotated
+        return layers * (latent + 2 * (_whole(config.get("qk_rope_head_dim")) or 0))
+    size = _whole(config.get("head_dim")) or (hidden // heads if hidden else None)
+    if size is None:
+        return None
+    row = _key_value_heads(config, heads) * size
+    rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
+    without = rotated[:layers].count(0) if isinstance(rotated, list) else 0
+    return layers * 3 * row - without * row
+
+
+def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        return 1
+    given = (_whole(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
+    return next((one for one in given if one), heads)
+
+
+def _gguf_row_elements(file: GgufFile) -> int | None:
+    """Numbers that are allocated for one token, from the sizes in a GGUF file."""
+
+    def said(name: str) -> Any:
+        return file.metadata.get(f"{file.architecture}.{name}")
+
+    layers, hidden = _whole(said("block_count"), _MOST_LAYERS), _whole(said("embedding_length"))
+    heads = said("attention.head_count_kv") or said("attention.head_count")
+    of_queries = _whole(said("attention.head_count"))
+    usual = hidden // of_queries if hidden and of_queries else None
+    key = _whole(said("attention.key_length")) or usual
+    value = _whole(said("attention.value_length")) or usual
+    if layers is None or key is None or value is None:
+        return None
+    if not isinstance(heads, list):
+        heads = [heads] * layers
+    counts = [_whole(one) for one in heads[:layers]]
+    return None if None in counts else sum(filter(None, counts)) * (2 * key + value)
+
+
+def _whole(value: object, most: int = _MOST) -> int | None:
+    """The value if it is a sensible whole number, else None."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+        return value
+    return None

@@ -1,0 +1,103 @@
+"""`sirchat models`: what is here, at any width, at once, and nothing of it is trusted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatting import save_babbler, tiny
+from command import run
+from gguf_file import write_gguf
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+
+NAME = "a-model-of-a-name-as-long-as-those-of-the-hub-are-today-Q4_1.gguf"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a GGUF file, a model, and a damaged one whose name has control characters."""
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    write_gguf(tmp_path / "m" / NAME, tiny(), "Q4_1")
+    save_babbler(tmp_path / "m" / "babbler")
+    (tmp_path / "m" / "\x1b[31mred\x07.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 64)
+    return Path("m")
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100, 160])
+def test_nothing_is_cut_at_any_width(folder: Path, columns: int) -> None:
+    done = run("models", "--in", str(folder), COLUMNS=str(columns))
+    assert done.returncode == 0
+    for name in ("tiny", "tiny-anchor", "smollm2", f"m/{NAME}", "m/babbler"):
+        assert name in done.stdout
+    assert "…" not in done.stdout
+    lines = done.stdout.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("tiny"))
+    about = " ".join(lines[at : at + 3])
+    for number in ("llama", "10 MB", "2,048", "1,024", "9.4 MB"):
+        assert number in about
+    usable = [one for one in lines if "cannot be used" not in one and "not installed" not in one]
+    assert max(map(len, usable)) <= max(columns, len(f"m/{NAME}"))
+
+
+def test_a_damaged_file_is_one_line_without_control_characters(folder: Path) -> None:
+    done = run("models", "--in", str(folder))
+    (line,) = (one for one in done.stdout.splitlines() if "red" in one)
+    assert line.startswith("m/red.gguf: cannot be used: ")
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+
+
+def test_json_has_the_same(folder: Path) -> None:
+    found = json.loads(run("models", "list", "--json", "--in", str(folder)).stdout)
+    by_name = {one["name"]: one for one in found}
+    assert by_name["m/babbler"]["context_length"] == 4096
+    assert by_name[f"m/{NAME}"]["kind"] == "llama Q4_1"
+    assert by_name["m/\x1b[31mred\x07.gguf"]["problem"]
+    assert all(one["source"] in ("bundled", "package", "folder", "hub") for one in found)
+
+
+@pytest.mark.parametrize("budget", ["", "512"])
+def test_the_memory_is_what_a_chat_allocates(folder: Path, budget: str) -> None:
+    arguments = ["--budget", budget] if budget else []
+    found = json.loads(run("models", *arguments, "--json").stdout)
+    (told,) = (one for one in found if one["name"] == "tiny")
+    chat = Session(tiny(), Profile(device="cpu", budget=int(budget or 1024)))
+    list(chat.read_user("Hello."))
+    assert told["budget"] == chat.budget
+    assert told["kv_cache_bytes"] == chat._engine.cache.nbytes
+
+
+def test_the_budget_is_no_more_than_the_context_and_all_of_it_under_full(folder: Path) -> None:
+    found = json.loads(run("models", "--budget", "999999", "--json").stdout)
+    assert found[0]["budget"] == 2048
+    found = json.loads(run("models", "--json", SIRCHAT_POLICY="full").stdout)
+    assert found[0]["budget"] == 2048
+
+
+def test_what_is_wrong_is_said(folder: Path) -> None:
+    assert "there is no folder 'nowhere'" in run("models", "--in", "nowhere").stderr
+    assert "budget can't be" in run("models", "--budget", "many").stderr
+    assert run("models", "--json", "list").returncode == 2
+
+
+@pytest.mark.slow
+def test_no_heavy_library_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; from sirchat.cli import main\n"
+        f"sys.argv = ['sirchat', 'models', '--in', {str(folder)!r}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'prompt_toolkit'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "m/babbler" in done.stdout

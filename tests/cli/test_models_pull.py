@@ -1,0 +1,182 @@
+"""`sirchat models pull`: a model of the hub is downloaded, and what was interrupted goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fake_hub import FakeHub, fake_hub
+from sirchat.paths import tiny_dir
+from terminal import Terminal
+
+LARGE = random.Random(0).randbytes(12 * 2**20)
+FILES = {
+    "config.json": (tiny_dir() / "config.json").read_bytes(),
+    "tokenizer.json": (tiny_dir() / "tokenizer.json").read_bytes(),
+    "model.safetensors": LARGE,
+    "pytorch_model.bin": b"a pickle",
+    "modeling_own.py": b"import os",
+    "consolidated.safetensors": LARGE,
+    "onnx/model.safetensors": b"another kind",
+    "README.md": b"# A model",
+}
+GGUFS = {"q4.gguf": LARGE[: 9 * 2**20], "q8.gguf": LARGE, "README.md": b""}
+PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"a pickle"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub({"me/small": FILES, "me/ggufs": GGUFS, "me/old": PICKLED}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "hub"
+
+
+def environment(cache: Path, url: str) -> dict[str, str]:
+    settings = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": url, "SIRCHAT_HOME": str(cache.parent)}
+    return {**os.environ, **settings, "HF_HUB_DISABLE_XET": "1", "COLUMNS": "120"}
+
+
+def sirchat(cache: Path, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sirchat", *arguments],
+        env=environment(cache, url),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def error_of(cache: Path, url: str, *arguments: str) -> str:
+    done = sirchat(cache, url, "models", "pull", *arguments)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
+    hub: FakeHub, cache: Path
+) -> None:
+    done = sirchat(cache, hub.url, "models", "pull", "me/small")
+    assert done.returncode == 0, done.stderr
+    assert "sirchat -m me/small" in done.stderr
+    assert done.stdout == ""
+    (snapshot,) = (cache / "models--me--small" / "snapshots").iterdir()
+    there = {one.name for one in snapshot.iterdir()}
+    assert there == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (snapshot / "model.safetensors").read_bytes() == LARGE
+    listed = sirchat(cache, hub.url, "models").stdout
+    assert any(line.startswith("me/small  ") for line in listed.splitlines()), listed
+
+
+def test_what_is_here_is_not_fetched_again(hub: FakeHub, cache: Path) -> None:
+    for _ in range(2):
+        assert sirchat(cache, hub.url, "models", "pull", "me/small").returncode == 0
+    assert hub.ranges("model.safetensors") == ["bytes=0-"]
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(hub: FakeHub, cache: Path) -> None:
+    hub.stalls_after = 5 * 2**20
+    command = [sys.executable, "-m", "sirchat", "models", "pull", "me/small"]
+    began = subprocess.Popen(
+        command, env=environment(cache, hub.url), stderr=subprocess.PIPE, text=True
+    )
+    assert hub.stalled.wait(60)
+    time.sleep(1)  # what was sent is written
+    began.send_signal(signal.SIGINT)
+    assert "what was downloaded stays" in began.communicate(timeout=30)[1]
+    assert began.returncode == 130
+    (part,) = (cache / "models--me--small" / "blobs").glob("*.part")
+    assert 0 < part.stat().st_size < len(LARGE)
+    there = part.stat().st_size
+    hub.stalls_after = -1
+    assert sirchat(cache, hub.url, "models", "pull", "me/small").returncode == 0
+    assert hub.ranges("model.safetensors") == ["bytes=0-", f"bytes={there}-"]
+    (snapshot,) = (cache / "models--me--small" / "snapshots").iterdir()
+    assert (snapshot / "model.safetensors").read_bytes() == LARGE
+    assert not list((cache / "models--me--small" / "blobs").glob("*.part"))
+
+
+def test_what_arrived_damaged_is_refused_and_fetched_again(hub: FakeHub, cache: Path) -> None:
+    wanted = ("me/ggufs", "--file", "q8.gguf")
+    assert sirchat(cache, hub.url, "models", "pull", *wanted).returncode == 0
+    (blob,) = (one for one in (cache / "models--me--ggufs" / "blobs").iterdir() if one.is_file())
+    part = blob.with_name(f"{blob.name}.part")
+    (cache / "models--me--ggufs" / "snapshots").rename(cache / "gone")
+    blob.unlink()
+    part.write_bytes(b"damage" * 1000)
+    done = sirchat(cache, hub.url, "models", "pull", *wanted)
+    assert (done.returncode, "arrived damaged" in done.stderr) == (1, True)
+    wanted = ("me/ggufs", "--file", "q8.gguf")
+    assert sirchat(cache, hub.url, "models", "pull", *wanted).returncode == 0
+    assert blob.read_bytes() == LARGE
+
+
+def test_a_gguf_file_is_chosen_and_named_for_the_chat(hub: FakeHub, cache: Path) -> None:
+    assert "choose one with --file: q4.gguf, q8.gguf" in error_of(cache, hub.url, "me/ggufs")
+    wrong = error_of(cache, hub.url, "me/ggufs", "--file", "q5.gguf")
+    assert "did you mean q" in wrong
+    done = sirchat(cache, hub.url, "models", "pull", "me/ggufs", "--file", "q4.gguf")
+    assert "sirchat -m me/ggufs/q4.gguf" in done.stderr
+    assert hub.ranges("q8.gguf") == []
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path, columns: int) -> None:
+    hub.stalls_after = 5 * 2**20
+    command = (sys.executable, "-m", "sirchat", "models", "pull", "me/small")
+    environ = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url}
+    with Terminal(*command, home=cache.parent, columns=columns, environ=environ) as shown:
+        shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
+        assert len(shown.text.splitlines()) == 1
+        shown.send("\x03")
+        shown.wait_screen("what was downloaded stays; the same command goes on")
+        assert "%" not in shown.text
+
+
+def test_a_log_has_few_lines(hub: FakeHub, cache: Path) -> None:
+    done = sirchat(cache, hub.url, "models", "pull", "me/small")
+    assert len(done.stderr.splitlines()) <= 4
+    assert "\x1b" not in done.stderr
+    assert "13 MB of 13 MB" in done.stderr
+
+
+def test_what_cannot_be_had_is_one_line(hub: FakeHub, cache: Path) -> None:
+    assert "the hub has no model 'me/smal'" in error_of(cache, hub.url, "me/smal")
+    assert "has no safetensors" in error_of(cache, hub.url, "me/old")
+    hub.gated.add("me/small")
+    gated = error_of(cache, hub.url, "me/small")
+    assert "accepted its terms" in gated
+    assert "hf auth login" in gated
+
+
+@pytest.mark.parametrize("kind", ["refusing", "silent"])
+def test_a_hub_that_cannot_be_reached_fails_within_two_seconds(kind: str, cache: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        if kind == "silent":  # it accepts and never answers
+            one.listen()
+        url = f"http://127.0.0.1:{one.getsockname()[1]}"
+        for arguments in (["models", "pull", "me/small"], ["ask", "-m", "me/small", "Hello"]):
+            began = time.monotonic()
+            done = sirchat(cache, url, *arguments)
+            taken = time.monotonic() - began
+            assert done.returncode == 1
+            assert "the hub can't be reached" in done.stderr
+            assert done.stderr.count("\n") == 1
+            assert taken < 3.5, "with the start of Python"

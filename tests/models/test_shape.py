@@ -1,0 +1,153 @@
+"""What a model's files say before it is loaded is what it is once it is loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import tiny
+from families import HELD, REFUSED, build, loaded
+from gguf_file import write_gguf
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
+from sirchat.models.cache_size import cache_bytes
+from sirchat.models.model import load_model
+from sirchat.models.shape import shape_of_folder, shape_of_gguf
+from sirchat.paths import tiny_dir
+
+ALL_HEADS = ("gpt-neox", "persimmon")
+"""Families with keys for each head, whatever the tests' config says of it."""
+
+
+def folder_with(path: Path, config: object) -> Path:
+    path.mkdir(exist_ok=True)
+    text = config if isinstance(config, str) else json.dumps(config)
+    (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("family", [name for name in HELD if name not in ALL_HEADS])
+def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    model = loaded(family)
+    model.module.config.save_pretrained(tmp_path)
+    cache = model.new_cache(24)
+    model.forward([1], cache)
+    shape = shape_of_folder(tmp_path)
+    assert shape.context_length == model.context_length
+    assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])
+def test_a_model_that_will_be_refused_is_known_before(family: str, tmp_path: Path) -> None:
+    build(*REFUSED[family][:2]).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="can't be held"):
+        shape_of_folder(tmp_path)
+
+
+def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertModel"]}
+    with pytest.raises(ModelError, match="a BertModel, which writes no text"):
+        shape_of_folder(folder_with(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "none"}, {"dtype": "float32"}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["Q4_1", "F32"])
+def test_the_cache_of_a_gguf_file_is_as_wide_as_it_will_be(
+    settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny(), kind)
+    profile = Profile(device="cpu", **settings)
+    model = load_model(str(file), device="cpu", **settings)
+    cache = model.new_cache(24)
+    model.forward([1], cache)
+    shape = shape_of_gguf(file)
+    assert shape.context_length == model.context_length == 2048
+    assert shape.kind == f"llama {kind}"
+    assert cache_bytes(shape, profile, 24) == cache.nbytes
+
+
+def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
+    config = json.loads((tiny_dir() / "config.json").read_text())
+    outer = {"model_type": "seeing", "architectures": ["SeeingForConditionalGeneration"]}
+    assert shape_of_folder(folder_with(tmp_path, {**outer, "text_config": config})) == (
+        shape_of_folder(tiny_dir())
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic"}}, 2048),
+        (
+            {
+                "rope_scaling": {"type": "longrope"},
+                "original_max_position_embeddings": 512,
+                "rope_parameters": None,
+            },
+            512,
+        ),
+        ({"max_position_embeddings": "2048"}, None),
+        ({"max_position_embeddings": -1}, None),
+        ({"max_position_embeddings": 10**400}, None),
+    ],
+)
+def test_context_lengths(changes: dict[str, Any], context: int | None, tmp_path: Path) -> None:
+    config = json.loads((tiny_dir() / "config.json").read_text()) | changes
+    assert shape_of_folder(folder_with(tmp_path, config)).context_length == context
+
+
+NONSENSE: tuple[object, ...] = (None, True, -1, 0, 10**400, 1e308, "4", [], [4] * 9, {}, {"a": {}})
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "head_dim"])
+@pytest.mark.parametrize("value", NONSENSE, ids=lambda one: str(one)[:20])
+def test_sizes_without_sense_are_unknown_and_no_error(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    config = json.loads((tiny_dir() / "config.json").read_text()) | {name: value}
+    shape = shape_of_folder(folder_with(tmp_path, config))
+    assert name == "head_dim" or shape.row_elements is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "[" * 100_000,
+        '{"model_type": 3}',
+        "{}",
+        "\x00",
+        '{"architectures": [1]}',
+    ],
+    ids=lambda one: one[:12],
+)
+def test_a_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        shape_of_folder(folder_with(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_that_was_tampered_with_is_read_or_refused(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "model.gguf", tiny()).read_bytes()
+    broken, draws = tmp_path / "broken.gguf", random.Random(0)
+    for _ in range(300):
+        data = bytearray(whole[:200_000])
+        for _ in range(draws.choice((1, 8))):
+            at = draws.randrange(4, draws.choice((64, 2_000, len(data) - 8)))
+            data[at : at + 8] = struct.pack("<Q", draws.choice((0, 1, 2**31, 2**63, 2**64 - 1)))
+        broken.write_bytes(data)
+        with suppress(ModelError):  # whose text is one line
+            shape_of_gguf(broken)

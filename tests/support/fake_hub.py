@@ -1,0 +1,130 @@
+"""A web server that plays the few endpoints of the Hugging Face hub that a download needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """Repositories by name, each with its files.
+
+    Attributes:
+        url: for HF_ENDPOINT.
+        gated: repositories whose files are refused.
+        stalls_after: bytes of a file's body after which the server sends no more; -1 for never.
+        asked: method, path and `Range` of each request for a file.
+    """
+
+    repositories: Mapping[str, Mapping[str, bytes]]
+    url: str = ""
+    gated: set[str] = field(default_factory=set)
+    stalls_after: int = -1
+    asked: list[tuple[str, str, str]] = field(default_factory=list)
+    stalled: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def ranges(self, file: str) -> list[str]:
+        """The `Range` of each request for the body of this file."""
+        return [bytes_ for how, name, bytes_ in self.asked if how == "GET" and name == file]
+
+
+@contextmanager
+def fake_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[FakeHub]:
+    """Serve these repositories on this machine."""
+    hub = FakeHub(repositories)
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        hub.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = self.path.split("?")[0].strip("/")
+        if path.startswith("api/models/"):
+            self._about(path.removeprefix("api/models/"))
+        else:
+            name, _, rest = path.partition("/resolve/")
+            self._file(name, rest.partition("/")[2])
+
+    def _about(self, name: str) -> None:
+        files = self.hub.repositories.get(name)
+        if files is None:
+            self._refuse(404, "RepoNotFound")
+            return
+        siblings = [{"rfilename": one, "size": len(data)} for one, data in files.items()]
+        about = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
+        self._send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, name: str, file: str) -> None:
+        wanted = self.headers.get("Range", "")
+        self.hub.asked.append((self.command, file, wanted))
+        data = self.hub.repositories.get(name, {}).get(file)
+        if name in self.hub.gated:
+            self._refuse(403, "GatedRepo")
+        elif data is None:
+            self._refuse(404, "EntryNotFound")
+        else:
+            start = int(wanted.removeprefix("bytes=").partition("-")[0] or 0)
+            headers = {
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
+            if wanted:
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._send(206 if wanted else 200, data[start:], headers)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        most = self.hub.stalls_after
+        if 0 <= most < len(body):
+            self.wfile.write(body[:most])
+            self.wfile.flush()
+            self.hub.stalled.set()
+            self.hub.released.wait(60)
+            self.close_connection = True
+            return
+        self.wfile.write(body)

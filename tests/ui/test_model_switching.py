@@ -1,0 +1,280 @@
+"""`/model`: another model goes on with the chat, `/undo` goes back, a failure changes nothing."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import save_babbler, tiny
+from saved_chats import SAYINGS, Chat, completions
+from sirchat.chat.rereading import read_again
+from sirchat.chat.session import Session
+from sirchat.errors import ModelError, SettingError, SirchatError
+from sirchat.saved.session_list import list_sessions
+from sirchat.saved.store import SessionStore
+from terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "data" / "sessions"
+
+
+def chat_of(*sayings: str, **settings: Any) -> Chat:
+    chat = Chat(tiny(), **settings)
+    chat.say(*sayings)
+    return chat
+
+
+def models_saved(folder: Path) -> list[str]:
+    return [one.model for one in list_sessions(folder).sessions]
+
+
+def test_the_other_model_has_read_the_text_under_the_present_settings() -> None:
+    chat = chat_of(*SAYINGS[:3], policy="sink", budget=80)
+    turns = list(chat.session.turns)
+    shown = chat.do("/model tiny-anchor")
+    now = chat.session
+    assert now.model.name == now.profile.model == "tiny-anchor"
+    assert [(one.role, one.text) for one in now.turns] == [(one.role, one.text) for one in turns]
+    assert (now.profile.policy, now.budget) == ("sink", 80)
+    assert f"now tiny-anchor; {now.seen:,} tokens read anew, holds {now.resident}/80" in shown
+    straight = Session(now.model, now.profile)
+    read_again(straight, turns)
+    assert now.snapshot().rows == straight.snapshot().rows
+
+
+def test_undo_goes_back_to_the_former_model_and_all_it_held() -> None:
+    chat, straight = (chat_of(*SAYINGS[:3]) for _ in range(2))
+    before = chat.session
+    shown = chat.do("/model tiny-anchor")
+    assert re.search(r"/undo goes back to tiny, which stays in memory \(\d+ MB\)", shown)
+    assert "back to tiny, with the chat as it was" in chat.do("/undo")
+    assert chat.session is before
+    for one in (chat, straight):
+        one.say(SAYINGS[3])
+    assert chat.session.turns == straight.session.turns
+    assert chat.session.snapshot().rows == straight.session.snapshot().rows
+
+
+def test_settings_changed_in_between_stay_after_undo() -> None:
+    chat = chat_of(SAYINGS[0])
+    chat.do("/model tiny-anchor")
+    chat.do("/policy sink")
+    chat.do("/undo")
+    assert chat.session.model.name == "tiny"
+    assert chat.session.profile.policy == "sink"
+
+
+def test_a_message_ends_the_way_back_and_frees_the_memory() -> None:
+    chat = chat_of(*SAYINGS[:2], archive="ram")
+    chat.do("/model tiny-anchor")
+    chat.say(SAYINGS[2])
+    assert chat.models._former is None
+    for count in (2, 1, 0):  # turn by turn, those that were read anew, too
+        chat.do("/undo")
+        assert len(chat.texts) == count
+        assert chat.session.model.name == "tiny-anchor"
+
+
+def test_the_former_model_is_not_loaded_twice() -> None:
+    chat = chat_of(SAYINGS[0])
+    model = chat.session.model
+    chat.do("/model tiny-anchor")
+    other = weakref.ref(chat.session.model)
+    chat.do("/model tiny")
+    assert chat.session.model is model
+    chat.do("/model tiny-anchor")
+    assert chat.session.model is other()
+
+
+@pytest.mark.parametrize("line", ["/reset", "/forget words --yes"])
+def test_what_is_erased_cannot_come_back_with_the_former_model(line: str) -> None:
+    chat = chat_of(SAYINGS[0])
+    chat.do("/model tiny-anchor")
+    chat.do(line)
+    assert chat.models._former is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("./nowhere", ModelError, "does not exist"),
+        ("nowhere.gguf", ModelError, "does not exist"),
+        ("broken.gguf", ModelError, "no GGUF file"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(
+    name: str,
+    error: type[SirchatError],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    chat = chat_of(SAYINGS[0])
+    before, turns = chat.session, list(chat.session.turns)
+    with pytest.raises(error, match=said) as caught:
+        chat.do(f"/model {name}")
+    assert "\n" not in str(caught.value)
+    assert chat.session is before
+    assert chat.session.turns == turns
+    chat.say(SAYINGS[1])
+    assert models_saved(folder) == ["tiny"]
+
+
+@pytest.mark.parametrize("step", ["load_model", "read_again"])
+def test_ctrl_c_on_the_way_leaves_the_chat_as_it_was(
+    step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    chat = chat_of(SAYINGS[0])
+    before = chat.session
+    with monkeypatch.context() as broken:
+        broken.setattr(f"sirchat.ui.model_switching.{step}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.do("/model tiny-anchor")
+    chat.say(SAYINGS[1])
+    assert chat.session is before
+    assert models_saved(folder) == ["tiny"]
+
+
+def test_a_model_that_cannot_hold_the_budget_leaves_the_chat_as_it_was(tmp_path: Path) -> None:
+    babbling = str(save_babbler(tmp_path / "babbler"))  # with twice the context of tiny
+    chat = chat_of(SAYINGS[0])
+    chat.do(f"/model {babbling}")
+    chat.do("/budget 4000")
+    with pytest.raises(SettingError, match="budget 4000 is above the context of tiny-anchor"):
+        chat.do("/model tiny-anchor")
+    assert chat.session.model.name == babbling
+
+
+def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -> None:
+    babbling = str(save_babbler(tmp_path / "babbler"))
+    chat = chat_of(SAYINGS[0], budget=1024)
+    shown = chat.do(f"/model {babbling}")
+    assert "as usual for this model: budget 1024 -> 2048, temperature 0" in shown
+    assert chat.session.profile.temperature > 0
+    chat = chat_of(SAYINGS[0], budget=512, temperature=0.7)
+    assert "as usual" not in chat.do(f"/model {babbling}")
+    assert (chat.session.budget, chat.session.profile.temperature) == (512, 0.7)
+
+
+def test_pins_are_said_to_be_gone() -> None:
+    chat = chat_of("My name is Anna.", system="Be brief.")
+    chat.do("/pin Anna")
+    assert re.search(
+        r"\d tokens that you had pinned are not pinned here", chat.do("/model tiny-anchor")
+    )
+    chat.do("/model tiny")
+    assert "pinned" not in chat.do("/model tiny-anchor")
+
+
+def test_the_present_model_is_nothing_new_and_alone_it_lists() -> None:
+    chat = chat_of(SAYINGS[0])
+    assert "model is tiny already" in chat.do("/model tiny")
+    assert "model is tiny; here are: tiny-anchor" in chat.do("/model")
+
+
+# --- saved chats
+
+
+def test_the_saved_chat_goes_on_in_the_same_file_as_one_of_the_other_model(folder: Path) -> None:
+    chat = chat_of(*SAYINGS[:2])
+    chat.do("/save trip")
+    ident = list_sessions(folder).sessions[0].id
+    chat.do("/model tiny-anchor")
+    (one,) = list_sessions(folder).sessions
+    assert (one.id, one.name, one.model) == (ident, "trip", "tiny-anchor")
+    chat.say(SAYINGS[2])
+    chat.saved_chat.close()
+    (one,) = list_sessions(folder).sessions
+    assert one.turns == 6
+    with SessionStore.open(one.path) as store:
+        head = store.head()
+        assert head is not None
+        assert head.fields["profile"]["model"] == "tiny-anchor"
+        assert [turn.text for turn in store.turns()] == [turn.text for turn in chat.session.turns]
+
+
+def test_undo_brings_the_saved_chat_back_too(folder: Path) -> None:
+    chat = chat_of(*SAYINGS[:2])
+    chat.do("/model tiny-anchor")
+    chat.do("/undo")
+    assert models_saved(folder) == ["tiny"]
+    chat.say(SAYINGS[2])
+    chat.saved_chat.close()
+    again = Chat(tiny())
+    again.do("/load last")
+    assert again.session.turns == chat.session.turns
+    assert again.session.snapshot().rows == chat.session.snapshot().rows
+
+
+def test_where_writing_failed_save_writes_all_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    chat = chat_of(*SAYINGS[:2])
+    with monkeypatch.context() as broken:
+        broken.setattr(SessionStore, "replace", full)
+        assert "not saved any more" in chat.do("/model tiny-anchor")
+    assert models_saved(folder) == ["tiny"]
+    chat.say(SAYINGS[2])
+    chat.do("/save")
+    assert models_saved(folder) == ["tiny-anchor"]
+
+
+def test_a_chat_that_is_not_saved_stays_so(folder: Path) -> None:
+    chat = chat_of(SAYINGS[0], save=False)
+    chat.do("/model tiny-anchor")
+    chat.do("/undo")
+    assert not folder.exists()
+
+
+# --- at the prompt
+
+
+def test_names_are_completed(tmp_path: Path) -> None:
+    own = tmp_path / "data" / "models"
+    own.mkdir(parents=True)
+    save_babbler(own / "babbler")
+    (own / "broken.gguf").touch()
+    found = completions("/model ")
+    assert {"tiny", "tiny-anchor", "babbler"} <= set(found)
+    assert "broken.gguf" not in found
+    assert completions("/model tiny-") == ["tiny-anchor"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_the_model_changes_and_comes_back_in_a_terminal(tmp_path: Path, columns: int) -> None:
+    with Terminal(home=tmp_path, columns=columns) as chat:
+        chat.ask("My name is Anna.")
+        held = next(row for row in reversed(chat.lines) if " held" in row)
+        shown = " ".join(chat.ask("/model tiny-anchor").split())
+        assert re.match(r"now tiny-anchor; \d+ tokens read anew, holds \d+/1,024 ", shown)
+        assert shown.endswith("until the next message")
+        assert any(row.startswith(" tiny-anchor ·") for row in chat.lines)
+        shown = " ".join(chat.ask("/model ./nowhere").split())
+        assert shown.startswith("sirchat: model folder './nowhere' does not exist")
+        assert "back to tiny, with the chat as it was" in " ".join(chat.ask("/undo").split())
+        assert next(row for row in reversed(chat.lines) if " held" in row) == held
+        assert "Anna" in chat.ask("What is my name?")
+        chat.send("/model tiny-")
+        chat.wait_screen("tiny-anchor", 20)
+        chat.send("\x15")
+        assert chat.leave() == 0
+    with Terminal("--resume", home=tmp_path, columns=columns) as chat:
+        assert "Anna" in chat.ask("What is my name?")
