@@ -3,9 +3,8 @@
 import json as json_format
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +14,9 @@ from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.ui.models_table import ListedModel
 
 models_app = typer.Typer(
     help="Models: list what is here, download more. Alone, it lists them.",
@@ -60,7 +62,8 @@ def models_list(
     from sirchat.models.listing import find_models
     from sirchat.ui.models_table import ListedModel, print_models
 
-    for folder in folders or ():
+    places = [folder.expanduser() for folder in folders or ()]
+    for folder in places:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
@@ -72,7 +75,7 @@ def models_list(
         rows = most_rows(profile, found.name, shape.context_length)
         return ListedModel(found, rows, cache_bytes(shape, profile, rows))
 
-    rows = [listed(one) for one in find_models(one.expanduser() for one in folders or ())]
+    rows = [listed(one) for one in find_models(places)]
     if json:
         typer.echo(json_format.dumps([_data(one) for one in rows], indent=2))
         return
@@ -110,16 +113,17 @@ def models_pull(
     typer.echo(displayable_line(said), err=True)
 
 
-def _data(one: object) -> dict[str, object]:
+def _data(one: "ListedModel") -> dict[str, object]:
     """A row as JSON has it."""
-    values = asdict(one)  # type: ignore[call-overload]
-    found = values.pop("found")
-    shape = found.pop("shape") or {"kind": None, "context_length": None}
+    found, shape = one.found, one.found.shape
     return {
-        **found,
-        "path": str(found["path"]) if found["path"] is not None else None,
-        "kind": shape["kind"],
-        "context_length": shape["context_length"],
-        "budget": values["budget"],
-        "kv_cache_bytes": values["cache"],
+        "name": found.name,
+        "source": found.source,
+        "path": str(found.path) if found.path is not None else None,
+        "kind": shape.kind if shape is not None else None,
+        "bytes": found.size,
+        "context_length": shape.context_length if shape is not None else None,
+        "budget": one.budget,
+        "kv_cache_bytes": one.cache,
+        "problem": found.problem,
     }

@@ -143,17 +143,22 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
-    part, failures = blob.with_name(f"{blob.name}.part"), 0
+    part = blob.with_name(f"{blob.name}.part")
     part.touch()
+    most, failures = part.stat().st_size, 0
     while (there := part.stat().st_size) < size:
+        broken: Exception = ConnectionError(f"{url} ends before its end")
         try:
             _read_on(url, part, there, size, progress)
         except Exception as error:
             if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
                 raise
-            failures = failures + 1 if part.stat().st_size <= there else 0
-            if failures == _TRIES:
-                raise
+            broken = error
+        now = part.stat().st_size
+        most, failures = max(most, now), 0 if now > most else failures + 1
+        if failures == _TRIES:
+            raise broken
+        if now < size:
             time.sleep(_PAUSE)
     digest = blob.name if _SHA256.fullmatch(blob.name) else ""
     if part.stat().st_size > size or (digest and _digest(part) != digest):

@@ -112,6 +112,15 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: FakeHub, cache: P
     assert not list((cache / "models--me--small" / "blobs").glob("*.part"))
 
 
+def test_a_hub_that_never_sends_the_rest_is_given_up(hub: FakeHub, cache: Path) -> None:
+    hub.ends_after = 5 * 2**20
+    done = sirchat(cache, hub.url, "models", "pull", "me/small")
+    assert done.returncode == 0, done.stderr  # in three parts
+    assert len(hub.ranges("model.safetensors")) == 3
+    hub.ends_after = 0
+    assert "goes on where it stopped" in error_of(cache, hub.url, "me/ggufs", "--file", "q4.gguf")
+
+
 def test_what_arrived_damaged_is_refused_and_fetched_again(hub: FakeHub, cache: Path) -> None:
     wanted = ("me/ggufs", "--file", "q8.gguf")
     assert sirchat(cache, hub.url, "models", "pull", *wanted).returncode == 0

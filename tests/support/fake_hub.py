@@ -21,6 +21,7 @@ class FakeHub:
         url: for HF_ENDPOINT.
         gated: repositories whose files are refused.
         stalls_after: bytes of a file's body after which the server sends no more; -1 for never.
+        ends_after: bytes of a large file's body after which the connection is closed; -1 for never.
         asked: method, path and `Range` of each request for a file.
     """
 
@@ -28,6 +29,7 @@ class FakeHub:
     url: str = ""
     gated: set[str] = field(default_factory=set)
     stalls_after: int = -1
+    ends_after: int = -1
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -127,4 +129,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.released.wait(60)
             self.close_connection = True
             return
+        if 0 <= self.hub.ends_after < len(body) and len(body) > 2**20:
+            body, self.close_connection = body[: self.hub.ends_after], True
         self.wfile.write(body)
