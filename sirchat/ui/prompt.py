@@ -174,6 +174,10 @@ class Prompt:
         def _edit(event: KeyPressEvent) -> None:
             event.current_buffer.open_in_editor()  # the edited text comes back to the prompt
 
+        @keys.add(Keys.Vt100MouseEvent, eager=True)
+        def _no_mouse(event: KeyPressEvent) -> None:
+            """What reads like a mouse's report is part of an escape sequence that was typed."""
+
         @keys.add(Keys.BracketedPaste, filter=typing)
         def _paste(event: KeyPressEvent) -> None:
             self._paste(event.current_buffer, event.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from collections.abc import Iterator
@@ -221,3 +222,25 @@ def test_a_typed_sign_after_a_paste_names_a_file(chat: Terminal, home: Path) -> 
     chat.wait_prompt()
     assert "it is 4711" in _message(chat)
     assert "@anna asks: " in _message(chat)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_sequence_of_keys_ends_in_an_exception(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    raised: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "prompt_toolkit.application.Application._handle_exception",
+        lambda self, loop, context: raised.append(context),
+    )
+    draw = random.Random(seed)
+    parts = ["\x1b[", "\x1b]", "\x1bO", "\x1b", "\x1b[M", "\x1b[<", "0;5;5M", "31m", "200~", "201~"]
+    parts += [chr(code) for code in range(1, 256) if chr(code) not in "\x03\x04\x18\x1a\r"]
+    with create_pipe_input() as keys:
+        prompt = Prompt(
+            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
+        )
+        for _ in range(20):
+            keys.send_text("".join(draw.choices(parts, k=40)) + "\x1b[201~\x0bend\r\rend\r")
+            assert prompt.read() is not None
+            assert not raised
