@@ -1,0 +1,40 @@
+"""The cache in `model.generate`: the example of the README runs, and holds its budget."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatting import tiny
+
+README = Path(__file__).parents[2] / "sirchat" / "memory" / "README.md"
+
+
+def test_the_example_runs_and_holds_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
+    names: dict[str, object] = {}
+    exec(example, names)
+    text, _, held = capsys.readouterr().out.rstrip().rpartition(" ")
+    assert held == "64"
+    assert text.count("Tell me a story.") == 10
+    assert len(text.rpartition("<|assistant|>")[2]) > 10
+
+
+def test_with_room_for_all_generate_says_what_it_says_without_the_cache() -> None:
+    model = tiny()
+    ids = torch.tensor([[1, 5, 40, 300, 17, 9]])
+    cache, seen = model.new_cache(64), 0
+    cache.in_stream = True
+
+    def hold(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        cache.commit(read.shape[1] - seen)
+        seen = read.shape[1]
+        return scores
+
+    options = {"max_new_tokens": 20, "do_sample": False}
+    held = model.module.generate(ids, past_key_values=cache, logits_processor=[hold], **options)
+    assert torch.equal(held, model.module.generate(ids, **options))
