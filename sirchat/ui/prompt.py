@@ -170,6 +170,12 @@ class Prompt:
         def _cancel(event: KeyPressEvent) -> None:
             self._cancel(event)
 
+        @keys.add("<sigint>")
+        def _signal(event: KeyPressEvent) -> None:
+            future = event.app.future
+            if future is not None and not future.done():  # else the prompt has just closed
+                event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
             event.current_buffer.open_in_editor()  # the edited text comes back to the prompt

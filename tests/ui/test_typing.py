@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import shutil
@@ -195,6 +196,20 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.M
         keys.send_text("\x03")
         with pytest.raises(KeyboardInterrupt):
             prompt.read()
+
+
+def test_an_interrupt_that_comes_as_the_prompt_has_closed_is_no_exception() -> None:
+    with create_pipe_input() as keys:
+        prompt = Prompt(
+            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
+        )
+        keys.send_text("Hello.\r")
+        assert prompt.read() == Line("Hello.", is_command=False)
+
+        async def as_the_event_loop_ends() -> None:
+            prompt._prompt.app.key_processor.send_sigint()
+
+        asyncio.run(as_the_event_loop_ends())
 
 
 def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, home: Path) -> None:
