@@ -11,6 +11,8 @@ from typing import IO, Any
 
 from platformdirs import PlatformDirs
 
+from sirchat.errors import UsageError, format_value
+
 
 def config_dir() -> Path:
     """The folder of the user's settings: profiles."""
@@ -96,7 +98,12 @@ def _owner_only(path: str, flags: int) -> int:
 
 def _under_home(part: str) -> Path | None:
     home = os.environ.get("SIRCHAT_HOME")
-    return Path(home).expanduser().absolute() / part if home else None
+    if not home:
+        return None
+    folder = Path(os.path.expanduser(home))
+    if folder.parts[0].startswith("~"):
+        raise UsageError(f"SIRCHAT_HOME {format_value(home)} names a user that does not exist")
+    return folder.absolute() / part
 
 
 def _platform() -> PlatformDirs:

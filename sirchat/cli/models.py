@@ -62,7 +62,7 @@ def models_list(
     from sirchat.models.listing import find_models
     from sirchat.ui.models_table import ListedModel, print_models
 
-    places = [folder.expanduser() for folder in folders or ()]
+    places = [Path(os.path.expanduser(folder)) for folder in folders or ()]
     for folder in places:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")

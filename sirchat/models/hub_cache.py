@@ -20,11 +20,11 @@ _GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII |
 def cache_folder() -> Path:
     """Where the hub's library keeps what it downloads."""
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expandvars(given)).expanduser()
+        return Path(os.path.expanduser(os.path.expandvars(given)))
     if home := os.environ.get("HF_HOME"):
-        return Path(os.path.expandvars(home)).expanduser() / "hub"
+        return Path(os.path.expanduser(os.path.expandvars(home))) / "hub"
     parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(parent).expanduser() / "huggingface" / "hub"
+    return Path(os.path.expanduser(parent)) / "huggingface" / "hub"
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:

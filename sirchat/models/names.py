@@ -49,7 +49,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
 
 def _own(name: str) -> Path:
     """The path that a name means: as it is, in the user's folder of models, or a cached GGUF."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
     kept = paths.models_dir() / path

@@ -9,6 +9,7 @@ players' moves come from SirLLM's released files.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ class RockPaperScissors(Grid):
         """The players, with their moves from the released files; with none if they are drawn."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
-        if Path(self.data).expanduser().is_file():
-            path = Path(self.data).expanduser()
+        if Path(os.path.expanduser(self.data)).is_file():
+            path = Path(os.path.expanduser(self.data))
             return {path.stem.removeprefix(MOVES_OF).replace(" ", "-"): moves(path)}
         files = {one: find(self.data, move_files(one)) for one in PLAYERS}
         found: dict[str, Sequence[str]] = {

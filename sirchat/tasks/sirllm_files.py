@@ -12,6 +12,7 @@ player's move.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,7 +41,7 @@ def find(data: str, names: Sequence[str]) -> Path | None:
 
     Looks into the folder's own `data/`, too, as in a copy of the authors' repository.
     """
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if not path.is_dir():
         return path
     files = (folder / name for folder in (path, path / "data") for name in names)

@@ -238,3 +238,19 @@ def test_our_policies_keep_their_contract(name: str) -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (files("sirchat") / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("words", [["sessions"], ["paths"], ["-m", "tiny"], ["ask", "Hi"]])
+def test_a_home_of_a_user_that_does_not_exist_is_one_line(words: list[str]) -> None:
+    done = run(*words, SIRCHAT_HOME="~no-such-user/x")
+    assert done.returncode == 2
+    assert done.stderr == (
+        'sirchat: SIRCHAT_HOME "~no-such-user/x" names a user that does not exist\n'
+    )
+
+
+def test_a_model_in_the_home_of_a_user_that_does_not_exist_is_one_line() -> None:
+    done = run("ask", "-m", "~no-such-user/x", "Hi")
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert "RuntimeError" not in done.stderr
