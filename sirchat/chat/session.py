@@ -393,7 +393,7 @@ class Session:
         return self._turn(self._now.begin(role))
 
     def _turn(self, tally: Tally) -> OpenTurn:
-        return OpenTurn(self._now, self._engine, self._reports, tally)
+        return OpenTurn(self._now, self._engine, self._reports, tally, self.profile.forget_thinking)
 
     @property
     def _reports(self) -> Reports:

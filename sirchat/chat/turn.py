@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from sirchat.chat.conversation import Conversation, Tally
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
 from sirchat.chat.reports import Reports
+from sirchat.chat.thinking import reasoning
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
 from sirchat.errors import ContextFullError
@@ -30,12 +31,21 @@ class OpenTurn:
         engine: reads and generates its ids.
         reports: makes the events.
         tally: cost of the turn so far; of the last turn, where only owed ids are read.
+        forgets_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
-    def __init__(self, now: Conversation, engine: Engine, reports: Reports, tally: Tally) -> None:
+    def __init__(
+        self,
+        now: Conversation,
+        engine: Engine,
+        reports: Reports,
+        tally: Tally,
+        forgets_thinking: bool = False,
+    ) -> None:
         self._now = now
         self._engine = engine
         self._reports = reports
+        self._forgets_thinking = forgets_thinking
         self.tally = tally
         self.ref = TurnRef(tally.index, now.round)
 
@@ -132,6 +142,11 @@ class OpenTurn:
         """Read the ids that end a reply, and apply the round's decay."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
+        if self._forgets_thinking:
+            thought = reasoning(self._engine.ledger, self._reports.texts, self.ref.turn)
+            if len(thought):
+                moves = self._engine.retire(thought)
+                events += self._reports.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
     def settle(self) -> list[Event]:

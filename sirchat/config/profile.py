@@ -135,6 +135,9 @@ class Profile(BaseModel):
         default=None, description="The system prompt: what the model is told before you speak."
     )
     pin_system: bool = Field(default=True, description="Never forget the system prompt.")
+    forget_thinking: bool = Field(
+        default=False, description="Forget a reply's reasoning (<think>) once the reply is over."
+    )
     archive: Literal["ram", "disk", "off"] = Field(
         default="ram",
         description="Where what left the memory waits to come back; off loses it.",

@@ -1,0 +1,89 @@
+"""A reply's reasoning, between `<think>` tags, is forgotten with the reply's end, if asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import session, tiny
+from sirchat.chat.events import Evicted
+from sirchat.chat.session import Session
+from sirchat.memory.ledger import Role
+from sirchat.paths import sessions_dir
+from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
+
+THOUGHT = "<think>She is called Anna, so I greet her.</think>"
+
+
+def _chat(reply: str, **settings: Any) -> tuple[Session, list[Evicted]]:
+    chat = session(tiny(), budget=256, **settings)
+    list(chat.read_user("My name is Anna."))
+    events = list(chat.read_reply(reply))
+    return chat, [event for event in events if isinstance(event, Evicted)]
+
+
+def _held(chat: Session, turn: int = 1) -> str:
+    rows = chat.snapshot().rows
+    return "".join(row.text for row in rows if row.turn == turn and row.role == "assistant")
+
+
+@pytest.mark.parametrize(
+    ("reply", "stays"),
+    [
+        (f"{THOUGHT}Hello, Anna.", "Hello, Anna."),
+        (f"Well. {THOUGHT} Hello.{THOUGHT}", "Well.  Hello."),
+        ("the template opened it </think>Hello.", "Hello."),
+        ("<think>never closed", "<think>never closed"),
+        ("no thought, Anna", "no thought, Anna"),
+    ],
+)
+def test_what_is_between_the_tags_goes_and_the_rest_stays(reply: str, stays: str) -> None:
+    chat, evicted = _chat(reply, forget_thinking=True)
+    assert _held(chat).strip() == stays.strip()
+    assert bool(evicted) == (stays != reply)
+    assert chat.turns[1].text == reply
+
+
+def test_it_stays_unless_asked_for() -> None:
+    chat, evicted = _chat(f"{THOUGHT}Hello.")
+    assert _held(chat).strip() == f"{THOUGHT}Hello."
+    assert not evicted
+
+
+def test_no_switch_brings_it_back_and_undo_takes_the_turn_back() -> None:
+    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    chat.switch("/policy", policy="sink", budget=512)
+    assert "called" not in _held(chat)
+    list(chat.read_user("And now?"))
+    list(chat.read_reply(f"{THOUGHT}Now this."))
+    chat.undo()
+    assert _held(chat).strip() == "Hello."
+    chat.undo()
+    assert chat.seen == 0
+
+
+def test_the_template_s_tokens_are_left_alone() -> None:
+    plain, _ = _chat("Hello.")
+    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    template = [row.text for row in chat.snapshot().rows if row.role == Role.TEMPLATE.name.lower()]
+    assert template == [r.text for r in plain.snapshot().rows if r.role == "template"]
+
+
+def test_it_stays_forgotten_when_the_chat_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    saving = Autosave(chat)
+    saving.update()
+    saving.close()
+    again = session(tiny(), budget=256, forget_thinking=True)
+    with SessionStore.open(find_session(sessions_dir(), "last")) as store:
+        take_up(again, store)
+    again.switch("/budget", budget=300)
+    assert _held(again) == _held(chat)
+    assert "called" not in _held(again)
