@@ -31,7 +31,8 @@ class KeysAndValues:
 
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            paths.open_private(self._unfinished, "wb").close()
+            self.drop_unfinished()  # it may be a link to another file
+            paths.open_private(self._unfinished, "xb").close()
             save_file(copies, self._unfinished, metadata={"stamp": stamp})
             self._unfinished.chmod(0o600)  # safetensors may have replaced the file
             sync(self._unfinished)

@@ -60,7 +60,8 @@ class _Private(Typed, FileHistory):
         stays = [one for one in self.lines() if not matches(one)]
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
-            paths.open_private(paths.history_file().with_name("history.new"), "w").close()
+            paths.history_file().with_name("history.new").unlink(missing_ok=True)  # or a link
+            paths.open_private(paths.history_file().with_name("history.new"), "x").close()
             for entry in reversed(stays):
                 FileHistory.store_string(self, entry)
             os.replace(self.filename, path)

@@ -191,3 +191,13 @@ def test_keys_and_values_that_a_crash_interrupted_are_deleted(tmp_path: Path) ->
     unfinished.write_bytes(b"half")
     SessionStore.open(path).close()
     assert not unfinished.exists()
+
+
+def test_a_link_that_was_planted_beside_a_session_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious", encoding="utf-8")
+    with SessionStore.create(tmp_path / "sessions", {}) as session:
+        session.path.with_suffix(".safetensors.new").symlink_to(victim)
+        session.save_kv({"keys": torch.ones(3)}, "stamp")
+        assert session.load_kv("stamp") is not None
+    assert victim.read_text(encoding="utf-8") == "precious"

@@ -10,6 +10,7 @@ import pytest
 from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
+from sirchat.ui.history import input_history
 
 
 @pytest.fixture
@@ -115,3 +116,16 @@ def test_a_saved_chat_that_cannot_be_written_is_named(
     assert "what was saved stays in" in shown
     assert ".sqlite" in shown
     assert "Marmalade" not in chat.texts[0]
+
+
+def test_a_link_that_was_planted_beside_the_history_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    history, victim = input_history(lambda complaint: None), tmp_path / "victim"
+    history.append_string("one")
+    victim.write_text("precious", encoding="utf-8")
+    (tmp_path / "state" / "history.new").symlink_to(victim)
+    history.forget(lambda line: line == "one")
+    assert victim.read_text(encoding="utf-8") == "precious"
+    assert not list(input_history(lambda complaint: None).load_history_strings())
