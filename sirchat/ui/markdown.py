@@ -134,9 +134,14 @@ def parse(source: str) -> list[list[Token]]:
 
 
 def finished_lines(source: str) -> int:
-    """How many lines belong to blocks that later text can't change: all but the last block."""
-    complete = source[: source.rfind("\n") + 1]
-    blocks = parse(complete)
+    """How many lines belong to blocks that later text can't change: all but the last block.
+
+    The last line may be unfinished, but must have more than what could be markup.
+    """
+    last = source.rfind("\n") + 1
+    if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
+        source = source[:last]
+    blocks = parse(source)
     return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
 
 
@@ -152,17 +157,19 @@ def _open_emphasis(block: list[Token]) -> str:
     if last is None or last.type != "inline":
         return ""
     line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
-    for mark in ("`", "``", "***", "**", "*", "__", "_", "~~", ")"):
+    found: list[tuple[int, str]] = []
+    for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
         if (mark if mark != ")" else "](") in line:
             (inline,) = _parser().parseInline(line + mark)
-            end = (inline.children or [])[-1:]
-            if (
-                end
-                and end[0].markup
-                and (end[0].nesting < 0 or end[0].type in ("code_inline", "image"))
-            ):
-                return mark
-    return ""
+            children = [c for c in inline.children or [] if c.type != "text" or c.content]
+            if children and _is_marked(children[-1]):
+                rest = "".join(token.content for token in children if token.type == "text")
+                found.append((sum(rest.count(char) for char in "*_~`("), mark))
+    return min(found, key=lambda one: one[0])[1] if found else ""
+
+
+def _is_marked(token: Token) -> bool:
+    return token.nesting < 0 or token.type in ("code_inline", "image")
 
 
 def _open_table_as_written(block: list[Token], lines: list[str]) -> list[Token]:

@@ -104,9 +104,9 @@ class MarkdownReply:
 
     def _blocks(self, *, is_end: bool) -> str:
         """Lay out the blocks that are finished and the one under way."""
-        lines = finished_lines(self._source + "\n" * is_end)
+        stop = len(self._source) if is_end else _settled(self._source)
+        lines = finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
-        stop = len(self._source) if is_end else _settled(self._source, length)
         finished, rest = self._target(length, stop, is_draft=not is_end)
         kept = self._kept(finished + rest)
         if kept is None:
@@ -125,16 +125,20 @@ class MarkdownReply:
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
         """The rows of the finished blocks, and those of the rest with the empty row before it."""
-        finished = self._rows(self._source[:length], is_first=True, is_draft=False)
-        rest = self._rows(self._source[length:stop], is_first=not length, is_draft=is_draft)
-        before = [StyledRow()] if length else self._lead
-        lead = self._lead if length else []
-        return lead + finished, before + rest if rest else []
+        finished = self._rows(0, length, is_draft=False) if length else []
+        rest = self._rows(length, stop, is_draft=is_draft)
+        if not length:
+            return [], self._lead + rest if rest else []
+        is_new = self._plain_from is None or self._plain_from <= length
+        return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
-    def _rows(self, text: str, *, is_first: bool, is_draft: bool) -> list[StyledRow]:
-        if is_first and self._plain_from is not None:
-            text = text[self._plain_from :].rstrip("\n")
+    def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
+        """The rows of a part that begins a block, or goes on with one as it is written."""
+        plain = self._plain_from
+        if plain is not None and (start == 0 or plain > start):
+            text = self._source[plain:stop].rstrip("\n")
             return plain_rows(text, self._width, soft=self._soft) if text.strip() else []
+        text = self._source[start:stop]
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
@@ -172,18 +176,21 @@ class MarkdownReply:
         self._painter.commit(rows)
         self._source = self._source[length:]
         self._shown = max(0, self._shown - length)
-        self._plain_from = None
-        self._lead = [StyledRow()]
+        plain = self._plain_from
+        self._plain_from = plain - length if plain is not None and plain > length else None
+        self._lead = [StyledRow()] if self._plain_from is None else []
 
 
-def _settled(source: str, start: int) -> int:
+def _settled(source: str) -> int:
     """Where the part of a draft ends that can be shown."""
-    undecided = _UNDECIDED.search(source, start)
+    undecided = _UNDECIDED.search(source)
     return undecided.start() if undecided else len(source)
 
 
 def _word_start(text: str, position: int) -> int:
-    """Where the word begins that a position stands in."""
+    """Where the word begins that a position stands in; the position itself between words."""
+    if text[position : position + 1].isspace():
+        return position
     while position and not text[position - 1].isspace():
         position -= 1
     return position
