@@ -214,6 +214,9 @@ class Profile(BaseModel):
     theme: Literal["auto", "dark", "light", "none"] = Field(
         default="auto", description="Colours for a dark or a light terminal, or none."
     )
+    markdown: bool = Field(
+        default=True, description="Show replies in a terminal as Markdown, or as they are written."
+    )
 
     @field_validator("description", "model", "policy", "system")
     @classmethod

@@ -1,16 +1,19 @@
 """One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-Full rows of the reply are printed above the live region, which holds the unfinished row and the
-panel. On a plain terminal, or with the panel off, the reply is streamed as it is.
+The reply is laid out as Markdown above the live region, which holds the panel. With `markdown` off,
+its full rows are printed there, and the region holds the unfinished row, too; or, with the panel
+off, the reply is streamed as it is. On a plain terminal it is always streamed.
 """
 
 from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import ControlType, Segment
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
@@ -19,17 +22,23 @@ from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
 from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.pace import Pace
+from sirchat.ui.pace import TEXT_SECONDS, Pace
 from sirchat.ui.rows import take_rows
 from sirchat.ui.screen import Screen
 from sirchat.ui.summary import describe_round
 from sirchat.ui.text import DisplayFilter
+
+if TYPE_CHECKING:
+    from sirchat.ui.markdown_reply import MarkdownReply
 
 _WORDS = 3
 """Forgotten words of the user's that the status line names."""
 
 FLASHES = 200
 """Number of the latest evicted tokens that a frame considers; it draws the highest scores."""
+
+_REGION_ROWS = 10
+"""Most rows of the live region."""
 
 
 class LiveTurn:
@@ -41,6 +50,8 @@ class LiveTurn:
         self._filter = DisplayFilter()
         self._line = ""  # the reply's text after the last printed row
         self._streams = False  # the reply is streamed; its line is unfinished
+        self._markdown: MarkdownReply | None = None
+        self._has_begun = False
         self._reading: Reading | None = None
         self._user: TurnDone | None = None
         self._notes: list[str] = []
@@ -82,13 +93,35 @@ class LiveTurn:
 
     def _delta(self, text: str) -> None:
         self._line += self._filter.push(text)
-        if self._streams or self._session.profile.panel != "live":
+        if not self._has_begun and self._line:
+            self._begin_reply()
+        if self._markdown is not None:
+            self._markdown.push(self._line)
+            self._line = ""
+            if self._pace.is_due():
+                self._draw_in_time()
+        elif self._streams or self._session.profile.panel != "live":
             self._stream()
         elif self._pace.is_due():  # checked first: it is cheap, and runs for every token
             if self._screen.is_plain:
                 self._stream()  # and so on to the end, so that no row is broken
             else:
                 self._draw_in_time()
+
+    def _begin_reply(self) -> None:
+        """Decide how the reply is shown."""
+        self._has_begun = True
+        if not self._session.profile.markdown or self._screen.is_plain:
+            return
+        from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
+        from sirchat.ui.markdown_reply import MarkdownReply
+
+        colours, system = self._screen.has_colours, self._screen.console.color_system
+        layout = MarkdownLayout(colours=colours and system is not None, color_system=system)
+        self._markdown = MarkdownReply(layout, below=self._draws_panel)
+        if not self._draws_panel:
+            self._stop_live()
+            self._pace = Pace(TEXT_SECONDS)
 
     def _evicted(self, event: Evicted) -> None:
         self._gone.update(event.positions)
@@ -113,7 +146,7 @@ class LiveTurn:
             )
 
     def _note(self, text: str) -> None:
-        if self._live is None:
+        if self._live is None and self._markdown is None:
             self._screen.note(text)
         else:
             self._notes.append(text)
@@ -128,8 +161,11 @@ class LiveTurn:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the full rows, and redraw the region, in one write."""
+        """Print what is new of the reply, and redraw the region, in one write."""
         console = self._screen.console
+        if self._markdown is not None:
+            self._draw_markdown(self._markdown)
+            return
         rows = self._take_rows()
         self._region.content = Group(*self._parts())
         if self._live is None:
@@ -137,6 +173,23 @@ class LiveTurn:
         if rows:
             console.print(Text(rows[:-1]), soft_wrap=False)
         else:
+            self._live.refresh()
+
+    def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
+        if self._screen.is_plain:  # by now
+            self._screen.console.print(_Written(reply.end_style()), end="")
+            self._markdown, self._line = None, reply.rest
+            self._stream()
+            return
+        size = self._screen.console.size
+        if reply.is_above_panel and not is_end:
+            self._region.content = Group(*self._parts())
+            self._live = self._live or _live_on(self._screen.console, self._region)
+        height = size.height - (_REGION_ROWS if reply.is_above_panel else 1)
+        written = reply.frame(size.width, height, is_end=is_end)
+        if written:
+            self._screen.console.print(_Written(written), end="")
+        elif self._live is not None:
             self._live.refresh()
 
     def _take_rows(self) -> str:
@@ -166,16 +219,29 @@ class LiveTurn:
 
     def _stream(self) -> None:
         """Remove the region, and write the part of the reply that it held."""
-        if self._live is not None:
-            self._region.content = Text("")
-            self._live.stop()
-            self._live = None
+        if self._stop_live():
             self._screen.stream(self._take_rows())
         if self._line:
             self._screen.stream(self._line)
             self._streams, self._line = True, ""
 
+    def _stop_live(self) -> bool:
+        """Remove the region; whether there was one."""
+        if self._live is None:
+            return False
+        self._region.content = Text("")
+        self._live.stop()
+        self._live = None
+        return True
+
     def _end_reply(self) -> None:
+        if self._markdown is not None:
+            self._region.content = Text("")
+            self._draw_markdown(self._markdown, is_end=True)
+        if self._markdown is not None:
+            self._stop_live()
+            self._streams = not self._markdown.is_above_panel
+            self._markdown = None
         self._stream()
         if self._streams:
             self._screen.line()
@@ -192,6 +258,16 @@ class _Region:
 
     def __rich__(self) -> RenderableType:
         return self.content
+
+
+class _Written:
+    """Text with the sequences that place it, which rich passes on as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(self._text, None, [(ControlType.CARRIAGE_RETURN,)])
 
 
 def _live_on(console: Console, region: _Region) -> Live:

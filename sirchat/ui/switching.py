@@ -16,7 +16,7 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
 
-_SCREEN_SETTINGS = ("panel", "theme")
+_SCREEN_SETTINGS = ("panel", "theme", "markdown")
 """Settings that another profile leaves alone unless it names them."""
 
 _CACHE_SETTINGS = (
@@ -66,7 +66,7 @@ class Switching:
     def profile(self, name: str) -> None:
         """Apply a whole profile; settings it does not name go back to the user's default.
 
-        Settings fixed for the conversation stay, with a note; so do panel and theme, without one.
+        Settings fixed for the conversation stay, with a note; so do those of the screen, without.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())

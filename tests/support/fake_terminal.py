@@ -46,7 +46,7 @@ class FakeTerminal(io.StringIO):
         return os.terminal_size((self.screen.columns, self.screen.lines))
 
 
-def stub_session(panel: str = "live", text: str = "held") -> Any:
+def stub_session(panel: str = "live", text: str = "held", *, markdown: bool = True) -> Any:
     """The parts of a session that a live view uses; it holds one token with this text."""
     row = TokenRow(0, 1, text, 0, "user", 2.0, 1.0, 1.0, 0.5, ())
     view = Snapshot(
@@ -66,7 +66,7 @@ def stub_session(panel: str = "live", text: str = "held") -> Any:
         histogram=None,
     )
     return SimpleNamespace(
-        profile=Profile(panel=panel),  # type: ignore[arg-type]
+        profile=Profile(panel=panel, markdown=markdown),  # type: ignore[arg-type]
         budget=64,
         snapshot=lambda strongest=None: view,
         tokens=lambda positions: (row,),
@@ -74,11 +74,15 @@ def stub_session(panel: str = "live", text: str = "held") -> Any:
 
 
 def show_reply(
-    terminal: FakeTerminal, chunks: list[str], panel: str = "live", *sizes: tuple[int, int]
+    terminal: FakeTerminal,
+    chunks: list[str],
+    panel: str = "live",
+    *sizes: tuple[int, int],
+    markdown: bool = True,
 ) -> None:
     """Show a reply that comes in these chunks; the window changes to these sizes on the way."""
     changes = {(i + 1) * len(chunks) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
-    with LiveTurn(stub_session(panel), Screen(terminal, terminal)) as view:
+    with LiveTurn(stub_session(panel, markdown=markdown), Screen(terminal, terminal)) as view:
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])

@@ -181,7 +181,12 @@ def test_no_setting_that_a_result_depends_on_is_left_out_of_its_name(tmp_path: P
         study = noted(SINK.model_copy(update={name: value}))
         run_units(study, babbler(), tmp_path)
         assert len(study.ran) == 2, name
-    for name, value in {"description": "x", "panel": "off", "theme": "none"}.items():
+    for name, value in {
+        "description": "x",
+        "panel": "off",
+        "theme": "none",
+        "markdown": False,
+    }.items():
         assert name in WITHOUT_EFFECT
         study = noted(SINK.model_copy(update={name: value}))
         run_units(study, babbler(), tmp_path)

@@ -1,0 +1,371 @@
+"""Markdown as rows of a terminal: rich's layout, with nothing hidden and nothing padded.
+
+Differences from rich's own `Markdown`: line breaks of the text stay; HTML, images and reference
+definitions are shown as they are written or by their address; a link shows its text and its
+address, and is no terminal hyperlink; headings stand on the left; code has no box and no
+background; numbered items keep their dot.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import ClassVar, Literal, cast
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich import box, markdown
+from rich.color import ColorSystem
+from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme, Syntax
+from rich.table import Table
+from rich.text import Text
+from rich.theme import Theme as Styles
+
+from sirchat.ui.styled_rows import Cell, StyledRow, cells_of, cut_line, plain_rows
+from sirchat.ui.text import displayable
+
+_STYLES = {
+    "h1": "bold underline",
+    **dict.fromkeys(("h2", "h3", "h4", "h5", "h6", "strong", "table.header"), "bold"),
+    **dict.fromkeys(("code", "code_block"), "cyan"),
+    **dict.fromkeys(("block_quote", "item"), "none"),
+    **dict.fromkeys(("link_url", "hr", "table.border"), "dim"),
+    "em": "italic",
+    "link": "underline",
+    "s": "strike",
+}
+_COLOURLESS = {"code": "none", "code_block": "none"}
+_CODE = {
+    ("Keyword",): "magenta",
+    ("Operator", "Word"): "magenta",
+    ("Literal", "String"): "green",
+    ("Literal", "Number"): "cyan",
+    ("Comment",): "dim",
+    ("Name", "Tag"): "magenta",
+}
+
+
+class MarkdownLayout:
+    """Lays out Markdown.
+
+    Args:
+        colours: whether to use colours, and not only weights.
+        color_system: the colours that the terminal has, as rich names them; None for none.
+    """
+
+    def __init__(self, *, colours: bool, color_system: str | None) -> None:
+        styles = _STYLES if colours else _STYLES | _COLOURLESS
+        self._console = Console(
+            file=io.StringIO(),
+            theme=Styles({f"markdown.{name}": style for name, style in styles.items()}),
+            force_terminal=True,
+            width=80,
+            height=25,
+            color_system=cast(
+                'Literal["standard", "256", "truecolor"] | None', color_system or "standard"
+            ),
+        )
+        self._code_theme = ANSISyntaxTheme(_code_styles(colours))
+        self._colors = COLOR_SYSTEMS[color_system or "standard"]
+
+    def rows(
+        self, source: str, width: int, *, soft: bool, is_draft: bool = False
+    ) -> list[StyledRow]:
+        """The rows of a text: its blocks, with an empty row between them.
+
+        With `soft`, paragraphs and code are wrapped by the terminal; see `cut_line`. A draft is a
+        text that goes on: emphasis that is open in its last block is closed, and a table there
+        stands as it was written.
+        """
+        blocks = parse(source)
+        if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
+            blocks = parse(source + closer)
+        rows: list[StyledRow] = []
+        for block in blocks:
+            if rows:
+                rows.append(StyledRow())
+            is_open = is_draft and block is blocks[-1]
+            rows += self._block(block, source, width, soft=soft, is_open=is_open)
+        return rows
+
+    def _block(
+        self, block: list[Token], source: str, width: int, *, soft: bool, is_open: bool
+    ) -> list[StyledRow]:
+        start, end = block[0].map or (0, 0)
+        is_table = block[0].type == "table_open"
+        lines = source.split("\n")
+        written = "\n".join(lines[start : None if is_open else end])
+        if is_open:
+            block = _open_table_as_written(block, lines)
+        drawing = _Blocks(_shown(block), self._code_theme)
+        options = self._console.options.update(width=width - 1, height=None)
+        drawn = list(self._console.render(drawing, options))
+        rows: list[StyledRow] = []
+        for line in Segment.split_lines(drawn):
+            rows += cut_line(list(self._cells(line)), width, soft=soft)
+        while rows and not rows[-1].cells:
+            rows.pop()
+        while rows and not rows[0].cells:
+            rows.pop(0)
+        if is_table and not _letters(written) <= _letters("".join(row.text for row in rows)):
+            return plain_rows(written, width, soft=soft)  # too wide, or more cells than columns
+        return rows
+
+    def _cells(self, line: list[Segment]) -> Iterator[Cell]:
+        for segment in line:
+            if segment.text and not segment.control:
+                style = _parameters(segment.style, self._colors) if segment.style else ""
+                yield from cells_of(displayable(segment.text), style)
+
+
+def parse(source: str) -> list[list[Token]]:
+    """The tokens of each block of a text; the first has its range of lines in `map`."""
+    blocks: list[list[Token]] = []
+    for token in _parser().parse(source):
+        if token.level == 0 and token.nesting >= 0:
+            blocks.append([])
+        blocks[-1].append(token)
+    return blocks
+
+
+def finished_lines(source: str) -> int:
+    """How many lines belong to blocks that later text can't change: all but the last block.
+
+    The last line may be unfinished, but must have more than what could be markup.
+    """
+    last = source.rfind("\n") + 1
+    if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
+        source = source[:last]
+    blocks = parse(source)
+    return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
+
+
+@cache
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    return parser.disable(["reference", "html_block", "html_inline"])
+
+
+def _open_emphasis(block: list[Token]) -> str:
+    """The mark that closes the emphasis, code or link that is open at the end, or ""."""
+    last = next((token for token in reversed(block) if token.nesting == 0), None)
+    if last is None or last.type != "inline":
+        return ""
+    line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
+    found: list[tuple[int, str]] = []
+    for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
+        if (mark if mark != ")" else "](") in line:
+            (inline,) = _parser().parseInline(line + mark)
+            children = [c for c in inline.children or [] if c.type != "text" or c.content]
+            if children and _is_marked(children[-1]):
+                rest = "".join(token.content for token in children if token.type == "text")
+                found.append((sum(rest.count(char) for char in "*_~`("), mark))
+    return min(found, key=lambda one: one[0])[1] if found else ""
+
+
+def _is_marked(token: Token) -> bool:
+    return token.nesting < 0 or token.type in ("code_inline", "image")
+
+
+def _open_table_as_written(block: list[Token], lines: list[str]) -> list[Token]:
+    """The block with the table that ends it, if one does, as text: its columns may still change."""
+    ends = [i for i, token in enumerate(block) if token.nesting >= 0]
+    opens = [i for i, token in enumerate(block) if token.type == "table_open"]
+    closes = [i for i, token in enumerate(block) if token.type == "table_close"]
+    if not opens or closes[-1] < ends[-1]:
+        return block
+    table = block[opens[-1]]
+    start, _ = table.map or (0, 0)
+    texts = [
+        Token("text", "", 0, content=line.strip(" \t>") + "\n" * (line is not lines[-1]))
+        for line in lines[start:]
+    ]
+    paragraph = [
+        Token("paragraph_open", "p", 1, level=table.level),
+        Token("inline", "", 0, children=texts),
+        Token("paragraph_close", "p", -1, level=table.level),
+    ]
+    return [*block[: opens[-1]], *paragraph, *block[closes[-1] + 1 :]]
+
+
+def _shown(tokens: Sequence[Token]) -> list[Token]:
+    """Tokens that rich shows whole: addresses as text, line breaks as they were written."""
+    shown = []
+    for token in tokens:
+        if token.type == "inline":
+            token = token.copy(children=list(_shown_inline(token.children or [])))
+        shown.append(token)
+    return shown
+
+
+def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
+    addresses: list[tuple[str, str]] = []
+    text = ""
+    for token in tokens:
+        if token.type == "softbreak":
+            yield Token("hardbreak", "br", 0)
+        elif token.type == "link_open":
+            addresses.append((str(token.attrs.get("href", "")), str(token.attrs.get("title", ""))))
+            text = ""
+            yield Token("address_open", "link", 1)
+        elif token.type == "link_close":
+            yield Token("address_close", "link", -1)
+            yield from _address(*addresses.pop(), text)
+        elif token.type == "image":
+            yield Token("address_open", "link", 1)
+            yield Token("text", "", 0, content=token.content or "image")
+            yield Token("address_close", "link", -1)
+            title = str(token.attrs.get("title", ""))
+            yield from _address(str(token.attrs.get("src", "")), title, token.content)
+        else:
+            text += token.content
+            yield token
+
+
+def _address(address: str, title: str, text: str) -> Iterator[Token]:
+    """Where a link leads, unless its text says so."""
+    if address in (text, f"mailto:{text}") and not title:
+        return
+    yield Token("text", "", 0, content=" (")
+    yield Token("address_open", "link_url", 1)
+    yield Token("text", "", 0, content=f'{address} "{title}"' if title else address)
+    yield Token("address_close", "link_url", -1)
+    yield Token("text", "", 0, content=")")
+
+
+def _letters(text: str) -> Counter[str]:
+    return Counter(char for char in text if char.isalnum())
+
+
+def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
+    if colours:
+        return {kind: Style.parse(style) for kind, style in _CODE.items()}
+    return {("Keyword",): Style(bold=True), ("Comment",): Style(dim=True)}
+
+
+@cache
+def _parameters(style: Style, colors: ColorSystem) -> str:
+    """The parameters of the sequence that sets a style."""
+    return (
+        style.render("x", color_system=colors).partition("m")[0].removeprefix("\x1b[").rstrip("x")
+    )
+
+
+class _Flow(markdown.TextElement):
+    """A paragraph or code: in lines without end if it `flows`, as on top; else wrapped."""
+
+    style_name = "markdown.paragraph"
+
+    def __init__(self, *, flows: bool) -> None:
+        self.flows = flows
+
+    @classmethod
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Flow:
+        return cls(flows=token.level == 0)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._laid_out(self.text)
+
+    def _laid_out(self, text: Text) -> Text:
+        text = text.copy()
+        text.expand_tabs(8)
+        text.no_wrap = self.flows
+        text.overflow = "ignore" if self.flows else "fold"
+        return text
+
+
+class _Code(_Flow):
+    style_name = "markdown.code_block"
+
+    def __init__(self, language: str, theme: ANSISyntaxTheme, *, flows: bool) -> None:
+        super().__init__(flows=flows)
+        self._syntax = Syntax("", language, theme=theme) if language else None
+
+    @classmethod
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Code:
+        words = token.info.split()
+        theme = cast(_Blocks, markdown).theme
+        return cls(words[0] if words else "", theme, flows=token.level == 0)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = self.text.plain.removesuffix("\n")
+        if self._syntax is not None and self._syntax.lexer is not None:
+            text = self._syntax.highlight(code)
+            text.rstrip()
+        else:
+            text = Text(code, style=self.style)
+        yield self._laid_out(text)
+
+
+class _Heading(markdown.Heading):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text.copy()
+        text.no_wrap, text.overflow = True, "ignore"
+        yield text
+
+
+class _Rule(markdown.HorizontalRule):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("────────", style="markdown.hr")
+
+
+class _List(markdown.ListElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_bullet = self.list_type == "bullet_list_open"
+        for number, item in enumerate(self.items, self.list_start or 0):
+            mark = "• " if is_bullet else f"{number}. "
+            inner = options.update(width=max(1, options.max_width - len(mark)))
+            lines = console.render_lines(item.elements, inner, style=item.style, pad=False)
+            for index, line in enumerate(lines or [[]]):
+                yield Segment(mark if index == 0 else " " * len(mark))
+                yield from line
+                yield Segment.line()
+
+
+class _Table(markdown.TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            style="markdown.table.border",
+            show_edge=False,
+            collapse_padding=True,
+        )
+        for cell in self.header.row.cells if self.header and self.header.row else ():
+            heading = cell.content.copy()
+            heading.stylize("markdown.table.header")
+            table.add_column(heading, justify=_side(cell), overflow="fold")
+        for row in self.body.rows if self.body else ():
+            table.add_row(*(cell.content for cell in row.cells))
+        yield table
+
+
+def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]:
+    return cell.justify if cell.justify in ("center", "right") else "left"
+
+
+class _Blocks(markdown.Markdown):
+    """rich's layout of some tokens."""
+
+    elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
+        **markdown.Markdown.elements,
+        "paragraph_open": _Flow,
+        "heading_open": _Heading,
+        "fence": _Code,
+        "code_block": _Code,
+        "hr": _Rule,
+        "bullet_list_open": _List,
+        "ordered_list_open": _List,
+        "table_open": _Table,
+    }
+    inlines = markdown.Markdown.inlines | {"link", "link_url"}
+
+    def __init__(self, tokens: list[Token], theme: ANSISyntaxTheme) -> None:
+        super().__init__("")
+        self.parsed = tokens
+        self.theme = theme

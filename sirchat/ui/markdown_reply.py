@@ -1,0 +1,196 @@
+"""A reply as Markdown while it is generated: what to write as it grows.
+
+Blocks that are finished are laid out once and left alone. The block under way stands below them as
+far as it is settled, so that little changes when it ends: emphasis shows from its first word on, a
+table as it was written. Rows that have left the window are never touched: where later text would
+change them, they stay, and the rest of the block follows as it was written.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sirchat.ui.markdown import MarkdownLayout, finished_lines
+from sirchat.ui.painter import Painter
+from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_UNDECIDED = re.compile(
+    r"(?:\A|\n)[ \t>#*+\-=_~`|:.)\d]*\Z"
+    r"|!?\[[^\[\]\n]{0,60}\]?\Z|[\s*_~`!\[\\&]+\Z"
+)
+"""The end of a draft that may yet turn out to be markup."""
+_DECORATION = re.compile(r"[\s▌•─]")
+_DIM = "2"
+
+
+class MarkdownReply:
+    """The text of one reply, and what the terminal shows of it.
+
+    Args:
+        layout: draws Markdown.
+        below: whether something is drawn in the rows below the reply, which then ends with a line
+            break; without, paragraphs are wrapped by the terminal.
+    """
+
+    def __init__(self, layout: MarkdownLayout, *, below: bool) -> None:
+        self._layout = layout
+        self._soft = not below
+        self._painter = Painter(below=below)
+        self._source = ""  # from the first block that is not for good
+        self._shown = 0  # characters of it that the terminal shows
+        self._plain_from: int | None = None  # from here on, the first block stays as written
+        self._lead: list[StyledRow] = []  # the empty row after what is for good
+        self._thinks: bool | None = None  # None: not known yet
+        self._width = 0
+
+    @property
+    def is_above_panel(self) -> bool:
+        """Whether the cursor is left in the row below the reply."""
+        return not self._soft
+
+    @property
+    def rest(self) -> str:
+        """The text that is not shown yet."""
+        return self._source[self._shown :]
+
+    def push(self, text: str) -> None:
+        """Add filtered text."""
+        self._source += text
+
+    def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
+        """What to write so that a window of this size shows the text so far; all if it `is_end`.
+
+        `height` are the rows that are surely there for the reply.
+        """
+        written = ""
+        if width != self._width:
+            written = self._painter.begin_anew() if self._width else ""
+            self._width = width
+        self._painter.scroll(height)
+        if self._thinks is None:
+            self._thinks = self._begins_with_reasoning(is_end=is_end)
+        if self._thinks:
+            written += self._reasoning()
+        if self._thinks is False:
+            written += self._blocks(is_end=is_end)
+        self._painter.scroll(height)
+        return written + (self.end_style() if is_end else "")
+
+    def end_style(self) -> str:
+        """What to write before anything else than the next frame."""
+        return self._painter.end_style()
+
+    def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
+        """Whether the reply begins with reasoning; None while that is not known."""
+        start = self._source.lstrip()
+        if start.startswith(_OPEN):
+            self._source = start
+            return True
+        return None if _OPEN.startswith(start) and not is_end else False
+
+    def _reasoning(self) -> str:
+        """Show the reasoning as it is, dimmed; the reply follows it as Markdown."""
+        end = self._source.find(_CLOSE)
+        stop = end + len(_CLOSE) if end >= 0 else len(self._source)
+        text = self._source[:stop].rstrip()
+        rows = plain_rows(text, self._width, soft=self._soft, style=_DIM)
+        written = self._painter.paint(self._kept(rows) or rows)
+        self._shown = stop
+        if end >= 0:
+            self._thinks = False
+            self._settle(stop, len(self._painter.rows))
+        return written
+
+    def _blocks(self, *, is_end: bool) -> str:
+        """Lay out the blocks that are finished and the one under way."""
+        stop = len(self._source) if is_end else _settled(self._source)
+        lines = finished_lines(self._source[:stop] + "\n" * is_end)
+        length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
+        finished, rest = self._target(length, stop, is_draft=not is_end)
+        kept = self._kept(finished + rest)
+        if kept is None:
+            self._painter.commit(len(self._painter.rows))
+            self._plain_from = _word_start(self._source, self._shown)
+            self._lead = []
+            finished, rest = self._target(length, stop, is_draft=not is_end)
+            kept = finished + rest
+        written = self._painter.paint(kept)
+        self._shown = stop
+        if length and len(kept) - len(rest) >= self._painter.gone:
+            self._settle(length, len(kept) - len(rest))
+        return written
+
+    def _target(
+        self, length: int, stop: int, *, is_draft: bool
+    ) -> tuple[list[StyledRow], list[StyledRow]]:
+        """The rows of the finished blocks, and those of the rest with the empty row before it."""
+        finished = self._rows(0, length, is_draft=False) if length else []
+        rest = self._rows(length, stop, is_draft=is_draft)
+        if not length:
+            return [], self._lead + rest if rest else []
+        is_new = self._plain_from is None or self._plain_from <= length
+        return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
+
+    def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
+        """The rows of a part that begins a block, or goes on with one as it is written."""
+        plain = self._plain_from
+        if plain is not None and (start == 0 or plain > start):
+            text = self._source[plain:stop].rstrip("\n")
+            return plain_rows(text, self._width, soft=self._soft) if text.strip() else []
+        text = self._source[start:stop]
+        return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
+
+    def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
+        """These rows, but as they are where they can't change any more; None if they differ there.
+
+        They may be broken elsewhere, as after a change of the window; then what follows the text
+        that stays begins a new row.
+        """
+        if self._painter.can_paint(target):
+            return target
+        stays = self._painter.rows[: self._painter.gone]
+        text = "".join(_DECORATION.sub("", row.text) for row in stays)
+        left = len(text)
+        for y, row in enumerate(target):
+            for x, (char, _) in enumerate(row.cells):
+                if left <= 0:
+                    return stays + self._from(target, y, x)
+                if bare := _DECORATION.sub("", char):
+                    if not text.startswith(bare, len(text) - left):
+                        return None
+                    left -= len(bare)
+        return stays if left <= 0 else None
+
+    def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
+        """The rows from a cell on, which begins a row; a line that goes on is broken anew."""
+        line = list(target[y].cells[x:])
+        y += 1
+        while y < len(target) and target[y].continues:
+            line += target[y].cells
+            y += 1
+        return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
+
+    def _settle(self, length: int, rows: int) -> None:
+        """What so many characters and rows show is for good."""
+        self._painter.commit(rows)
+        self._source = self._source[length:]
+        self._shown = max(0, self._shown - length)
+        plain = self._plain_from
+        self._plain_from = plain - length if plain is not None and plain > length else None
+        self._lead = [StyledRow()] if self._plain_from is None else []
+
+
+def _settled(source: str) -> int:
+    """Where the part of a draft ends that can be shown."""
+    undecided = _UNDECIDED.search(source)
+    return undecided.start() if undecided else len(source)
+
+
+def _word_start(text: str, position: int) -> int:
+    """Where the word begins that a position stands in; the position itself between words."""
+    if text[position : position + 1].isspace():
+        return position
+    while position and not text[position - 1].isspace():
+        position -= 1
+    return position

@@ -1,0 +1,163 @@
+"""Turns the rows on a terminal into others with few bytes, and without touching what scrolled off.
+
+The painter knows the rows that it has written and that may still change. It writes only cells that
+differ; where nothing but the end grows, as in a paragraph, that is the new text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
+
+
+class Painter:
+    """Rows of a terminal, from the cursor's row at the beginning on downward.
+
+    Args:
+        below: leave the cursor in the row below the last one, for what is drawn beneath; without,
+            behind the last character, with its style on. It must be there again, and the style as
+            it was left, when the next rows are painted; `end_style` ends the style.
+    """
+
+    def __init__(self, *, below: bool) -> None:
+        self.rows: list[StyledRow] = []
+        self.gone = 0
+        self._below = below
+        self._y, self._x = 0, 0
+        self._existing = 1  # rows from the first on that the cursor can reach
+        self._out: list[str] = []
+        self._style = ""
+
+    def can_paint(self, target: Sequence[StyledRow]) -> bool:
+        """Whether these rows leave alone the rows that can't change any more."""
+        return list(target[: self.gone]) == self.rows[: self.gone]
+
+    def paint(self, target: Sequence[StyledRow]) -> str:
+        """What to write so that the terminal shows these rows in place of the present ones."""
+        if list(target) == self.rows:
+            return ""
+        old, self._out = self.rows, []
+        for y, row in enumerate(target):
+            if y >= len(old) or row != old[y]:
+                self._write_row(y, row, old[y] if y < len(old) else None, target)
+        if len(old) > len(target):
+            self._go(len(target), 0)
+            self._out.append("\x1b[J")
+        self.rows = list(target)
+        if self._below:
+            self._go(len(target), 0)
+            self._set_style("")
+        elif target and self._y != len(target) - 1:
+            self._go(len(target) - 1, cells_width(target[-1].cells[:-1]))
+        return "".join(self._out)
+
+    def commit(self, count: int) -> None:
+        """The first `count` rows are for good."""
+        self.rows = self.rows[count:]
+        self.gone = max(0, self.gone - count)
+        self._y -= count
+        self._existing -= count
+
+    def scroll(self, reachable: int) -> None:
+        """Only the last rows, so many, are surely in the window."""
+        self.gone = max(self.gone, len(self.rows) - reachable)
+
+    def begin_anew(self) -> str:
+        """What to write after the window has changed: no row that is there is changed again."""
+        self.gone = len(self.rows)
+        if self._below or not self.rows:
+            return ""
+        self._y, self._x = len(self.rows), 0
+        self._existing = len(self.rows) + 1
+        return self.end_style() + "\n"
+
+    def end_style(self) -> str:
+        """What to write before anything else than the next rows."""
+        self._out = []
+        self._set_style("")
+        return "".join(self._out)
+
+    def _write_row(
+        self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
+    ) -> None:
+        """Change one row, from the first cell that differs on."""
+        cells = new.cells
+        before = old.cells if old is not None else ()
+        old_width, new_width = cells_width(before), cells_width(cells)
+        start, end = _common(before, cells), len(cells)
+        if old is not None and start == len(before) and self._is_at(y, before):
+            self._write(cells[start:])
+        elif has_known_widths(before) and has_known_widths(cells):
+            if old_width == new_width:
+                end -= _common(before[:start:-1], cells[:start:-1])
+            self._reach(y, cells_width(cells[:start]), new, target)
+            self._write(cells[start:end])
+            if old_width > new_width:
+                self._out.append("\x1b[K")
+        else:  # columns can't be counted
+            self._reach(y, 0, new, target)
+            self._out.append("\x1b[K" * bool(before))
+            self._write(cells)
+
+    def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
+        """Go to a cell; a row that the terminal wraps is reached by filling the row above."""
+        if new.continues and x == 0 and y >= self._existing:
+            above = target[y - 1].cells
+            if not self._is_at(y - 1, above):
+                self._go(y - 1, cells_width(above[:-1]))
+                self._write(above[-1:])
+            self._existing, self._y, self._x = y + 1, y, 0  # by the next character
+        else:
+            self._go(y, x)
+
+    def _write(self, cells: Sequence[Cell]) -> None:
+        for char, style in cells:
+            self._set_style(style)
+            self._out.append(char)
+        self._x += cells_width(cells)
+
+    def _is_at(self, y: int, cells: Sequence[Cell]) -> bool:
+        """Whether the cursor stands behind these cells of a row."""
+        return self._y == y and self._x == cells_width(cells)
+
+    def _go(self, y: int, x: int) -> None:
+        if (y, x) == (self._y, self._x):
+            return
+        if y > self._y:
+            self._out.append("\n" * (y - self._y))
+            self._existing = max(self._existing, y + 1)
+            self._x = 0
+        elif y < self._y:
+            self._out.append(f"\x1b[{_count(self._y - y)}A")
+        if x < self._x:
+            self._out.append("\r")
+            self._x = 0
+        if x > self._x:
+            self._out.append(f"\x1b[{_count(x - self._x)}C")
+        self._y, self._x = y, x
+
+    def _set_style(self, style: str) -> None:
+        if style == self._style:
+            return
+        old, new = self._style.split(";"), style.split(";")
+        if self._style and set(old) <= set(new) and "38" not in new and "48" not in new:
+            added = ";".join(code for code in new if code not in old)
+            self._out.append(f"\x1b[{added}m")
+        else:
+            self._out.append(f"\x1b[;{style}m" if self._style and style else f"\x1b[{style}m")
+        self._style = style
+
+
+def _common(one: Sequence[Cell], other: Sequence[Cell]) -> int:
+    """How many cells at the beginning are equal."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _count(number: int) -> str:
+    return "" if number == 1 else str(number)

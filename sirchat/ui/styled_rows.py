@@ -1,0 +1,126 @@
+"""Rows of styled characters, as a terminal shows them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from rich.cells import cell_len
+
+from sirchat.ui.rows import take_rows
+
+Cell = tuple[str, str]
+"""A character with the combining ones after it, and the parameters of its style (SGR)."""
+
+
+class StyledRow(NamedTuple):
+    """One row of the window.
+
+    Attributes:
+        cells: the characters, without spaces at the end.
+        continues: the terminal itself wrapped the row above into this one: no line break between.
+    """
+
+    cells: tuple[Cell, ...] = ()
+    continues: bool = False
+
+    @property
+    def text(self) -> str:
+        """The characters without their styles."""
+        return "".join(char for char, _ in self.cells)
+
+
+def cells_of(text: str, style: str = "") -> list[Cell]:
+    """The characters of a text without line breaks, in one style."""
+    if text.isascii():
+        return [(char, style) for char in text]
+    cells: list[Cell] = []
+    for char in text:
+        if cells and _has_no_width(char):
+            cells[-1] = (cells[-1][0] + char, style)
+        else:
+            cells.append((char, style))
+    return cells
+
+
+def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
+    """The rows of a text that is shown as it is; see `cut_line`."""
+    lines = text.removesuffix("\n").expandtabs().split("\n")
+    return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
+
+
+def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
+    """The rows of one line in a window `width` columns wide.
+
+    With `soft` the terminal wraps it, so that it is copied as one line; else, and where the
+    terminal's own widths can't be foretold, it is broken between words, one column short.
+    """
+    cells = _ended(line)
+    if cells_width(cells) < width:
+        return [StyledRow(tuple(cells))]
+    if soft and has_known_widths(cells):
+        return _wrapped(cells, width)
+    full, rest = take_rows("".join(char for char, _ in cells), width - 1)
+    rows, start = [], 0
+    for row in [*full, rest]:
+        end, left = start, len(row)
+        while left > 0:
+            left -= len(cells[end][0])
+            end += 1
+        rows.append(StyledRow(tuple(_ended(cells[start:end]))))
+        start = end
+    return rows
+
+
+def cells_width(cells: Iterable[Cell]) -> int:
+    """Columns that the cells take."""
+    text = "".join(char for char, _ in cells)
+    return len(text) if text.isascii() else sum(map(cell_len, text))
+
+
+def has_known_widths(cells: Iterable[Cell]) -> bool:
+    """Whether every terminal gives these characters the same width."""
+    return all(len(char) == 1 and not _has_no_width(char) for char, _ in cells)
+
+
+def _ended(line: Sequence[Cell]) -> list[Cell]:
+    """The cells without spaces at the end; a space takes the style before it if none shows."""
+    cells: list[Cell] = []
+    length = 0
+    for char, style in line:
+        if char == " " and cells and not _SHOWS_ON_SPACE & set(cells[-1][1].split(";")):
+            style = cells[-1][1]
+        cells.append((char, style))
+        if char != " ":
+            length = len(cells)
+    return cells[:length]
+
+
+def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
+    """Rows as a terminal wraps them: a wide character that doesn't fit gets a line break."""
+    rows: list[StyledRow] = []
+    row: list[Cell] = []
+    used, continues = 0, False
+    for cell in cells:
+        size = cell_len(cell[0])
+        if used + size > width:
+            rows.append(StyledRow(tuple(row), continues))
+            row, continues, used = [], used == width, 0
+        row.append(cell)
+        used += size
+    return [*rows, StyledRow(tuple(row), continues)]
+
+
+_SHOWS_ON_SPACE = {"4", "7", "9", "21"}  # underlined, reversed, struck out
+
+
+@lru_cache(4096)
+def _has_no_width(char: str) -> bool:
+    """Whether terminals may join the character with the one before."""
+    return char > "\u02ff" and (
+        unicodedata.category(char) in ("Mn", "Me", "Mc", "Cf")
+        or "\U0001f3fb" <= char <= "\U0001f3ff"
+        or "\U0001f1e6" <= char <= "\U0001f1ff"
+    )

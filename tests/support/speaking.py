@@ -1,0 +1,41 @@
+"""`python -m tests.support.speaking FILE ARGUMENTS`: sirchat, with a model that says that text.
+
+Everything but the choice of the next token is as always.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sirchat.cli import main
+from sirchat.engine.sampling import Sampler
+from sirchat.paths import tiny_dir
+
+SECONDS = 0.004
+"""Pause before each token, so that a reply is seen in many states."""
+
+
+def _say(text: str) -> None:
+    """Let every reply be this text, in tokens of the bundled tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    said: dict[int, int] = {}
+
+    def pick(self: Any, logits: Any, said_ids: Callable[[int], list[int]], position: int) -> int:
+        time.sleep(SECONDS)
+        said[id(self)] = said.get(id(self), -1) + 1
+        return int(ids[said[id(self)] % len(ids)])
+
+    Sampler.pick = pick  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _say(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
+    sys.argv[0] = "sirchat"
+    main()

@@ -1,0 +1,331 @@
+"""Replies as Markdown while they are generated: the end is the whole, and little is written."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyte
+import pytest
+
+from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
+from markdown_documents import KINDS, document_of, documents, pieces
+from sirchat.ui.markdown import MarkdownLayout
+from terminal import Terminal, everything_on, lines_of
+
+DOCUMENTS = 200
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    return fake_terminal(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def every_frame() -> Iterator[None]:
+    with every_frame_drawn():
+        yield
+
+
+_LAYOUT = MarkdownLayout(colours=True, color_system="256")
+
+
+def _anew(terminal: FakeTerminal, rows: int, columns: int) -> None:
+    terminal.seek(0)
+    terminal.truncate()
+    terminal.screen.resize(rows, columns)
+    terminal.screen.reset()
+    terminal.screen.history.top.clear()
+    terminal.screen.set_mode(pyte.modes.LNM)
+
+
+def _cells(terminal: FakeTerminal) -> list[tuple[object, ...]]:
+    """Every cell of the screen, with its style if it isn't blank."""
+    screen = terminal.screen
+    cells = [screen.buffer[y][x] for y in range(screen.lines) for x in range(screen.columns)]
+    return [
+        (c.data, c.fg, c.bold, c.italics, c.underscore, c.strikethrough)
+        if c.data.strip()
+        else (c.data,)
+        for c in cells
+    ]
+
+
+def _shown(
+    terminal: FakeTerminal, chunks: list[str], panel: str, columns: int, markdown: bool = True
+) -> int:
+    """Show a reply in a tall window; returns the bytes written."""
+    _anew(terminal, 250, columns)
+    show_reply(terminal, chunks, panel, markdown=markdown)
+    return len(terminal.getvalue().encode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_what_was_streamed_is_the_document_rendered_at_once(
+    terminal: FakeTerminal, columns: int
+) -> None:
+    for number, document in enumerate(documents(DOCUMENTS)):
+        _shown(terminal, [document], "off", columns)
+        at_once = _cells(terminal)
+        _shown(terminal, pieces(document, number), "off", columns)
+        assert _cells(terminal) == at_once, number
+        rows = _LAYOUT.rows(document, columns, soft=True)
+        shown = [unicodedata.normalize("NFC", row.text).rstrip() for row in rows]
+        assert shown == lines_of(terminal.screen)[: len(rows)], number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_above_the_live_panel_it_is_the_same(terminal: FakeTerminal, columns: int) -> None:
+    for number, document in enumerate(documents(20, seed=1)):
+        _shown(terminal, [document], "live", columns)
+        at_once = _cells(terminal)
+        _shown(terminal, pieces(document, number), "live", columns)
+        assert _cells(terminal) == at_once, number
+
+
+@pytest.mark.slow
+def test_it_costs_few_bytes(terminal: FakeTerminal) -> None:
+    found = [_bytes(terminal, one, number) for number, one in enumerate(documents(DOCUMENTS))]
+    assert statistics.median(rendered / plain for rendered, plain in found) <= 1.3
+    assert sum(rendered for rendered, _ in found) <= 1.3 * sum(plain for _, plain in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("table", "other")])
+def test_only_tables_are_written_twice(terminal: FakeTerminal, kind: str) -> None:
+    found = [_bytes(terminal, document_of(kind, number), number) for number in range(12)]
+    assert sum(rendered for rendered, _ in found) <= 1.45 * sum(plain for _, plain in found)
+
+
+def _bytes(terminal: FakeTerminal, document: str, number: int) -> tuple[int, int]:
+    """Bytes of a reply as Markdown and as it is written."""
+    chunks = pieces(document, number)
+    return _shown(terminal, chunks, "off", 100), _shown(terminal, chunks, "off", 100, False)
+
+
+def test_plain_paragraphs_are_written_as_without_markdown(terminal: FakeTerminal) -> None:
+    text = "\n\n".join("It was a plain day, and nothing more: 3 of 4 said so. " * 9 for _ in "abc")
+    text = text.replace(" \n", "\n").strip()
+    chunks = pieces(text, 0)
+    for columns in (60, 100, 160):
+        _shown(terminal, chunks, "off", columns)
+        written = terminal.getvalue()
+        _shown(terminal, chunks, "off", columns, False)
+        assert written == terminal.getvalue()
+        _shown(terminal, chunks, "live", columns)
+        shown = everything_on(terminal.screen)
+        _shown(terminal, chunks, "live", columns, False)
+        assert shown == everything_on(terminal.screen)
+
+
+@pytest.mark.parametrize("panel", ["off", "live", "turn"])
+def test_without_markdown_and_on_a_plain_terminal_a_reply_is_the_text_itself(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, panel: str
+) -> None:
+    document = "# One\n\n- *two*\n- `three`\n\n\n| a |\n|---|\n| b |\n"
+    for name, value in {"TERM": "dumb", "NO_COLOR": "1"}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            _shown(terminal, pieces(document, 1), panel, 100)
+        assert terminal.getvalue() == document + "\n"
+    _shown(terminal, pieces(document, 1), "off", 100, markdown=False)
+    assert terminal.getvalue() == document + "\n"
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+@pytest.mark.parametrize("number", range(8))
+def test_a_block_taller_than_the_window_loses_no_word(
+    terminal: FakeTerminal, panel: str, number: int
+) -> None:
+    rows = [f"- item {i} of **list {number}**, `code{i}`\n" for i in range(40)]
+    cells = [f"| a{i} | *b{i}* |\n" for i in range(40)]
+    code = [f"    x{i} = f({i})\n" for i in range(40)]
+    text = "".join([*rows, "\ntext\n\n| c | d |\n|---|---|\n", *cells, "\n```python\n", *code])
+    text += "```\n\n**" + "open " * 400 + "end **of all\n"
+    _anew(terminal, 16, (60, 100)[number % 2])
+    show_reply(terminal, pieces(text, number), panel)
+    shown = everything_on(terminal.screen)
+    said = re.findall(r"\w+", text.replace("```python", ""))
+    found = re.findall(r"\w+", shown.replace("```python", ""))
+    following = iter(found)
+    assert all(word in following for word in said)
+    assert len(found) <= len(said) + 2  # a word may be shown again where the rest is plain
+    assert shown.count("•") == 40
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+@pytest.mark.parametrize("sizes", [[(30, 60)], [(30, 120)], [(16, 55), (40, 140)], [(8, 30)]])
+def test_no_word_of_markdown_is_lost_when_the_window_changes(
+    terminal: FakeTerminal,
+    panel: str,
+    sizes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "# Head\n\n" + "".join(f"- item{i:03} of **list{i:03}** and more\n" for i in range(60))
+    text += "\n" + "".join(f"word{i:03} " for i in range(200))
+    seen: list[str] = []
+    resize = FakeTerminal.resize
+
+    def look(self: FakeTerminal, *size: int) -> None:
+        seen.append(everything_on(self.screen))
+        resize(self, *size)
+
+    monkeypatch.setattr(FakeTerminal, "resize", look)
+    show_reply(terminal, pieces(text, 1), panel, *sizes)
+    seen.append(everything_on(terminal.screen))
+    shown = "".join("".join(seen).split())
+    assert not [word for word in re.findall(r"[a-z]+\d+", text) if word not in shown]
+
+
+# --- what is shown
+
+
+def _rows(text: str, columns: int = 60) -> list[str]:
+    return [row.text for row in _LAYOUT.rows(text, columns, soft=False)]
+
+
+def test_nothing_is_padded_and_code_has_no_box() -> None:
+    text = "# Head\n\n| a | b |\n|--|--|\n| c | d |\n\n```sh\nls -l\n\ncd /\n```\n> quoted\n"
+    rows = _rows(text)
+    assert rows[0] == "Head"
+    assert not [row for row in rows if row.endswith(" ")]
+    assert rows[6:9] == ["ls -l", "", "cd /"]
+
+
+def test_a_link_shows_where_it_leads() -> None:
+    assert _rows("See [here](https://a.example/b) and <https://c.example>.") == [
+        "See here (https://a.example/b) and https://c.example."
+    ]
+    assert _rows("![a boat](boat.png)") == ["a boat (boat.png)"]
+    assert _rows('[x](http://y.example "why")') == ['x (http://y.example "why")']
+
+
+def test_a_link_is_no_terminal_hyperlink(terminal: FakeTerminal) -> None:
+    for panel in ("off", "live"):
+        _shown(terminal, pieces("See [here](https://a.example/b).", 0), panel, 80)
+        assert "\x1b]" not in terminal.getvalue()
+
+
+def test_html_references_and_wide_tables_are_shown_as_written() -> None:
+    assert _rows("<b>x</b>\n\n<div>\ny\n</div>") == ["<b>x</b>", "", "<div>", "y", "</div>"]
+    assert _rows("[1]\n\n[1]: https://a.example") == ["[1]", "", "[1]: https://a.example"]
+    table = ["| a |", "|---|", "| b | lost? |"]
+    assert _rows("\n".join(table)) == table
+
+
+def test_character_references_bring_no_control_characters() -> None:
+    assert _rows("a&#x202e;b&#27;c&amp;d") == ["ab\ufffdc&d"]
+
+
+def test_numbers_and_nesting_of_lists_stay() -> None:
+    text = "9. nine\n10. ten\n    - *inner*\n\n      ```\n      code\n      ```\n11. eleven"
+    assert _rows(text) == ["9. nine", "10. ten", "    • inner", "      code", "11. eleven"]
+
+
+def test_emphasis_shows_before_it_is_closed() -> None:
+    (row,) = _LAYOUT.rows("some **bold te", 60, soft=True, is_draft=True)
+    assert row.text == "some bold te"
+    assert row.cells[-1] == ("e", "1")
+    assert _rows("some **bold te") == ["some **bold te"]
+
+
+def test_reasoning_is_dimmed_and_no_markdown(terminal: FakeTerminal) -> None:
+    text = "<think>\nIs it *so*?\n- yes\n</think>\n\nIt is *so*."
+    for size in (1, 7, 100):
+        _anew(terminal, 30, 80)
+        show_reply(terminal, [text[i : i + size] for i in range(0, len(text), size)], "off")
+        lines = [line for line in lines_of(terminal.screen) if line]
+        assert lines == ["<think>", "Is it *so*?", "- yes", "</think>", "It is so."]
+        assert terminal.getvalue().startswith("\x1b[2m<")
+
+
+# --- a real chat
+
+_SAID = """# A plan
+
+Take **two** boats and `rope`; see [map](https://example.org).
+
+1. Row to the *island*
+   - with lanterns
+   - without noise
+2. Wait for the captain
+
+| Who | When |
+|-----|-----:|
+| Rex | 7:30 |
+| Una | 8 |
+
+```python
+def row(boat):
+    return boat + 1
+```
+
+> Mind the tide.
+"""
+
+_PLAN = """A plan
+
+Take two boats and rope; see map (https://example.org).
+
+1. Row to the island
+   • with lanterns
+   • without noise
+2. Wait for the captain
+
+Who  When
+─────────
+Rex  7:30
+Una     8
+
+def row(boat):
+    return boat + 1
+
+▌ Mind the tide."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("said") / "reply.md"
+    file.write_text(_SAID, encoding="utf-8")
+    return file
+
+
+def _speaking(said: Path, endless: str, *flags: str) -> tuple[str, ...]:
+    module = "tests.support.speaking"
+    return (sys.executable, "-m", module, str(said), "--model", endless, *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path, columns: int) -> None:
+    command = _speaking(said, endless)
+    with Terminal(*command, home=tmp_path, rows=50, columns=columns) as chat:
+        for panel in ("off", "live", "turn"):
+            chat.ask(f"/set panel {panel}")
+            chat.ask("/reset")
+            shown = chat.ask("Go on.")
+            assert shown.startswith(_PLAN)
+            assert re.match(r"\n\d+ in, ", shown.removeprefix(_PLAN))
+        chat.ask("/panel off")
+        assert chat.ask("/set markdown off") == "markdown: on -> off"
+        before = len(chat.raw)
+        chat.ask("Go on.")
+        raw = chat.raw[before:].decode().replace("\r\n", "\n")
+        assert _SAID in raw
+        assert chat.ask("/set markdown on") == "markdown: off -> on"
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_the_text_itself(tmp_path: Path, endless: str, said: Path) -> None:
+    command = " ".join(_speaking(said, endless)) + f" > {tmp_path}/out"
+    with Terminal("sh", "-c", command, home=tmp_path) as chat:
+        chat.ask("Go on.")
+        assert chat.leave() == 0
+    assert (tmp_path / "out").read_text(encoding="utf-8") == _SAID + "\n"
