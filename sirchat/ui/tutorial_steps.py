@@ -84,11 +84,11 @@ STEPS: Final = (
     TutorialStep(
         "Does it still know you?",
         "What is my name?",
-        "It can't know: the name is no longer in its memory. That is the panel. The bar shows how "
-        "full the memory is. turns has a mark for each message: a full block if all of it is "
-        "held, a dot if nothing is. next to go: what will be forgotten next. The last lines are "
-        "the very text that the model still sees: ⋯ and a number stand for so many forgotten "
-        "tokens, <|user|> and the like mark who speaks.",
+        "It can't know: the name is no longer in its memory. The lines above are the panel. Its "
+        'bar shows how full the memory is. After "turns" stands a mark for each message: a full '
+        'block if all of it is held, a dot if nothing is. After "next to go": what will be '
+        "forgotten next. The last lines are the very text that the model still sees: ⋯ and a "
+        "number stand for so many forgotten tokens; <|user|> and the like mark who speaks.",
         (Effect("Anna", in_reply=False, in_memory=False),),
         shows_panel=True,
     ),

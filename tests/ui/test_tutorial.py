@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import sirchat
 from chatting import babbler
 from command import run
 from sirchat.chat.session import Session
@@ -117,6 +119,16 @@ def test_another_model_shows_no_effect_and_it_says_so() -> None:
     assert "brought back." not in said
 
 
+def test_the_picture_of_it_is_small_and_shows_what_it_says() -> None:
+    picture = (Path(sirchat.__file__).parent / "ui" / "capture.svg").read_text(encoding="utf-8")
+    assert len(picture.encode()) < 60_000
+    shown = html.unescape(picture).replace("\xa0", " ")
+    for text in ("My name is Anna.", "You have not told me.", "/policy entropy", "is Anna."):
+        assert text in shown, text
+    for step in (STEPS[number_of("What is my name?") - 1], STEPS[number_of("/policy entropy") - 1]):
+        assert step.before.split(".")[0][:50] in shown
+
+
 # --- what it leaves
 
 
@@ -155,12 +167,9 @@ def started(home: Path, columns: int = 100, **environ: str) -> Terminal:
 
 
 def wait_step(terminal: Terminal, number: int) -> None:
-    """Read until a step's line is shown behind the prompt, and nothing of it is typed."""
+    """Read until a step waits for Enter."""
     terminal.wait(f"── {number} of {LAST} ──")
-    terminal.until(lambda: f"> {STEPS[number - 1].line}" in terminal.lines)
-    row = f"> {STEPS[number - 1].line}"
-    terminal.until(lambda: terminal.lines[terminal.screen.cursor.y] == row)
-    assert terminal.screen.cursor.x == 2
+    terminal.wait_suggested(STEPS[number - 1].line)
 
 
 @pytest.mark.slow
