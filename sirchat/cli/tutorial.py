@@ -23,8 +23,8 @@ def tutorial(
 ) -> None:
     """See a chat forget and remember, in three minutes, with the bundled model.
 
-    Nothing is saved. Where input or output is no terminal, it runs through without waiting. The
-    exit code is 1 if it runs through and something does not go as it should.
+    Nothing is saved. Where input or output is no terminal, it does not wait.
+    The exit code is then 1 if something does not go as it should.
     """
     own = profile_of({}, loads_model=False)
     with meanwhile("loading tiny"), quick_start(), insistent():

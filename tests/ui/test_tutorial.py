@@ -6,6 +6,7 @@ import html
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ import pytest
 import sirchat
 from chatting import babbler
 from command import run
-from sirchat.chat.session import Session
+from sirchat.chat.events import Delta, Event
+from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.ui.commands import Commands
 from sirchat.ui.screen import Screen
@@ -127,6 +129,24 @@ def test_the_picture_of_it_is_small_and_shows_what_it_says() -> None:
         assert text in shown, text
     for step in (STEPS[number_of("What is my name?") - 1], STEPS[number_of("/policy entropy") - 1]):
         assert step.before.split(".")[0][:50] in shown
+
+
+def test_ctrl_c_ends_the_reply_and_the_tutorial(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(babbler(), Profile(save=False, **SETTINGS))
+    ask, err = session.ask, io.StringIO()
+
+    def pressed(text: str, stops: Interrupted) -> Iterator[Event]:
+        for event in ask(text, stops):
+            yield event
+            if isinstance(event, Delta):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(session, "ask", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        run_tutorial(lambda _: session, Screen(io.StringIO(), err), waits=False)
+    assert "interrupted" in err.getvalue()
+    assert "sirchat tutorial begins again" in err.getvalue()
+    assert len(session.turns) == 2
 
 
 # --- what it leaves
