@@ -134,7 +134,7 @@ class _Tutorial:
             self._screen.error(str(error))
 
     def _run(self, text: str) -> None:
-        name = [*text[1:].split(None, 1), ""][0]
+        name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
         if name in Commands.names() and name not in COMMANDS:
             raise UsageError(f"/{name} is for a chat of your own", hint="sirchat opens one")
         self._commands.run(text)

@@ -226,7 +226,7 @@ def test_own_lines_are_sent_and_the_step_is_offered_again(home: Path) -> None:
         terminal.submit("Hello!\r")
         terminal.wait("holds ")
         wait_step(terminal, 1)
-        terminal.submit("/save mine\r")
+        terminal.submit("/ /save mine\r")
         terminal.wait("/save is for a chat of your own")
         wait_step(terminal, 1)
         terminal.submit("/stats\r")
