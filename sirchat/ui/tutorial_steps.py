@@ -130,8 +130,8 @@ STEPS: Final = (
     TutorialStep(
         "You can bring a word back yourself, with the words that stood beside it.",
         '/recall "Luna"',
-        "They are back, and pinned: no policy forgets them now. Others had to go for them, as the "
-        "memory was full.",
+        "They are back, and pinned: they stay, under every policy but window. Others had to go for "
+        "them, as the memory was full.",
         (Effect("Luna", in_memory=True),),
     ),
     TutorialStep(
