@@ -27,6 +27,7 @@ from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
 from sirchat.cli.signals import end_in_order
+from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
@@ -79,6 +80,7 @@ app.command()(compare)
 app.command()(doctor)
 app.command("paths")(show_paths)
 app.command("man")(man)
+app.command()(tutorial)
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")

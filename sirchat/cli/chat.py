@@ -42,7 +42,7 @@ def open_chat(
         profile, store = profile_of(flags), None
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
-    with _meanwhile(f"loading {profile.model}"), quick_start(), insistent():
+    with meanwhile(f"loading {profile.model}"), quick_start(), insistent():
         from sirchat.ui.repl import chat
         from sirchat.ui.screen import Screen
 
@@ -109,7 +109,7 @@ def saved_settings(
 
 
 @contextmanager
-def _meanwhile(what: str) -> Iterator[None]:
+def meanwhile(what: str) -> Iterator[None]:
     """Show this on a terminal while libraries are imported, for seconds, and then remove it."""
     err = sys.stderr
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":

@@ -4,6 +4,7 @@ from typing import Any
 
 EXAMPLES: dict[str, str] = {
     "ask": 'git diff | sirchat ask "what changed?"',
+    "tutorial": "sirchat tutorial",
     "replay": "sirchat replay --feed --policy entropy --budget 512 talk.jsonl",
     "compare": "sirchat compare talk.jsonl --policies entropy,sink --budgets 256 --html page.html",
     "doctor": "sirchat doctor -m smollm2",

@@ -34,6 +34,7 @@ In a chat, /help shows the commands.
 
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
+        "tutorial": "see a chat forget and remember, in three minutes",
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
         "models": "list the models that are here, download more",

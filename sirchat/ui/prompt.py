@@ -24,7 +24,13 @@ from sirchat.ui.text import displayable
 
 _FENCE = '"""'
 
-_STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
+_STYLE = Style.from_dict(
+    {
+        "bottom-toolbar": "noreverse fg:ansibrightblack",
+        "prompt": "bold",
+        "placeholder": "fg:ansibrightblack",
+    }
+)
 _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"})
 
 
@@ -68,6 +74,7 @@ class Prompt:
         self._signs = PastedSigns()
         self._is_pasting = False
         self._entered: str | None = None
+        self._suggested = ""
         self._toolbar = toolbar
         self._prompt: PromptSession[str] = PromptSession(
             FormattedText([("class:prompt", "> ")]),
@@ -78,6 +85,7 @@ class Prompt:
             completer=completer,
             complete_while_typing=Condition(self._is_completed),
             bottom_toolbar=self._toolbar_text,
+            placeholder=self._placeholder,
             history=history,
             key_bindings=self._bindings(),
             input_processors=[_Filtered()],
@@ -87,11 +95,13 @@ class Prompt:
         )
         self._prompt.default_buffer.on_text_changed += self._changed
 
-    def read(self) -> Line | None:
+    def read(self, suggested: str = "") -> Line | None:
         """The next line that is not blank; None at the end of the input.
 
-        Raises KeyboardInterrupt for Ctrl-C at an empty prompt.
+        A `suggested` line is shown until something is typed, and Enter takes it. Raises
+        KeyboardInterrupt for Ctrl-C at an empty prompt.
         """
+        self._suggested = suggested
         while True:
             self._pasted = self._entered = None
             self._signs.begin()
@@ -113,6 +123,7 @@ class Prompt:
     def edit(self, text: str) -> str:
         """A message, given as `text`, as the user changes it; empty if the user gives it up."""
         self._pasted = self._entered = None
+        self._suggested = ""
         self._signs.begin()
         try:
             return self._prompt.prompt(default=text)
@@ -147,6 +158,11 @@ class Prompt:
         if open_mention(document.text_before_cursor) is not None:
             return True
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
+
+    def _placeholder(self) -> FormattedText:
+        """The suggestion; not on the line of a user who leaves."""
+        is_shown = not self._prompt.app.is_done
+        return FormattedText([("class:placeholder", self._suggested if is_shown else "")])
 
     def _toolbar_text(self) -> str:
         if self._is_literal(self._prompt.default_buffer.text):
@@ -192,6 +208,8 @@ class Prompt:
 
     def _enter(self, buffer: Buffer) -> None:
         """Submit; or insert a line break, after a backslash and inside triple quotes."""
+        if not buffer.text and self._suggested:
+            buffer.insert_text(self._suggested)
         text = buffer.text
         is_open = text.lstrip().startswith(_FENCE) and text.count(_FENCE) % 2 == 1
         continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"

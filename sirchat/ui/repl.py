@@ -86,7 +86,7 @@ class _Chat:
         self._commands = self._commands_of(session)
         self._prompt = Prompt(
             keys,
-            _output(screen),
+            prompt_output(screen),
             completer=SlashCompleter(lambda: self._session),
             toolbar=lambda: toolbar(self._session, screen.width),
             history=self._history,
@@ -213,21 +213,21 @@ class _Chat:
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
-                stops = _stops(interrupt, self._keyboard, is_stopped)
+                stops = stop_signal(interrupt, self._keyboard, is_stopped)
                 for event in events(stops):
                     view.show(event)
         finally:
             self._keyboard.mark_pastes(False)
 
 
-def _output(screen: Screen) -> Output:
+def prompt_output(screen: Screen) -> Output:
     """The prompt's output; a dumb terminal gets no escape sequences."""
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
 
 
-def _stops(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
+def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
     """A function that returns whether the user wants to stop the reply; it stays true."""
 
     def stops() -> bool:

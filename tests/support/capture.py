@@ -1,6 +1,6 @@
 """Draw the README's picture, sirchat/ui/capture.svg: `python tests/support/capture.py`.
 
-The chat runs in a pseudo-terminal with the bundled model; the picture is its screen at the end.
+`sirchat tutorial` runs in a pseudo-terminal, tall enough for all of it; the picture has some steps.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 import tempfile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,16 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from sirchat.ui.tutorial_steps import STEPS
 from terminal import Terminal
 
 PICTURE = Path(__file__).parents[2] / "sirchat" / "ui" / "capture.svg"
-COLUMNS, ROWS = 92, 34
-FLAGS = ("--policy", "sink", "--decay", "0.9", "--budget", "128", "--theme", "dark")
-TURNS = (
-    "My name is Anna.",
-    "I have a cat named Luna and I live in Lisbon.",
-    "Tell me a joke.",
-    "My favourite colour is green.",
-    "/policy entropy",
-    "What is my name?",
-    "/budget 96",
-    "/panel turn",
-    "What is my cat called and where do I live?",
-)
+COLUMNS, ROWS = 86, 220
+SHOWN = {1: False, 5: True, 6: False, 8: True}
+"""Steps in the picture, and whether with what is said after them.
+
+A name is told, forgotten under `sink`, back and kept under `entropy`.
+"""
 
 _THEME = TerminalTheme(
     (24, 26, 31),
@@ -51,15 +46,41 @@ _THEME = TerminalTheme(
 
 
 def main() -> None:
-    """Run the chat and write the picture."""
-    with tempfile.TemporaryDirectory() as home:
-        chat = Terminal(*FLAGS, home=Path(home), rows=ROWS, columns=COLUMNS, screen=_Dimmed)
-        with chat:
-            for turn in TURNS:
-                chat.say(turn)
-            chat.wait_prompt()
-            PICTURE.write_text(_svg(chat.screen), encoding="utf-8")
-            chat.leave()
+    """Run the tutorial and write the picture."""
+    environ = {"SIRCHAT_THEME": "dark"}
+    with (
+        tempfile.TemporaryDirectory() as home,
+        Terminal(
+            *("--debug", "tutorial"),
+            home=Path(home),
+            rows=ROWS,
+            columns=COLUMNS,
+            environ=environ,
+            screen=_Dimmed,
+        ) as tutorial,
+    ):
+        for number, step in enumerate(STEPS, 1):
+            tutorial.wait(_heading(number))
+            tutorial.wait_suggested(step.line)
+            tutorial.submit()
+        tutorial.ended()
+        PICTURE.write_text(_svg(tutorial.screen, _chosen(tutorial.lines)), encoding="utf-8")
+
+
+def _heading(number: int) -> str:
+    return f"── {number} of {len(STEPS)} ──"
+
+
+def _chosen(lines: list[str]) -> list[int]:
+    """The rows of the steps that the picture shows."""
+    starts = [lines.index(_heading(number)) for number in range(1, len(STEPS) + 1)]
+    rows: list[int] = []
+    for number, is_whole in SHOWN.items():
+        end = starts[number] - 1  # of the empty row before the next step
+        while not is_whole and lines[end - 1].startswith("│"):
+            end -= 1
+        rows += [*range(starts[number - 1], end), starts[number] - 1]
+    return rows[:-1]
 
 
 class _Dimmed(pyte.HistoryScreen):  # type: ignore[misc]
@@ -76,17 +97,17 @@ class _Dimmed(pyte.HistoryScreen):  # type: ignore[misc]
                 self.cursor.attrs = self.cursor.attrs._replace(blink=code == 2)
 
 
-def _svg(screen: pyte.Screen) -> str:
+def _svg(screen: pyte.Screen, rows: list[int]) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
-    for y in range(ROWS):
+    for y in rows:
         row = screen.buffer[y]
         line = Text(no_wrap=True)
-        for x in range(COLUMNS):
-            line.append(row[x].data, _style(row[x]))
+        for style, chars in groupby((row[x] for x in range(COLUMNS)), key=_style):
+            line.append("".join(char.data for char in chars), style)
         line.rstrip()
         console.print(line, soft_wrap=True)
     own_fonts = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="sirchat", theme=_THEME, code_format=own_fonts)
+    return console.export_svg(title="sirchat tutorial", theme=_THEME, code_format=own_fonts)
 
 
 def _style(char: Any) -> Style:

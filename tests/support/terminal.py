@@ -108,6 +108,15 @@ class Terminal:
         """Read until the prompt is empty and waits for input."""
         self.until(self._at_prompt, seconds)
 
+    def wait_suggested(self, line: str, seconds: float = 60) -> None:
+        """Read until the prompt suggests this line, and nothing is typed."""
+
+        def is_suggested() -> bool:
+            cursor = self.screen.cursor
+            return bool(cursor.x == 2) and self.lines[cursor.y] == f"> {line}"
+
+        self.until(is_suggested, seconds)
+
     def send(self, text: str) -> None:
         """Type."""
         self.child.send(text)

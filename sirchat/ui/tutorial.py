@@ -1,0 +1,194 @@
+"""`sirchat tutorial`: a chat whose lines are suggested and explained, and their effects checked.
+
+The replies and the commands are real. What is said of an effect is said only where it has shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prompt_toolkit.input import create_input
+from rich.text import Text
+
+from sirchat.chat.session import Interrupted, Session
+from sirchat.errors import SirchatError, UsageError
+from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.compact_panel import draw_compact_panel
+from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.history import InMemory
+from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.keyboard import Keyboard
+from sirchat.ui.live import LiveTurn
+from sirchat.ui.loading import loading_bar
+from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.repl import Open, prompt_output, stop_signal
+from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.screen import Screen
+from sirchat.ui.tutorial_steps import COMMANDS, GOODBYE, MORE, STEPS, WELCOME, Effect, TutorialStep
+
+_TOOLBAR = "Enter sends this line, or type your own; q leaves"
+_MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
+
+Read = Callable[[str], Line | None]
+"""The user's line, given the one that is suggested; None if the user leaves."""
+
+Stops = Callable[[Interrupt], Interrupted]
+"""What stops a reply, given the flag for Ctrl-C."""
+
+
+def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
+    """Load the model and run all steps; False if an effect did not show.
+
+    `waits`: for the user to press Enter at each step, which needs a terminal. Raises
+    KeyboardInterrupt for Ctrl-C.
+    """
+    if not waits:
+        with loading_bar(screen, "tiny") as report:
+            session = open_session(report)
+        return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
+    keys = create_input()
+    with Keyboard(keys, screen.terminal) as keyboard:
+        with loading_bar(screen, "tiny") as report:
+            session = open_session(report)
+        prompt = Prompt(
+            keys,
+            prompt_output(screen),
+            completer=SlashCompleter(lambda: session),
+            toolbar=lambda: _TOOLBAR,
+            history=InMemory(),
+            has_colours=lambda: screen.has_colours,
+        )
+
+        def read(suggested: str) -> Line | None:
+            keyboard.keep_typed()
+            return prompt.read(suggested)
+
+        def stops(interrupt: Interrupt) -> Interrupted:
+            return stop_signal(interrupt, keyboard, False)
+
+        return _Tutorial(session, screen, read, stops).run()
+
+
+def _echo(screen: Screen) -> Read:
+    """Takes each suggestion, and prints it as if it had been typed."""
+
+    def read(suggested: str) -> Line:
+        screen.line(f"> {suggested}")
+        return Line(suggested, is_command=suggested.startswith("/"))
+
+    return read
+
+
+class _Tutorial:
+    """One run through the steps."""
+
+    def __init__(self, session: Session, screen: Screen, read: Read, stops: Stops) -> None:
+        self._session, self._screen = session, screen
+        self._read, self._stops = read, stops
+        self._commands = Commands(session, screen, InMemory(), SavedChat(session, screen))
+        self._has_own_lines = False
+
+    def run(self) -> bool:
+        """Run all steps until the end, or until the user leaves; False if an effect is missing."""
+        self._explain(WELCOME)
+        missing = 0
+        try:
+            for number, step in enumerate(STEPS, 1):
+                self._head(f"{number} of {len(STEPS)}")
+                self._explain(step.before)
+                self._take(step)
+                missing += not self._conclude(step)
+        except (Leave, KeyboardInterrupt) as left:
+            self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
+            if isinstance(left, KeyboardInterrupt):
+                raise
+            return True
+        self._end(missing)
+        return not missing
+
+    def _take(self, step: TutorialStep) -> None:
+        """Send what the user sends, until it is the step's own line; raises Leave."""
+        while True:
+            line = self._read(step.line)
+            if line is None or line.text.strip().lower() == "q":
+                raise Leave
+            self._send(line)
+            if line.text.strip() == step.line:
+                return
+            self._has_own_lines = True
+
+    def _send(self, line: Line) -> None:
+        """Run a command, or a turn."""
+        try:
+            if line.is_stopped:
+                raise KeyboardInterrupt
+            if line.is_command:
+                self._run(line.text)
+                return
+            with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
+                for event in self._session.ask(line.text, self._stops(interrupt)):
+                    view.show(event)
+            if interrupt():
+                raise KeyboardInterrupt
+        except SirchatError as error:
+            self._screen.error(str(error))
+
+    def _run(self, text: str) -> None:
+        name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
+        if name in Commands.names() and name not in COMMANDS:
+            raise UsageError(f"/{name} is for a chat of your own", hint="sirchat opens one")
+        self._commands.run(text)
+
+    def _conclude(self, step: TutorialStep) -> bool:
+        """Say what to look at, or that it is not to be seen; False in that case."""
+        if step.shows_panel and self._screen.is_plain:  # where replies come without it
+            snapshot = self._session.snapshot(strongest=self._screen.width)
+            self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
+        wrong = [fault for effect in step.effects if (fault := self._fault(effect))]
+        if wrong:
+            why = "Your own lines may be why." if self._has_own_lines else "Please report it."
+            self._explain(f"This did not go as it should: {', '.join(wrong)}. {why}")
+        elif step.after:
+            self._explain(step.after)
+        return not wrong
+
+    def _fault(self, effect: Effect) -> str:
+        """How what happened differs from the effect; empty if it does not."""
+        reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
+        for place, text, wanted in (
+            ("reply", reply, effect.in_reply),
+            ("memory", _held_text(self._session), effect.in_memory),
+        ):
+            if wanted is not None and (effect.word in text) != wanted:
+                return f"{effect.word} is {'not ' if wanted else ''}in the {place}"
+        return ""
+
+    def _end(self, missing: int) -> None:
+        self._head("the end")
+        if missing:
+            self._explain(f"{missing} of the steps did not go as they should.")
+        else:
+            self._explain("Forgotten, remembered, and brought back.")
+        width = max(map(len, MORE))
+        rows = [f"{name:<{width}}  {does}" for name, does in MORE.items()]
+        self._explain("\n".join([GOODBYE, *rows]))
+
+    def _head(self, title: str) -> None:
+        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.border))
+
+    def _explain(self, text: str) -> None:
+        """Print an explanation, set off from the chat by a bar on its left."""
+        screen = self._screen
+        width = min(screen.width - 3, _MOST_COLUMNS)
+        for row in Text(text).wrap(screen.console, width):
+            row.rstrip()
+            screen.show(Text.assemble(("│ ", screen.theme.border), row))
+
+
+def _held_text(session: Session) -> str:
+    """The text of the tokens that are held, with a mark where some are missing."""
+    parts, before = [], -1
+    for row in session.snapshot().rows:
+        parts.append(row.text if row.position == before + 1 else f"⋯{row.text}")
+        before = row.position
+    return "".join(parts)
