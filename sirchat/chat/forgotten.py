@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import string
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from heapq import nlargest
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
+from sirchat.chat.words import around, is_mark, said, words_at, words_of
 
-_MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
+_LATEST = 8
+"""Tokens whose words `latest_words` looks for."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ def forgotten_turns(session: Session) -> Iterator[ForgottenTurn]:
     """The turns that are not held whole, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
-    known = _held_words(snapshot.rows)
+    known = words_of(snapshot.rows)
     start = 0
     for turn in snapshot.turns:
         span, start = range(start, start + turn.tokens), start + turn.tokens
         if turn.held == turn.tokens:
             continue
-        rows = [row for row in session.tokens(span) if row.role != "template"]
+        rows = said(session.tokens(span))
         gone = [row.position for row in rows if row.position not in held]
         if gone:
-            words = _words(rows, gone, known)
+            words = words_at(gone, rows, known)
             yield ForgottenTurn(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
 
 
@@ -58,45 +58,21 @@ def forgotten_words(session: Session, positions: Collection[int]) -> tuple[str, 
     present = {row.position for row in held}
     gone = [row.position for row in rows if row.position not in present]
     # Whole words: the rest of a word may have gone before.
-    near = sorted({at + step for at in gone for step in range(-4, 5)} & set(range(session.seen)))
-    whole = [row for row in session.tokens(near) if row.role == "user"]
-    return _words(whole, gone, _held_words(held))
+    near = session.tokens(around(gone, session.seen))
+    whole = [row for row in near if row.role == "user"]
+    return words_at(gone, whole, words_of(held))
 
 
-def _words(
-    rows: Sequence[TokenRow], gone: Collection[int], known: Collection[str]
+def latest_words(
+    session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """Distinct words of `rows` with a token among `gone`, without those known, best first."""
-    gone = set(gone)
-    found: dict[str, float] = {}
-    for word in _split(rows):
-        text = "".join(row.text for row in word).strip(_MARKS)
-        if text and text.casefold() not in known and any(row.position in gone for row in word):
-            least = -math.inf
-            found[text] = max(found.get(text, least), *(row.surprisal or least for row in word))
-    return tuple(sorted(found, key=lambda text: -found[text]))
+    """A few words, whoever said them, that had tokens at these positions, ascending.
 
-
-def _held_words(rows: Sequence[TokenRow]) -> set[str]:
-    return {
-        "".join(row.text for row in word).strip(_MARKS).casefold()
-        for word in _split([row for row in rows if row.role != "template"])
-    }
-
-
-def _split(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
-    """The words of rows in stream order: a word begins after a blank, a gap or another turn."""
-    number, before = 0, None
-    numbered: list[tuple[int, TokenRow]] = []
-    for row in rows:
-        if (
-            before is None
-            or (row.position, row.turn) != (before.position + 1, before.turn)
-            or row.text[:1].isspace()
-            or before.text[-1:].isspace()
-        ):
-            number += 1
-        numbered.append((number, row))
-        before = row
-    for _, group in groupby(numbered, key=lambda pair: pair[0]):
-        yield [row for _, row in group]
+    The most surprising word is the first. Words among the rows `held` are left out. It takes much
+    less time than `forgotten_words`.
+    """
+    rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
+    best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
+    at = [row.position for row in best]
+    whole = said(session.tokens(around(at, session.seen))) if at else []
+    return words_at(at, whole, words_of(held))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.scores import policy_scores, score_unit, shown_scores
+from sirchat.chat.words import around, is_mark, said, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.ledger import Flag, Ledger, Role
@@ -24,14 +26,13 @@ Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
-
-_SUMMARY_LEAVING = 12
-"""Tokens next to go whose text the compact panel gets."""
+_LEAVING = 6
+"""Tokens next to go whose words a snapshot has."""
 
 
 @dataclass(frozen=True)
 class TurnShare:
-    """One turn: `held` of its `tokens` are still held.
+    """One turn: `held` of its `tokens` are still held, `held_said` without the template's.
 
     `surprisal` is the mean over all its tokens, held or not, in nats; null where none has any.
     """
@@ -41,6 +42,7 @@ class TurnShare:
     tokens: int
     held: int
     surprisal: float | None
+    held_said: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Snapshot:
         unit: unit of the scores, such as "nats"; empty for a plain number.
         next_to_go: positions of the tokens that would leave then, in stream order; none while
             there is plenty of room.
+        leaving_words: a few words that some of these tokens belong to, the most surprising first.
         rows: the held tokens in stream order, or some of them.
         slots: where each of `rows` stands among all held tokens.
         turns: every turn so far.
@@ -88,6 +91,7 @@ class Snapshot:
     histogram: Histogram | None
     in_single_layers: int = 0
     unit: str = ""
+    leaving_words: tuple[str, ...] = ()
 
     @property
     def in_all_layers(self) -> int:
@@ -113,15 +117,15 @@ def take_snapshot(
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
-    With `strongest`, a summary for the compact panel: only so many rows, those of highest score and
-    some of those that go next, without what takes time in proportion to the whole stream.
+    With `strongest`, a summary for the compact panel: only so many rows, those of highest score
+    without the template's, and nothing that takes time in proportion to the whole stream.
     """
     ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.next_to_go(in_round=in_round)
     scores = policy_scores(engine, held)
     order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
-    slots = _slots(order, held, leaving, strongest)
+    slots = _slots(ledger, order, held, strongest)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -139,6 +143,7 @@ def take_snapshot(
         turns=_turns(ledger, held, roles, whole=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
         in_single_layers=engine.cache.inserted_count,
+        leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
     )
 
 
@@ -162,12 +167,13 @@ def token_rows(
     shown = [None] * len(at) if scores is None else shown_scores(engine, scores).tolist()
     text = texts(ids, at)
     turn, role, surprisal = column("turn"), column("role"), column("surprisal")
+    erased = int(Flag.ERASED)  # a flag takes ten times as long to compare
     arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
     return tuple(
         TokenRow(
             position=at[i],
             id=ids[i],
-            text="" if flags[i] & Flag.ERASED else text[i],
+            text="" if flags[i] & erased else text[i],
             turn=turn[i],
             role=Role(role[i]).name.lower(),
             surprisal=None if math.isnan(surprisal[i]) else surprisal[i],
@@ -185,12 +191,26 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
     return None if scores is None else scores[slots]
 
 
-def _slots(order: Floats, held: Positions, leaving: Positions, strongest: int | None) -> Positions:
-    """Slots of the rows in the snapshot, ascending: all of them, or the strongest by `order`."""
-    if strongest is None or strongest >= len(held):
+def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
+    """Slots of the rows in the snapshot, ascending: all, or the strongest that somebody said."""
+    if strongest is None:
         return np.arange(len(held))
-    best = np.argpartition(-order, strongest)[:strongest]
-    return np.union1d(best, np.searchsorted(held, leaving[:_SUMMARY_LEAVING]))
+    others = np.flatnonzero(ledger.column("role")[held] != Role.TEMPLATE)
+    if strongest >= len(others):
+        return others
+    return np.sort(others[np.argpartition(-order[others], strongest)[:strongest]])
+
+
+def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
+    """Words of the tokens that would leave, with what was forgotten of each word before."""
+    ledger = engine.ledger
+    others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
+    surprisal = np.nan_to_num(ledger.column("surprisal")[others])
+    best = others[np.argsort(-surprisal, kind="stable")[: 4 * _LEAVING]].tolist()
+    shown = texts(ledger.column("token_id")[best].tolist(), best)
+    at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
+    near = np.asarray(around(at, ledger.seen), np.int64)
+    return words_at(at, said(token_rows(engine, near, texts, sinks, None)))
 
 
 def _threshold(
@@ -210,10 +230,12 @@ def _turns(
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
     counts = np.bincount(turn[held], minlength=len(roles)).tolist()
+    others = held[ledger.column("role")[held] != Role.TEMPLATE]
+    held_said = np.bincount(turn[others], minlength=len(roles)).tolist()
     means = _means(ledger, bounds) if whole else [None] * len(roles)
     tokens = np.diff(bounds).tolist()
     return tuple(
-        TurnShare(index=i, role=role, tokens=tokens[i], held=counts[i], surprisal=means[i])
+        TurnShare(i, role, tokens[i], counts[i], means[i], held_said[i])
         for i, role in enumerate(roles)
     )
 
@@ -235,6 +257,7 @@ def _histogram(ledger: Ledger, held: Positions) -> Histogram:
     return Histogram(tuple(stays.tolist()), tuple((everything - stays).tolist()))
 
 
+@lru_cache(maxsize=256)
 def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
     names = ["sink"] if sink else []
     shown = flags & ~Flag.CONTINUES  # the text shows it

@@ -57,8 +57,9 @@ def shown_line(text: str) -> str:
 
 
 def significant(score: float) -> str:
-    """A score with three significant digits."""
-    return f"{score:#.3g}".removesuffix(".")
+    """A score with three significant digits, and without an exponent below a thousand million."""
+    text = f"{score:#.3g}".removesuffix(".")
+    return f"{float(text):,.0f}" if "e+" in text and abs(score) < 1e9 else text
 
 
 def quoted(text: str) -> str:

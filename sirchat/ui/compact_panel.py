@@ -6,8 +6,9 @@ while a model runs, perhaps over a slow connection.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import nlargest
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from rich.cells import cell_len
@@ -17,18 +18,17 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Snapshot, TurnShare
+from sirchat.chat.words import is_mark, said, split_words
 from sirchat.config.values import short
 from sirchat.ui.cells import (
     StyledRun,
     cut,
     lay_out,
     line_of,
-    quoted,
     shown,
     shown_line,
-    significant,
 )
-from sirchat.ui.theme import Theme
+from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _ROWS = 3
 """Rows of held text."""
@@ -39,14 +39,20 @@ _BYTES_A_COLUMN = 12
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NOTHING: Final = "·"
 _ALL: Final = "█"
+_ONLY_MARKS: Final = "only punctuation and the marks between messages"
+_NO_BREAK: Final = "\xa0"
+"""A blank at which no line ends."""
+
+_WIDE = 72
+"""Least width in columns for whole sentences."""
 
 
 def draw_compact_panel(
-    snapshot: Snapshot, theme: Theme, width: int, *, flash: Sequence[TokenRow] = ()
+    snapshot: Snapshot, theme: Theme, width: int, *, forgotten: Sequence[str] = ()
 ) -> RenderableType:
-    """Title, gauge, turns, next tokens to leave, and the held text of highest score.
+    """Title, gauge, turns, what leaves next, and the held words of highest score.
 
-    `flash`: tokens that were evicted since the last frame; they are struck out.
+    `forgotten`: words that were just evicted; they have a row of their own, struck out.
     """
     width -= 1  # a full row would make some terminals wrap
     lines = [
@@ -54,8 +60,10 @@ def draw_compact_panel(
         gauge(snapshot, theme, width),
         strip(snapshot.turns, theme, width),
         _leaving(snapshot, theme, width),
-        *_held(snapshot, theme, width, flash),
+        *_held(snapshot, theme, width),
     ]
+    if forgotten:
+        lines.insert(4, _forgotten(forgotten, theme, width))
     return Group(*lines)
 
 
@@ -73,7 +81,20 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
     if speed:
         runs += [StyledRun(f" {speed} ", theme.quiet), rule]
-    return line_of(runs)
+    return line_of([*runs, *_legend(theme, width - sum(cell_len(run.text) for run in runs))])
+
+
+def _legend(theme: Theme, room: int) -> list[StyledRun]:
+    """Which colour is how many nats, as much of it as there is room for."""
+    names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
+    for label in (" surprise in nats:", " nats:"):
+        if len(label) + sum(len(name) + 1 for name in names) <= room:
+            shades = [
+                StyledRun(f" {name}", shade[0])
+                for name, shade in zip(names, theme.tokens, strict=True)
+            ]
+            return [StyledRun(label, theme.quiet), *shades]
+    return []
 
 
 def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
@@ -101,8 +122,12 @@ def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
 
 def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
     """One cell per turn, the latest ones: how much of the turn is still held."""
-    alive = sum(1 for turn in turns if turn.held)
-    summary = f"  {alive} of {len(turns)} still hold something" if width >= 72 else ""
+    gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
+    if width >= _WIDE:
+        count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
+        summary = f"  {count} wholly forgotten" if turns else ""
+    else:
+        summary = f"  {gone:,} wholly forgotten" if gone else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
@@ -111,63 +136,75 @@ def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
         turns = turns[-room:]
     cells = [StyledRun(share_glyph(turn), theme.role(turn.role)) for turn in turns]
     return line_of(
-        [
-            StyledRun(f"turns {left_out}", theme.quiet),
-            *cells,
-            StyledRun(summary if cells else "", theme.quiet),
-        ]
+        [StyledRun(f"turns {left_out}", theme.quiet), *cells, StyledRun(summary, theme.quiet)]
     )
 
 
 def share_glyph(turn: TurnShare) -> str:
-    """The glyph for the held share of a turn; none and all have their own."""
-    if not turn.held:
-        return _NOTHING
-    if turn.held >= turn.tokens:
+    """The glyph for the held share of a turn; all, and nothing of what was said, have their own."""
+    if turn.held >= turn.tokens > 0:
         return _ALL
+    if not turn.held_said:
+        return _NOTHING
     return _SHARES[turn.held * len(_SHARES) // turn.tokens]
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The threshold to stay, and the next tokens to leave, if the snapshot has their text."""
-    parts = []
+    """The threshold to stay, and the words that leave next."""
+    parts, leave, count = [], "next to go", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
-        parts.append(f"a token needs {snapshot.threshold:.2f} {snapshot.unit} to stay")
+        needs = "a token needs" if width >= _WIDE else "needs"
+        parts.append(f"{needs} {snapshot.threshold:.2f} {snapshot.unit} to stay")
     elif snapshot.threshold is not None:
-        parts.append(f"a token needs a score of {significant(snapshot.threshold)} to stay")
+        leave = f"the weakest {count:,} of {snapshot.resident:,} go next"
     elif not snapshot.forgotten:
         parts.append("nothing forgotten yet")
-    if not snapshot.next_to_go and snapshot.resident < snapshot.budget:
+    if count:
+        words = _joined(snapshot.leaving_words) or _ONLY_MARKS
+        parts.append(f"{leave}: {words}")
+    elif snapshot.resident < snapshot.budget:
         parts.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
-    weakest = set(snapshot.next_to_go)
-    texts = [
-        quoted(row.text) for row in snapshot.rows if row.position in weakest and shown(row.text)
-    ]
-    if texts:
-        parts.append(f"next to go: {' '.join(texts[: width // 3])}")
     return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
 
 
-class _Token(NamedTuple):
-    """A token to draw; `slot` is its index among the held rows, None if it was just evicted."""
+def _forgotten(words: Sequence[str], theme: Theme, width: int) -> Text:
+    """The words just forgotten, as many as fit."""
+    label = "forgot: "
+    text = cut(_joined(words), width - len(label))
+    return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
 
-    position: int
-    slot: int | None
-    run: StyledRun
+
+def _joined(words: Sequence[str]) -> str:
+    """The words that show anything."""
+    return ", ".join(filter(None, map(shown, words)))
+
+
+class _Word(NamedTuple):
+    """A word to draw; its tokens adjoin each other, and `first` has this slot."""
+
+    first: TokenRow
+    slot: int
+    runs: list[StyledRun]
     score: float
 
 
-def _held(snapshot: Snapshot, theme: Theme, width: int, flash: Sequence[TokenRow]) -> list[Text]:
-    """The held text of highest score that fits, with the highest of what was just evicted."""
-    evicted = _flashes(flash, theme, width)
-    tokens = [
-        _Token(row.position, slot, StyledRun(shown(row.text), theme.token(row)), row.rank_key)
-        for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)
+def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+    """The held words of highest score that fit, and who said them."""
+    slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
+    words = [
+        _Word(
+            rows[0],
+            slots[rows[0].position],
+            [StyledRun(shown(row.text), theme.token(row)) for row in rows],
+            # Without punctuation: what is nothing else comes last.
+            max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
+        )
+        for rows in split_words(said(snapshot.rows))
     ]
-    ranked = sorted(tokens, key=lambda token: -token.score)
+    ranked = sorted(words, key=lambda word: -word.score)
 
     def runs(count: int) -> list[StyledRun]:
-        chosen = sorted([*ranked[:count], *evicted], key=lambda token: token.position)
+        chosen = sorted(ranked[:count], key=lambda word: word.slot)
         return list(_with_gaps(chosen, snapshot, theme))
 
     return _most(runs, len(ranked), width)
@@ -202,34 +239,27 @@ def _over(runs: Iterable[StyledRun], width: int) -> float:
     return max(cells / (_ROWS * width), size / (_BYTES_A_COLUMN * width))
 
 
-def _flashes(flash: Sequence[TokenRow], theme: Theme, width: int) -> list[_Token]:
-    """The just evicted tokens of highest score, at most one row of them."""
-    tokens: list[_Token] = []
-    for row in nlargest(width, flash, key=lambda row: row.rank_key):
-        text = shown(row.text)
-        width -= cell_len(text) + 1
-        if width < 0:
-            break
-        tokens.append(_Token(row.position, None, StyledRun(text, theme.flash), row.rank_key))
-    return tokens
-
-
-def _with_gaps(tokens: Iterable[_Token], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """The tokens' runs, with a mark where tokens between them are missing."""
-    position = slot = -1
-    waiting: list[StyledRun] = []
-    end = _Token(snapshot.seen, snapshot.in_all_layers, StyledRun("", Style.null()), 0.0)
-    for token in (*tokens, end):
-        if token.slot is None:
-            waiting.append(token.run)
-            continue
-        unseen = token.slot - slot - 1
-        forgotten = token.position - position - 1 - unseen - len(waiting)
-        waiting.append(token.run)
-        yield from gap(forgotten, unseen, waiting[0].text, theme)
-        yield from waiting
-        waiting.clear()
-        position, slot = token.position, token.slot
+def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
+    """The words' runs, with a mark where tokens are missing, and a label where the turn changes."""
+    position = slot = turn = -1
+    for first, at, runs, _ in words:
+        unseen = at - slot - 1
+        forgotten = first.position - position - 1 - unseen
+        if first.turn == turn:
+            yield from gap(forgotten, unseen, runs[0].text, theme)
+            yield runs[0]
+        else:  # what is held and not shown needs no mark here: a message begins
+            yield from gap(forgotten, 0, "", theme)
+            if position >= 0 or forgotten > 0:
+                yield StyledRun(" ", theme.gap)
+            name = shown(ROLE_NAMES.get(first.role, first.role))
+            yield StyledRun(f"{name}:{_NO_BREAK}", theme.role(first.role) + theme.gap)
+            yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
+        yield from runs[1:]
+        turn = first.turn
+        position, slot = first.position + len(runs) - 1, at + len(runs) - 1
+    unseen = snapshot.in_all_layers - slot - 1
+    yield from gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
 
 
 def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
@@ -240,6 +270,7 @@ def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[Sty
     return [StyledRun(mark, theme.gap, whole=True)] if mark else []
 
 
+@lru_cache(maxsize=256)
 def _switch(style: Style) -> int:
     """Bytes to switch a style on and off, in 256 colours."""
     # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.

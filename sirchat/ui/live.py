@@ -17,7 +17,7 @@ from rich.segment import ControlType, Segment
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
-from sirchat.chat.forgotten import forgotten_words
+from sirchat.chat.forgotten import forgotten_words, latest_words
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.bar import draw_bar
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _WORDS = 3
 """Forgotten words of the user's that the status line names."""
 
-FLASHES = 200
-"""Number of the latest evicted tokens that a frame considers; it draws the highest scores."""
+_LATEST = 100
+"""Number of the latest evicted tokens among which a frame looks for words."""
 
 _REGION_ROWS = 10
 """Most rows of the live region."""
@@ -56,6 +56,7 @@ class LiveTurn:
         self._user: TurnDone | None = None
         self._notes: list[str] = []
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
+        self._forgotten_words: tuple[str, ...] = ()  # of the latest eviction that had any
         self._gone: set[int] = set()  # positions evicted in this round
         self._pace = Pace()
         self._region = _Region()
@@ -126,7 +127,7 @@ class LiveTurn:
     def _evicted(self, event: Evicted) -> None:
         self._gone.update(event.positions)
         if self._draws_panel:
-            self._evicted_positions = [*self._evicted_positions, *event.positions][-FLASHES:]
+            self._evicted_positions = [*self._evicted_positions, *event.positions][-_LATEST:]
             self._draw_when_due()
 
     def _done(self, turn: TurnDone) -> None:
@@ -136,14 +137,14 @@ class LiveTurn:
         if turn.role != "assistant":
             return
         self._end_reply()
-        words = forgotten_words(self._session, self._gone)[:_WORDS] if self._gone else ()
-        self._gone = set()
+        gone, self._gone = sorted(self._gone), set()
+        words = forgotten_words(self._session, gone)[:_WORDS] if gone else ()
         if not self._screen.is_quiet:
             self._note(describe_round(self._user, turn, self._session.budget, words))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
-            self._screen.show(
-                draw_compact_panel(self._snapshot(), self._screen.theme, self._screen.width)
-            )
+            theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
+            forgotten = latest_words(self._session, gone, snapshot.rows)
+            self._screen.show(draw_compact_panel(snapshot, theme, width, forgotten=forgotten))
 
     def _note(self, text: str) -> None:
         if self._live is None and self._markdown is None:
@@ -208,9 +209,14 @@ class LiveTurn:
         if self._reading is not None:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
         if self._draws_panel:
-            flash = self._session.tokens(sorted(self._evicted_positions))
-            parts.append(draw_compact_panel(self._snapshot(), theme, width, flash=flash))
-            self._evicted_positions = []
+            snapshot = self._snapshot()
+            if self._evicted_positions:
+                latest = sorted(self._evicted_positions)
+                words = latest_words(self._session, latest, snapshot.rows)
+                self._forgotten_words = words or self._forgotten_words
+                self._evicted_positions = []
+            forgotten = self._forgotten_words
+            parts.append(draw_compact_panel(snapshot, theme, width, forgotten=forgotten))
         return parts
 
     def _snapshot(self) -> Snapshot:

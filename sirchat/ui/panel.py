@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from math import inf
@@ -15,7 +16,7 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Snapshot
 from sirchat.ui.cells import StyledRun, cut, lay_out, line_of, shown
 from sirchat.ui.compact_panel import gap, gauge, headline
-from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading
+from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading, score_text
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _BESIDE = 110
@@ -127,12 +128,28 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     weakest = sorted(
         (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.rank_key
     )[:_RANKED]
+    name, scores = _scores(snapshot)
     half = _half(width)
+    tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
     return _pair(
-        Group(heading(_ranked_by(snapshot), theme, half), draw_ranking(strongest, theme, half)),
-        Group(heading("next to go", theme, half), draw_ranking(weakest, theme, half)),
+        Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
+        Group(heading("next to go", theme, half), tables[1]),
         width,
     )
+
+
+def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
+    """What the rankings say of each token, by position, and its name; none without scores.
+
+    A score in nats as it is. A score without a unit may span decades: its rank is said instead.
+    """
+    known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
+    if snapshot.unit:
+        return "score", {position: score_text(score) for position, score in known}
+    ascending = sorted(score for _, score in known)
+    count = len(ascending)
+    ranks = {position: count - bisect_right(ascending, score) + 1 for position, score in known}
+    return "rank", {position: f"{rank:,} of {count:,}" for position, rank in ranks.items()}
 
 
 def _ranked_by(snapshot: Snapshot) -> str:

@@ -121,23 +121,22 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
     return table
 
 
-def draw_ranking(rows: Sequence[TokenRow], theme: Theme, width: int) -> RenderableType:
-    """A few tokens in the given order: position, turn, surprisal and score."""
+def draw_ranking(
+    rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
+) -> RenderableType:
+    """A few tokens in the given order: position, turn, surprisal and, if any, `scores`.
+
+    `scores` are by position, and `name` is their column's.
+    """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", ratio=1)
-    _columns(table, "nats", "score")
+    _columns(table, "nats", *[name] * bool(scores))
     for row in rows:
         text = Text(quoted(row.text), theme.token(row))
-        values = (
-            str(row.position),
-            str(row.turn),
-            text,
-            nats(row.surprisal),
-            score_text(row.score),
-        )
-        table.add_row(*values)
+        known = [scores.get(row.position, "-")] if scores else []
+        table.add_row(str(row.position), str(row.turn), text, nats(row.surprisal), *known)
     return table
 
 

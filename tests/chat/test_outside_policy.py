@@ -57,7 +57,7 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     del sys.modules["mine"]
 
 
-def test_panel_and_why_show_an_outside_policys_own_score(chat: Session) -> None:
+def test_panel_and_why_show_how_an_outside_policy_ranks(chat: Session) -> None:
     shown = [
         draw_panel(chat.snapshot(), NONE, 120),
         draw_compact_panel(chat.snapshot(strongest=30), NONE, 100),

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, session, tiny
 from event_count import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
@@ -118,14 +118,43 @@ def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
 def test_a_glance_has_the_strongest_rows_and_the_same_counts() -> None:
     chat, _ = _talk("entropy", 1)
     whole, glance = chat.snapshot(), chat.snapshot(strongest=10)
-    strongest = sorted(whole.rows, key=lambda row: row.rank_key)[-10:]
-    leaving = [row for row in whole.rows if row.position in whole.next_to_go[:12]]
-    assert set(glance.rows) == {*strongest, *leaving}
+    said = [row for row in whole.rows if row.role != "template"]
+    assert set(glance.rows) == set(sorted(said, key=lambda row: row.rank_key)[-10:])
     assert [whole.rows[slot] for slot in glance.slots] == list(glance.rows)
     assert glance.histogram is None
-    for name in ("resident", "seen", "budget", "threshold", "next_to_go"):
+    for name in ("resident", "seen", "budget", "threshold", "next_to_go", "leaving_words"):
         assert getattr(glance, name) == getattr(whole, name)
-    assert [t.held for t in glance.turns] == [t.held for t in whole.turns]
+    for name in ("held", "held_said"):
+        assert [getattr(t, name) for t in glance.turns] == [getattr(t, name) for t in whole.turns]
+
+
+@pytest.mark.parametrize("policy", ["entropy", "sink"])
+def test_the_words_that_leave_are_whole_and_not_the_templates(policy: str) -> None:
+    chat = session(tiny(), policy=policy, budget=96, recent=8, max_new_tokens=30, recall="off")
+    named: set[str] = set()
+    said = "My brother Halvorsen lives in Copenhagen, and his dog Bella likes fish."
+    for _ in range(4):
+        list(chat.ask(said))
+        view = chat.snapshot()
+        named |= set(view.leaving_words)
+        leaving = [row for row in view.rows if row.position in view.next_to_go]
+        if any(row.role != "template" and row.text.strip(" .,?!'") for row in leaving):
+            assert view.leaving_words
+    spoken = " ".join(turn.text for turn in chat.turns)
+    whole = {word.strip(",.?!()") for word in spoken.split()}
+    assert named
+    assert named <= whole
+
+
+def test_a_turn_of_which_only_the_templates_tokens_are_held_is_forgotten() -> None:
+    chat = session(tiny(), policy="sink", budget=64, recent=8, sinks=4, max_new_tokens=30)
+    for _ in range(4):
+        list(chat.ask("My brother Paul works as a baker in Hamburg near the harbour."))
+    view = chat.snapshot()
+    for turn in view.turns:
+        rows = [r for r in view.rows if r.turn == turn.index]
+        assert turn.held == len(rows)
+        assert turn.held_said == sum(row.role != "template" for row in rows)
 
 
 def test_nothing_is_next_to_go_while_there_is_plenty_of_room() -> None:

@@ -14,6 +14,7 @@ from rich.style import Style
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import EDGES, Histogram, Snapshot, TurnShare
+from sirchat.chat.words import said, words_at
 from sirchat.ui.theme import theme_named
 
 DARK, LIGHT, NONE = (theme_named(name, {}) for name in ("dark", "light", "none"))
@@ -103,7 +104,8 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         own = [(row, stays) for row, stays in tokens if row.turn == index]
         known = [row.surprisal for row, _ in own if row.surprisal is not None]
         mean = sum(known) / len(known) if known else None
-        turns.append(TurnShare(index, role, len(own), sum(stays for _, stays in own), mean))
+        kept = [row for row, stays in own if stays]
+        turns.append(TurnShare(index, role, len(own), len(kept), mean, len(said(kept))))
     bins = [
         tuple(
             sum(
@@ -131,6 +133,7 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         slots=tuple(range(len(held))),
         turns=tuple(turns),
         histogram=Histogram(*bins),
+        leaving_words=words_at([row.position for row in said(leaving)], said(held)),
     )
 
 

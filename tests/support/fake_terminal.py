@@ -62,12 +62,13 @@ def stub_session(panel: str = "live", text: str = "held", *, markdown: bool = Tr
         next_to_go=(0,),
         rows=(row,),
         slots=(0,),
-        turns=(TurnShare(0, "user", 1, 1, 2.0),),
+        turns=(TurnShare(0, "user", 1, 1, 2.0, 1),),
         histogram=None,
     )
     return SimpleNamespace(
         profile=Profile(panel=panel, markdown=markdown),  # type: ignore[arg-type]
         budget=64,
+        seen=1,
         snapshot=lambda strongest=None: view,
         tokens=lambda positions: (row,),
     )

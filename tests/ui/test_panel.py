@@ -34,17 +34,14 @@ from drawing import (
 )
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import Histogram, Snapshot, TurnShare
-from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown
+from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown, significant
 from sirchat.ui.compact_panel import draw_compact_panel, strip
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.tables import draw_histogram, draw_tokens
 from sirchat.ui.theme import Theme
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-GONE = tuple(
-    replace(TALK.rows[0], position=position, text=text, score=1.5, flags=())
-    for position, text in ((60, " forgot"), (61, "ten"))
-)
+GONE = ("Tuesday", "Ingrid", "fish\x1b[31m")
 
 
 def draw(kind: str, theme: Theme, width: int) -> RenderableType:
@@ -54,7 +51,7 @@ def draw(kind: str, theme: Theme, width: int) -> RenderableType:
         return draw_panel(LONG, theme, width)
     if kind == "compact-long":
         return draw_compact_panel(compact_view(LONG), theme, width)
-    return draw_compact_panel(compact_view(TALK), theme, width, flash=GONE)
+    return draw_compact_panel(compact_view(TALK), theme, width, forgotten=GONE)
 
 
 CASES: list[tuple[str, int, str, ColorSystem | None]] = [
@@ -122,25 +119,16 @@ def test_any_text_keeps_the_box_straight(snapshot: Snapshot, width: int) -> None
         assert (wcswidth(line), cell_len(line)) == (width, width)
 
 
-@given(memories(), st.integers(40, 200), st.integers(1, 40))
+@given(memories(), st.integers(40, 200), st.integers(1, 40), st.lists(TEXTS, max_size=8))
 def test_a_compact_panel_has_eight_rows_at_most_and_none_wraps(
-    snapshot: Snapshot, width: int, strongest: int
+    snapshot: Snapshot, width: int, strongest: int, gone: list[str]
 ) -> None:
-    held = {row.position for row in snapshot.rows}
-    left = [row for row in _all_rows(snapshot) if row.position not in held]
     drawn = lines(
-        draw_compact_panel(compact_view(snapshot, strongest), DARK, width, flash=left), width
+        draw_compact_panel(compact_view(snapshot, strongest), DARK, width, forgotten=gone), width
     )
     assert len(drawn) <= 8
     for line in drawn:
         assert wcswidth(line) == cell_len(line) <= width - 1
-
-
-def _all_rows(snapshot: Snapshot) -> list[TokenRow]:
-    """A row for every position, with the texts of those held."""
-    filler = TokenRow(0, 0, "gone 字\u0301", 0, "user", 3.0, 3.0, 3.0, 0.5, ())
-    known = {row.position: row for row in snapshot.rows}
-    return [known.get(at, replace(filler, position=at)) for at in range(snapshot.seen)]
 
 
 @given(st.lists(TEXTS), st.integers(2, 80))
@@ -267,42 +255,126 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
 
 def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
     shares = [(0, 100), (1, 100), (99, 100), (100, 100), (0, 0)]
-    turns = [TurnShare(i, "user", tokens, held, None) for i, (held, tokens) in enumerate(shares)]
-    assert strip(turns, DARK, 60).plain == "turns ·▁▇█·"
-    many = [TurnShare(i, "user", 1, i % 2, None) for i in range(500)]
-    plain = strip(many, DARK, 50).plain
-    assert plain.startswith("turns ⋯461 █·█")
+    turns = [TurnShare(i, "user", n, held, None, held) for i, (held, n) in enumerate(shares)]
+    assert strip(turns, DARK, 60).plain == "turns ·▁▇█·  1 wholly forgotten"
+    many = [TurnShare(i, "user", 1, i % 2, None, i % 2) for i in range(500)]
+    plain, counted = strip(many, DARK, 50).plain, "  250 wholly forgotten"
+    assert plain.startswith("turns ⋯483 █·█")
+    assert plain.endswith(counted)
     assert len(plain) == 50
-    assert len(plain.removeprefix("turns ⋯461 ")) == 500 - 461
+    assert len(plain.removeprefix("turns ⋯483 ").removesuffix(counted)) == 500 - 483
 
 
-def test_a_compact_panel_shows_the_strongest_tokens_and_what_lies_between() -> None:
-    rows = [
-        replace(TALK.rows[0], position=at, text=text, role="user", flags=(), surprisal=5.0, score=5)
-        for at, text in ((2, "first"), (3, "next"), (9, "last"))
-    ]
-    snapshot = replace(
-        TALK, rows=tuple(rows), slots=(0, 1, 4), seen=12, resident=6, threshold=None, next_to_go=()
+def test_the_strip_says_how_many_turns_are_wholly_forgotten() -> None:
+    turns = [TurnShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(SHARES)]
+    assert strip(turns, DARK, 80).plain == "turns ·▂·▃█  2 of 5 turns wholly forgotten"
+    assert strip(turns[3:], DARK, 80).plain == "turns ▃█  none wholly forgotten"
+    assert strip(turns[3:], DARK, 60).plain == "turns ▃█"
+
+
+SHARES = [(0, 0), (2, 1), (2, 0), (3, 3), (9, 9)]
+"""Held tokens of a turn of nine, and how many of those are not the template's."""
+
+
+# --- the compact panel
+
+
+def view_of(*said: tuple[int, str], role: str = "user") -> Snapshot:
+    """A summary of these positions and texts, all of one turn, without gaps."""
+    rows = tuple(
+        replace(TALK.rows[0], position=at, text=text, role=role, flags=(), surprisal=5.0, score=5)
+        for at, text in said
     )
-    gone = [replace(rows[0], position=11, text="gone"), replace(rows[0], position=0, text="left")]
-    # two before, one of them flashed; 4 to 8 holds two that are not shown and three forgotten
-    assert lines(draw_compact_panel(snapshot, NONE, 80), 80)[-1] == "⋯2firstnext⋯3last⋯1"
-    assert (
-        lines(draw_compact_panel(snapshot, NONE, 80, flash=gone), 80)[-1]
-        == "⋯1leftfirstnext⋯3last…gone"
+    seen = max((at for at, _ in said), default=-1) + 1
+    return replace(
+        TALK, rows=rows, slots=tuple(row.position for row in rows), seen=seen, resident=seen,
+        threshold=None, next_to_go=(), leaving_words=(), histogram=None,
+    )  # fmt: skip
+
+
+def compact(snapshot: Snapshot, width: int = 80) -> list[str]:
+    drawn = lines(draw_compact_panel(snapshot, NONE, width), width)
+    return [line.replace("\xa0", " ") for line in drawn]
+
+
+def test_a_compact_panel_shows_the_strongest_words_and_what_lies_between() -> None:
+    view = view_of((2, "first"), (3, " next"), (9, " last"))
+    # 0 and 1 are forgotten; 4 to 8 holds two that are not shown and three forgotten
+    snapshot = replace(view, slots=(0, 1, 4), seen=12, resident=6)
+    assert compact(snapshot)[-1] == "⋯2 you: first next⋯3 last⋯1"
+    assert compact(view)[-1] == "you: first next… last"
+
+
+def test_a_compact_panel_says_who_speaks_and_hides_the_template() -> None:
+    first, second, third = (
+        view_of((at, text), role=role).rows[0]
+        for at, text, role in ((1, "Rex", "user"), (2, "<|end|>", "template"), (4, "How", "user"))
     )
-    merely = replace(snapshot, slots=(2, 3, 9), seen=10, resident=10)
-    assert lines(draw_compact_panel(merely, NONE, 80), 80)[-1] == "…firstnext…last"
+    rows = (first, second, replace(third, turn=1, role="assistant"))
+    snapshot = replace(view_of((9, "x")), rows=rows, slots=(1, 2, 4), seen=5, resident=5)
+    assert compact(snapshot)[-1] == "you: Rex model: How"
+    forgot = replace(snapshot, slots=(0, 1, 2), seen=5, resident=3)
+    assert compact(forgot)[-1] == "⋯1 you: Rex⋯1 model: How"
+    drawn = styles(draw_compact_panel(snapshot, DARK, 120))
+    assert drawn["you:\xa0"].dim
+    assert drawn["you:\xa0"].color == DARK.you.color
+    for theme in (TALK, LONG):
+        for width in (60, 120, 200):
+            assert "<|im" not in "".join(compact(compact_view(theme), width))
 
 
-def test_a_flash_is_struck_through() -> None:
-    drawn = styles(draw_compact_panel(compact_view(TALK), DARK, 120, flash=GONE))
-    assert {text for text, style in drawn.items() if style.strike} == {" forgotten"}
+def test_a_label_stays_with_the_word_behind_it() -> None:
+    view = view_of((0, "word " * 14), (1, "Halvorsen"))
+    second = replace(view.rows[1], turn=1)
+    drawn = compact(replace(view, rows=(view.rows[0], second)))
+    assert drawn[-1] == "you: Halvorsen"
+
+
+def test_words_are_whole_and_come_before_punctuation() -> None:
+    texts = ((0, "Hal"), (1, "vor"), (2, "sen"), (3, ","), (4, " ?"), (5, " ok"), (6, " ..."))
+    view = view_of(*texts)
+    scores = (1.0, 9.0, 1.0, 1.0, 8.0, 2.0, 8.0)
+    rows = tuple(replace(row, score=s) for row, s in zip(view.rows, scores, strict=True))
+    far = [replace(rows[-1], position=i, text=" !" + "!" * 70, score=99) for i in range(7, 12)]
+    view = replace(view, rows=(*rows, *far), slots=tuple(range(12)), seen=12, resident=12)
+    assert "".join(compact(view)[4:]).startswith("you: Halvorsen, ? ok ...")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"threshold": 0.114}, "a token needs 0.11 nats to stay; next to go: Rex, green"),
+        ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 go next: Rex, green"),
+        ({"leaving_words": ()}, "next to go: only punctuation and the marks between messages"),
+        ({"seen": 10}, "nothing forgotten yet; next to go: Rex, green"),
+        ({"next_to_go": (), "budget": 50}, "room for 40 tokens"),
+    ],
+)
+def test_what_goes_next_is_said_in_words(change: dict[str, object], said: str) -> None:
+    view = replace(view_of((9, "x")), seen=30, resident=10, next_to_go=(3, 4))
+    view = replace(view, leaving_words=("Rex", "green"))
+    assert compact(replace(view, **change))[3] == said  # type: ignore[arg-type]
+
+
+def test_the_words_just_forgotten_are_named_and_struck_out() -> None:
+    panel = draw_compact_panel(compact_view(TALK), DARK, 120, forgotten=GONE)
+    assert lines(panel, 120)[4] == "forgot: Tuesday, Ingrid, fish"
+    struck = {text for text, style in styles(panel).items() if style.strike}
+    assert struck == {"Tuesday, Ingrid, fish"}
+
+
+def test_the_title_explains_the_colours_where_there_is_room() -> None:
+    view = compact_view(TALK)
+    legends = [compact(view, width)[0].partition(" tok/s ──")[2] for width in (60, 80, 100)]
+    assert legends == ["", " nats: <0.5 <2 <4 <7 7+", " surprise in nats: <0.5 <2 <4 <7 7+"]
+    drawn = styles(draw_compact_panel(view, DARK, 120))
+    for name, shades in zip(("<0.5", "<2", "<4", "<7", "7+"), DARK.tokens, strict=True):
+        assert drawn[f" {name}"] == shades[0]
 
 
 @pytest.mark.parametrize("width", range(40, 201, 16))
 def test_a_compact_panel_of_a_long_talk_has_three_rows_of_text(width: int) -> None:
-    drawn = lines(draw_compact_panel(compact_view(LONG), NONE, width), width)
+    drawn = compact(compact_view(LONG), width)
     assert len(drawn) == 7
     assert max(map(cell_len, drawn)) < width
     assert cell_len(drawn[5]) > width * 3 // 4
@@ -311,19 +383,45 @@ def test_a_compact_panel_of_a_long_talk_has_three_rows_of_text(width: int) -> No
 def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     vast = replace(TALK.rows[5], text="word " * 200, score=99.0)
     snapshot = replace(TALK, rows=(vast,), slots=(5,))
-    assert len(lines(draw_compact_panel(snapshot, NONE, 80), 80)) == 7
-    gone = [replace(vast, position=200 + i, text="gone", score=i) for i in range(40)]
-    last = lines(draw_compact_panel(replace(TALK, rows=(), slots=()), NONE, 80, flash=gone), 80)[4:]
-    assert last == ["⋯95" + "gone" * 15], "a row's worth of those that just left"
+    assert len(compact(snapshot)) == 7
+    assert compact(replace(TALK, rows=(), slots=()))[4:] == ["⋯110"]
+    gone = lines(draw_compact_panel(TALK, NONE, 80, forgotten=["long" * 30, "x"]), 80)[4]
+    assert gone == "forgot: " + "long" * 17 + "lo…"
 
 
 def test_a_compact_panel_stays_small() -> None:
     for width, limit in ((120, 2500), (200, 4000)):
         drawn = printed(
-            draw_compact_panel(compact_view(LONG), DARK, width), width, ColorSystem.EIGHT_BIT
+            draw_compact_panel(compact_view(LONG), DARK, width, forgotten=GONE),
+            width,
+            ColorSystem.EIGHT_BIT,
         )
         assert len(drawn.encode()) < limit
-        assert len(drawn.splitlines()) == 7
+        assert len(drawn.splitlines()) == 8
+
+
+# --- tables
+
+
+def test_scores_without_a_unit_are_said_as_ranks() -> None:
+    spread = [replace(row, score=10.0 ** (row.position % 13)) for row in TALK.rows]
+    spread[7] = replace(spread[7], score=3e13)
+    text = "\n".join(lines(draw_panel(replace(TALK, rows=tuple(spread), unit=""), NONE, 120), 120))
+    assert "e+" not in text
+    assert f"1 of {len(spread)}" in text
+    assert "score" not in text
+    unscored = tuple(replace(row, score=None) for row in TALK.rows)
+    text = "\n".join(lines(draw_panel(replace(TALK, rows=unscored, unit=""), NONE, 120), 120))
+    assert not re.search(r"rank|score", text)
+    assert "score" in "\n".join(lines(draw_panel(TALK, NONE, 120), 120))
+
+
+@pytest.mark.parametrize(
+    ("score", "shown_as"),
+    [(8.72e3, "8,720"), (999.9, "1,000"), (0.12345, "0.123"), (243, "243"), (2.5e12, "2.50e+12")],
+)
+def test_three_digits_of_a_score_are_read_without_an_exponent(score: float, shown_as: str) -> None:
+    assert significant(score) == shown_as
 
 
 def test_a_token_table_shows_spaces_and_every_number() -> None:

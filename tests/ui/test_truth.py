@@ -133,10 +133,11 @@ def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     strip = next(line for line in _compact_panel(chat) if line.startswith("turns")).split()[1]
     for glyph, start, end in zip(strip, [0, *count.ends], count.ends, strict=False):
-        share = sum(start <= p < end for p in count.held) / (end - start)
-        assert (glyph == "·") == (share == 0)
+        kept = [count.tokens[p] for p in count.held if start <= p < end]
+        share = len(kept) / (end - start)
+        assert (glyph == "·") == all(row.role == "template" for row in kept)
         assert (glyph == "█") == (share == 1)
-        if share:
+        if glyph != "·":
             assert abs("▁▂▃▄▅▆▇█".index(glyph) / 7 - share) < 0.2
     assert len(strip) == len(count.ends)
 
