@@ -17,8 +17,11 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import re
 import reprlib
 from collections.abc import Iterable
+
+_CONTROLS = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # those that JSON leaves as they are
 
 
 class SirchatError(Exception):
@@ -85,4 +88,5 @@ def format_value(value: object) -> str:
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()
+    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return text if len(text) <= 60 else f"{text[:57]}..."
