@@ -285,9 +285,9 @@ def load_model(
         use_threads(threads)
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
-    if not Path(source).is_dir():
-        options["local_files_only"] = only_cached(source)
     try:
+        if not Path(source).is_dir():
+            options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
             raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
         found = _from_gguf(source, target, dtype, quantize, progress, **gguf) if gguf else None

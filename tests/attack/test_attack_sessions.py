@@ -18,6 +18,7 @@ from safetensors import safe_open
 from attacking import attack, mutated, odd_text
 from chatting import babbler
 from saved_chats import saved
+from session_files import without_sums
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
@@ -71,10 +72,6 @@ class Damaged:
             for statement in statements:
                 connection.execute(statement)
             connection.commit()
-
-    def without_sums(self) -> None:
-        """Make it a file of the first format, which had no check sums."""
-        self.sql("DELETE FROM about WHERE name = 'sums'", "PRAGMA user_version = 1")
 
     def take_up(self) -> Session:
         """Go on with `odd`, one turn; the list and the other chat are as before."""
@@ -208,7 +205,7 @@ def test_a_chat_with_odd_bytes_is_refused_or_as_it_was(chats: Path, tmp_path: Pa
 def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Path) -> None:
     def resume(random: Random) -> None:
         chat = Damaged(chats, tmp_path / "home")
-        chat.without_sums()
+        without_sums(chat.odd)
         with closing(sqlite3.connect(chat.odd)) as connection:
             for _ in range(random.choice((1, 1, 3))):
                 try:
@@ -243,7 +240,7 @@ def test_a_table_that_is_none_is_refused(
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_are_refused(chats: Path, tmp_path: Path, odd: float) -> None:
     chat = Damaged(chats, tmp_path / "home")
-    chat.without_sums()
+    without_sums(chat.odd)
     with closing(sqlite3.connect(chat.odd)) as connection:
         ((logits,),) = connection.execute("SELECT logits FROM head").fetchall()
         array = np.frombuffer(logits, "<f4").copy()
@@ -278,7 +275,7 @@ def test_keys_and_values_with_a_flipped_bit_are_read_anew(chats: Path, tmp_path:
 
 def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_path: Path) -> None:
     chat = Damaged(chats, tmp_path / "home")
-    chat.without_sums()
+    without_sums(chat.odd)
     before = contents(chat.odd)
     assert contents(chat.odd) == before  # opening alone changes nothing
     chat.take_up()
