@@ -24,14 +24,23 @@ from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
+from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.ledger import ROW
+from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
 from sirchat.saved.names import tells_of
 from sirchat.saved.saved_state import read_state, saved_head
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
-from sirchat.saved.tensors import attention_tensors, pop_attention, pop_rows, row_tensors
+from sirchat.saved.tensors import (
+    attention_fits,
+    attention_tensors,
+    pop_attention,
+    pop_rows,
+    row_tensors,
+    rows_fit,
+)
 
 KV_BYTES = 256 * 2**20
 """Most bytes of keys and values that are saved under `save_kv: auto`."""
@@ -239,12 +248,28 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         return
     check_model(store, session.model)
     saved, conversation, stamp = read_state(store, head, session.model.vocab_size)
+    rows, received = _kept(store, stamp, session.model, head.seen)
+    session.load(saved, conversation, rows, received)
+
+
+def _kept(
+    store: SessionStore, stamp: str, model: LoadedModel, seen: int
+) -> tuple[Rows | None, AttentionCheckpoint | None]:
+    """The keys, values and attention of a saved session; None if they are not of this model."""
+    tensors = store.load_kv(stamp)
+    if tensors is None:
+        return None, None
     try:
-        tensors = store.load_kv(stamp)
-        received = pop_attention(tensors) if tensors is not None else None
-        session.load(saved, conversation, pop_rows(tensors), received)
-    except (ValueError, TypeError, LookupError, RuntimeError):  # they are not of this model
-        session.load(saved, conversation, None)
+        received, rows = pop_attention(tensors), pop_rows(tensors)
+    except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
+        return None, None
+    cache = model.new_cache(1)
+    model.forward([0], cache)
+    cache.commit(1)
+    one = cache.first_written(torch.arange(1), np.arange(1))
+    if rows is None or not rows_fit(rows, one, seen):
+        return None, None
+    return rows, received if received is None or attention_fits(received, seen) else None
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:

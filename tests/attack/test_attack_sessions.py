@@ -282,3 +282,14 @@ def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_p
     chat.sql("UPDATE turns SET text = text || '.'")
     with pytest.raises(SessionError, match="is damaged"):
         SessionStore.open(chat.odd)
+
+
+def test_keys_and_values_of_another_shape_are_read_anew(chats: Path, tmp_path: Path) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    path = chat.odd.with_suffix(".safetensors")
+    with safe_open(path, "pt") as file:
+        stamp = file.metadata()["stamp"]
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    tensors["1"] = tensors["1"][:, :, :0].clone()
+    KeysAndValues(chat.odd).save(tensors, stamp)
+    assert chat.take_up().turns[-1].role == "assistant"
