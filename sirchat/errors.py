@@ -17,8 +17,20 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import re
 import reprlib
 from collections.abc import Iterable
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are no UTF-8
+
+
+def _on_one_line(text: str) -> str:
+    """The text without line ends, and with escapes for what a terminal would obey."""
+    return _CONTROLS.sub(_escape, " ".join(text.split()))
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 class SirchatError(Exception):
@@ -27,8 +39,8 @@ class SirchatError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(" ".join(message.split()))
-        self.hint = " ".join(hint.split())
+        super().__init__(_on_one_line(message))
+        self.hint = _on_one_line(hint)
 
     def __str__(self) -> str:
         message = super().__str__()
@@ -85,4 +97,5 @@ def format_value(value: object) -> str:
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()
+    text = _CONTROLS.sub(_escape, text)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -101,7 +101,7 @@ def test_the_engine_knows_no_text(module: str) -> None:
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.transcript"}
     records = {"memory.attention", "memory.segments"}  # what is turned into tensors
-    knowing = {f"sirchat.saved.{name}" for name in ("autosave", "saved_settings")}
+    knowing = {f"sirchat.saved.{name}" for name in ("autosave", "saved_settings", "saved_state")}
     for module in set(below("sirchat.saved")) - knowing:
         for name in ours(module):
             more = records if module == "sirchat.saved.tensors" else set()

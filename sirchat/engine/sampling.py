@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sirchat.errors import ModelError
 from sirchat.memory.draws import Purpose, uniform
 
 
@@ -49,6 +51,8 @@ class Sampler:
             said_ids: gives the newest ids that the model sees, without the template's: as many as
                 asked for, or all for 0. For the repetition penalty.
             position: stream position of the token to come; keys the draw.
+
+        Raises ModelError where the logits are no numbers, as after a division by zero.
         """
         scores = logits
         if self._processors:
@@ -57,12 +61,23 @@ class Sampler:
             ids = torch.tensor([context], dtype=torch.int64, device=logits.device)
             scores = self._processors(ids, logits[None].float())[0]
         if self._sampling.temperature == 0.0:
-            return int(scores.argmax())
+            likeliest = int(scores.argmax())  # NaN counts as the largest
+            _refuse_nan(float(scores[likeliest]))
+            return likeliest
         # On the CPU: not every device has float64, or sums in the same order each time.
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
+        _refuse_nan(float(heights[-1]))
         at = np.array([position])
         draw = uniform(self._sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
+
+
+def _refuse_nan(value: float) -> None:
+    if math.isnan(value):
+        raise ModelError(
+            "the model's scores for the next token are not numbers",
+            hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
+        )
 
 
 def _processors(sampling: Sampling) -> LogitsProcessorList:

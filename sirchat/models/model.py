@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from sirchat.models.packing import pack_module
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
+    refuse_foreign_tokenizer,
     refuse_stateful_layers,
     sliding_window,
 )
@@ -283,9 +285,9 @@ def load_model(
         use_threads(threads)
     source, gguf = locate(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
-    if not Path(source).is_dir():
-        options["local_files_only"] = only_cached(source)
     try:
+        if not Path(source).is_dir():
+            options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
             raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
         found = _from_gguf(source, target, dtype, quantize, progress, **gguf) if gguf else None
@@ -295,6 +297,7 @@ def load_model(
                 hint="--quantize int8 rounds any model",
             )
         if found is not None:
+            refuse_foreign_tokenizer(*found, name)
             return wrap_model(name, finished(found[0].to(target), quantize), found[1])
         if not gguf:  # a GGUF file is no config; its layers show in the probe
             config = AutoConfig.from_pretrained(source, **options)
@@ -308,9 +311,12 @@ def load_model(
                 **options,
                 **reports,
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        refuse_foreign_tokenizer(module, tokenizer, name)
+        return wrap_model(name, finished(module.to(target), quantize), tokenizer)
+    except ModelError:
+        raise
+    except Exception as error:  # at odd files, the libraries raise whatever they like
         raise unloadable(name, error) from error
-    return wrap_model(name, finished(module.to(target), quantize), tokenizer)
 
 
 def finished(module: Any, quantize: Quantize) -> Any:
@@ -380,7 +386,7 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """The error that says, in one line, why a model can't be had."""
-    lacks = isinstance(error, ImportError)
+    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
     return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=hint)
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from sirchat import paths
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, format_value
 from sirchat.models.hub_cache import cached_gguf, split_gguf_name
 from sirchat.models.packaged import PACKAGED, packaged_gguf
 
@@ -26,6 +26,14 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
 
     Raises ModelError for what is neither here nor a name that the hub could know.
     """
+    try:
+        return _located(name)
+    except (OSError, ValueError, RuntimeError) as error:  # too long; with a NUL; ~ of nobody
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(f"model {format_value(name)} can't be looked for: {reason}") from error
+
+
+def _located(name: str) -> tuple[str, dict[str, str]]:
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
     path = packaged_gguf(name) if name in PACKAGED else _own(name)

@@ -50,6 +50,16 @@ def sliding_window(config: Any) -> int | None:
     return None
 
 
+def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
+    """Raise ModelError for a tokenizer with tokens, beside added ones, that the model has not."""
+    known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
+    if tokens > known:
+        raise ModelError(
+            f"the tokenizer of {name!r} has {tokens:,} tokens; the model has {known:,}",
+            hint="they belong to different models",
+        )
+
+
 def refuse_stateful_layers(config: Any, name: str) -> None:
     """Raise ModelError for layers that cannot forget one token (recurrent, convolutional)."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []

@@ -12,7 +12,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,28 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat import __version__, paths
-from sirchat.chat.conversation import Conversation, Tally, Turn
+from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
-from sirchat.memory.ledger import ROW, Flag
+from sirchat.memory.attention import AttentionCheckpoint
+from sirchat.memory.ledger import ROW
+from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
 from sirchat.saved.names import tells_of
+from sirchat.saved.saved_state import read_state, saved_head
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
-from sirchat.saved.tensors import attention_tensors, pop_attention, pop_rows, row_tensors
+from sirchat.saved.tensors import (
+    attention_fits,
+    attention_tensors,
+    pop_attention,
+    pop_rows,
+    row_tensors,
+    rows_fit,
+)
 
 KV_BYTES = 256 * 2**20
 """Most bytes of keys and values that are saved under `save_kv: auto`."""
@@ -159,7 +168,7 @@ class Autosave:
             self._turns, self._rows, self._head = turns, saved.rows, None
             return
         self._truncate(store, turns, saved)
-        head = _head(saved, self._session)
+        head = saved_head(saved, self._session)
         new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
@@ -182,7 +191,7 @@ class Autosave:
         stamp = secrets.token_hex(8)
         received = self._session.attention(rows.positions)
         self._store.save_kv(row_tensors(rows) | attention_tensors(received), stamp)
-        head = _head(self._session.save(), self._session, stamp)
+        head = saved_head(self._session.save(), self._session, stamp)
         self._store.save_head(head)
         self._head = head
         return True
@@ -215,7 +224,7 @@ class Autosave:
         if (turns, seen) == (len(self._turns), len(self._rows)):
             return
         held = saved.held[saved.held < seen]
-        fields = _head(saved, self._session).fields
+        fields = saved_head(saved, self._session).fields
         for name in ("pinned", "recalled"):
             fields[name] = [position for position in fields[name] if position < seen]
         fields["conversation"] |= {"in_round": False, "owed": []}
@@ -238,10 +247,29 @@ def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> 
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
-    saved, conversation = _read_state(store, head)
-    tensors = store.load_kv(head.fields["kv"])
-    received = pop_attention(tensors) if tensors is not None else None
-    session.load(saved, conversation, pop_rows(tensors), received)
+    saved, conversation, stamp = read_state(store, head, session.model.vocab_size)
+    rows, received = _kept(store, stamp, session.model, head.seen)
+    session.load(saved, conversation, rows, received)
+
+
+def _kept(
+    store: SessionStore, stamp: str, model: LoadedModel, seen: int
+) -> tuple[Rows | None, AttentionCheckpoint | None]:
+    """The keys, values and attention of a saved session; None if they are not of this model."""
+    tensors = store.load_kv(stamp)
+    if tensors is None:
+        return None, None
+    try:
+        received, rows = pop_attention(tensors), pop_rows(tensors)
+    except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
+        return None, None
+    cache = model.new_cache(1)
+    model.forward([0], cache)
+    cache.commit(1)
+    one = cache.first_written(torch.arange(1), np.arange(1))
+    if rows is None or not rows_fit(rows, one, seen):
+        return None, None
+    return rows, received if received is None or attention_fits(received, seen) else None
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
@@ -261,7 +289,8 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
 
     The dtype is checked first, because the same weights in another dtype have another fingerprint.
     """
-    meta, dtype = store.meta, model.precision
+    meta = {name: store.meta.get(name, "?") for name in ("model", "fingerprint", "dtype")}
+    dtype = model.precision
     again = f"sirchat --resume {store.id}"
     rebuild = "--rebuild reads its text again with the model that is loaded"
     kind, _, packed = meta["dtype"].partition(" ")
@@ -282,33 +311,7 @@ def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None 
     """Write the whole session again; nothing of the old contents stays in any file."""
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
-    store.replace(turns, saved.rows, _head(saved, session), meta)
-
-
-def _head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    now = session.conversation
-    pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
-    fields = {
-        "profile": session.profile.model_dump(),
-        "log_decay": saved.log_decay,
-        "unknown_surprisal": saved.unknown_surprisal,
-        "round": saved.round,
-        "pinned": pinned.tolist(),
-        "retired": np.flatnonzero(saved.rows["flags"] & Flag.RETIRED).tolist(),
-        "recalled": saved.recalled.tolist(),
-        "kv": stamp,
-        "conversation": {
-            "round": now.round,
-            "in_round": now.in_round,
-            "system": [now.system.start, now.system.stop],
-            "prompt": now.prompt,
-            "reply": asdict(now.reply),
-            "owed": now.owed,
-            "totals": asdict(now.totals),
-            "attempt": now.attempt,
-        },
-    }
-    return Head(len(saved.rows), saved.held, saved.logits, fields)
+    store.replace(turns, saved.rows, saved_head(saved, session), meta)
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:
@@ -318,37 +321,6 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
     fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
     return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
-
-
-def _read_state(store: SessionStore, head: Head) -> tuple[EngineState, Conversation]:
-    fields = head.fields
-    rows = store.rows(ROW)
-    pinned = np.asarray(fields["pinned"], np.int64)
-    rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.RETIRED)
-    rows["flags"][pinned] |= np.uint8(Flag.PINNED)
-    rows["flags"][np.asarray(fields.get("retired", []), np.int64)] |= np.uint8(Flag.RETIRED)
-    saved = EngineState(
-        rows=rows,
-        held=head.held,
-        log_decay=fields["log_decay"],
-        unknown_surprisal=fields["unknown_surprisal"],
-        logits=head.logits,
-        round=fields["round"],
-        recalled=np.asarray(fields.get("recalled", []), np.int64),
-    )
-    now: dict[str, Any] = fields["conversation"]
-    conversation = Conversation(
-        turns=[Turn(t.role, t.text, t.finish) for t in store.turns()],  # type: ignore[arg-type]
-        round=now["round"],
-        in_round=now["in_round"],
-        system=range(*now["system"]),
-        prompt=now["prompt"],
-        reply=Tally(**now["reply"]),
-        owed=now["owed"],
-        totals=Tally(**now["totals"]),
-        attempt=now["attempt"],
-    )
-    return saved, conversation
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:

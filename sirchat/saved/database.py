@@ -19,14 +19,28 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.errors import SessionError
+from sirchat.saved.check_sums import sums_match
 
 APPLICATION = 0x53495243
 """SQLite's application id in the header of every session file: `SIRC`."""
 
-FORMAT = 1
-"""Version of the tables and their contents; SQLite's user version in the header."""
+FORMAT = 2
+"""Version of the tables and their contents; SQLite's user version in the header.
 
-UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError)
+Format 1 had no check sums.
+"""
+
+TABLES = (
+    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """CREATE TABLE turns
+    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, finish TEXT NOT NULL)""",
+    "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+    """CREATE TABLE head (id INTEGER PRIMARY KEY,
+    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
+)
+"""All that there is in the file; anything else, such as a view, is not from sirchat."""
+
+UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """Errors raised by decoding damaged values."""
 
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
@@ -78,7 +92,7 @@ def is_session(connection: sqlite3.Connection) -> bool:
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that is not a session, or of a newer format."""
+    """Raise SessionError for a file that is not a session, of a newer format, or of odd tables."""
     if not is_session(connection):
         raise no_session(path)
     version = _pragma(connection, "user_version")
@@ -87,11 +101,20 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} has format {version}, and this sirchat reads formats up to {FORMAT}",
             hint="use a newer sirchat",
         )
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+    if sorted(str(sql) for (sql,) in found) != sorted(TABLES):
+        raise _damaged(path)
 
 
 def check_whole(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SessionError for a file that fails SQLite's integrity check."""
     if _pragma(connection, "quick_check(1)") != "ok":
+        raise _damaged(path)
+
+
+def check_sums(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SessionError for a file whose contents are not those that were written."""
+    if not sums_match(connection, required=_pragma(connection, "user_version") > 1):
         raise _damaged(path)
 
 
@@ -146,6 +169,12 @@ def decoding(path: Path) -> Iterator[None]:
             yield
         except UNDECODABLE:
             raise _damaged(path) from None
+
+
+def require(condition: bool) -> None:
+    """Raise ValueError, which `decoding` reports as damage, unless a condition is met."""
+    if not condition:
+        raise ValueError
 
 
 def _damaged(path: Path) -> SessionError:

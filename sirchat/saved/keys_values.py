@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from sirchat import paths
 from sirchat.errors import SessionError
@@ -12,6 +13,17 @@ from sirchat.saved.files import sync
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    """A check sum of tensors on the CPU, with their names, types and shapes."""
+    import torch
+
+    total = 0
+    for name, tensor in sorted(tensors.items()):
+        total = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
+        total = crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, total)
+    return str(total)
 
 
 class KeysAndValues:
@@ -33,7 +45,8 @@ class KeysAndValues:
         try:
             self.drop_unfinished()  # it may be a link to another file
             paths.open_private(self._unfinished, "xb").close()
-            save_file(copies, self._unfinished, metadata={"stamp": stamp})
+            about = {"stamp": stamp, "sum": _sum(copies)}
+            save_file(copies, self._unfinished, metadata=about)
             self._unfinished.chmod(0o600)  # safetensors may have replaced the file
             sync(self._unfinished)
             self._unfinished.replace(self._path)
@@ -48,9 +61,11 @@ class KeysAndValues:
 
         try:
             with safe_open(self._path, "pt") as file:
-                if (file.metadata() or {}).get("stamp") != stamp:
+                about = file.metadata() or {}
+                if about.get("stamp") != stamp:
                     return None
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return tensors if about.get("sum") == _sum(tensors) else None
         except (OSError, SafetensorError):
             return None
 

@@ -18,7 +18,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     """
     head = store.head()
     try:
-        profile = Profile.model_validate(head.fields["profile"]) if head else Profile()
+        profile = Profile.model_validate(head.fields.get("profile")) if head else Profile()
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this sirchat does not know",

@@ -17,39 +17,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.errors import SessionError
+from sirchat.saved.check_sums import put_sums
 from sirchat.saved.database import (
     APPLICATION,
     FORMAT,
+    TABLES,
     check_format,
+    check_sums,
     check_whole,
     decoding,
     explained,
     locked,
     make_durable,
     refuse_missing,
+    require,
 )
 from sirchat.saved.files import new_file, sync
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.text.transcript import RoleName
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
 
 SUFFIX = ".sqlite"
 
-_TABLES = (
-    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    """CREATE TABLE turns
-    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, finish TEXT NOT NULL)""",
-    "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
-    """CREATE TABLE head (id INTEGER PRIMARY KEY,
-    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
-)
+_ROLES = get_args(RoleName)
+_NONE = 2**62  # beyond every index: nothing is changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,7 @@ class SessionStore:
         self._kv = KeysAndValues(path)
         with decoding(path):
             self.meta: dict[str, Any] = dict(self._about("meta"))
+            require(all(isinstance(value, str) for value in self.meta.values()))
             self.name = str(self._about("name") or "")
 
     @classmethod
@@ -107,9 +107,10 @@ class SessionStore:
         with explained(path), locked(path) as connection:
             connection.execute(f"PRAGMA application_id={APPLICATION}")
             connection.execute(f"PRAGMA user_version={FORMAT}")
-            for table in _TABLES:
+            for table in TABLES:
                 connection.execute(table)
             connection.executemany("INSERT INTO about VALUES (?, ?)", values)
+            put_sums(connection)
             make_durable(connection)
             sync(folder)
             return cls(path, connection)
@@ -125,6 +126,7 @@ class SessionStore:
         with decoding(path), locked(path) as connection:
             check_format(connection, path)
             check_whole(connection, path)
+            check_sums(connection, path)
             make_durable(connection)
             store = cls(path, connection)
             store._kv.drop_unfinished()
@@ -159,7 +161,8 @@ class SessionStore:
         `rows` is a structured array of flat fields. Rows are never changed later: what does change,
         such as which are held, belongs into the head.
         """
-        with self._transaction():
+        first = min((turn.index for turn in turns), default=_NONE)
+        with self._transaction(first, head.seen - len(rows)):
             seen = self._seen()
             _check_count(rows, head.seen - seen)
             self._put_turns(turns)
@@ -168,14 +171,14 @@ class SessionStore:
 
     def save_head(self, head: Head) -> None:
         """Replace the head; no token may have been read since the last one."""
-        with self._transaction():
+        with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
             self._put_head(head)
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty one removes it."""
-        with self._transaction() as connection:
+        with self._transaction(_NONE, _NONE) as connection:
             connection.execute("DELETE FROM about WHERE name = 'name'")
             if name:
                 self._put_about("name", name)
@@ -185,6 +188,8 @@ class SessionStore:
         """All turns in order."""
         with decoding(self.path):
             found = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
+            for number, (index, role, *texts) in enumerate(found):
+                require(index == number and role in _ROLES and all(map(_is_text, texts)))
             return [
                 SavedTurn(index=index, role=role, text=text, finish=finish)
                 for index, role, text, finish in found
@@ -205,7 +210,7 @@ class SessionStore:
     def head(self) -> Head | None:
         """The state after the last turn; None for a session without turns."""
         with decoding(self.path):
-            found = self._all("SELECT seen, held, logits, fields FROM head")
+            found = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
             return _head(*found[0]) if found else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
@@ -260,12 +265,17 @@ class SessionStore:
         self._kv.drop()
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, committed at the end and rolled back on an error."""
+    def _transaction(self, turns: int = 0, rows: int = 0) -> Iterator[sqlite3.Connection]:
+        """A transaction, committed at the end and rolled back on an error.
+
+        Turns before index `turns`, and rows before position `rows`, are not changed by it.
+        """
         self.check_place()
         with explained(self.path), self._connection:
             self._connection.execute("BEGIN")
             yield self._connection
+            put_sums(self._connection, turns, rows)
+            self._connection.execute(f"PRAGMA user_version={FORMAT}")
 
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
@@ -343,10 +353,20 @@ def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:
-    return Head(
+    head = Head(
         seen=seen,
         held=np.frombuffer(held, "<i8").astype(np.int64),
         logits=None if logits is None else np.frombuffer(logits, "<f4").astype(np.float32),
         fields=json.loads(fields),
     )
+    require(isinstance(seen, int) and isinstance(head.fields, dict))
+    require(not len(head.held) or (head.held[0] >= 0 and head.held[-1] < seen))
+    require(bool((head.held[1:] > head.held[:-1]).all()))
+    # A model may rule tokens out by minus infinity.
+    require(head.logits is None or bool((head.logits < np.inf).all()))
+    return head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -61,3 +62,41 @@ def pop_rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
+
+
+def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
+    """Whether saved rows are of the same shapes and types as `one` row of this model.
+
+    `seen` is the number of tokens of the stream.
+    """
+    count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in one.tensors]
+    return (
+        _ascend(rows.positions, seen)
+        and rows.written_at.shape == (count,)
+        and rows.written_at.dtype == np.int64
+        and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
+        and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
+        and [tensor.dtype for tensor in rows.tensors] == [tensor.dtype for tensor in one.tensors]
+    )
+
+
+def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
+    """Whether saved attention belongs to a stream of `seen` tokens."""
+    columns = [received.total, received.log_decay, received.repeated]
+    shapes = {column.shape for column in columns if column is not None}
+    return (
+        _ascend(received.positions, seen)
+        and shapes == {received.positions.shape}
+        and all(
+            _ascend(part.positions, seen) and part.weights.shape[1:] == part.positions.shape
+            for part in received.window
+        )
+    )
+
+
+def _ascend(positions: NDArray[Any], seen: int) -> bool:
+    """Whether these are stream positions [n], ascending."""
+    if positions.ndim != 1 or positions.dtype != np.int64:
+        return False
+    inside = ((positions >= 0) & (positions < seen)).all()
+    return bool(inside and (np.diff(positions) > 0).all())

@@ -5,11 +5,12 @@ list [stub question, stub answer, new turn] is rendered together, and the ids af
 are the ones that the model must read. For templates that only append, the concatenated ids of all
 turns equal the ids of the whole conversation rendered at once.
 
-Text from the user never becomes a control token.
+Text from the user never becomes a control token. A template is not trusted: see `template_limits`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchor_placement import with_anchors
 from sirchat.text.anchors import Anchors
+from sirchat.text.template_limits import limits
 
 _PLAIN = (
     "{{ bos_token }}"
@@ -122,9 +124,10 @@ class Template:
         whole = self._render([*question, _message("assistant", content), *following], prompt=True)
         tail = self._after_answer(self._render([*self._history, *following], prompt=True))
         end = len(whole) - len(tail)
-        if whole[: len(header)] == header and whole[end:] == tail and end >= len(header):
-            ids = whole[len(header) : end]
-        else:  # the template uses another header for past replies: tokenize the text alone
+        ids = whole[len(header) : end]
+        fits = whole[: len(header)] == header and whole[end:] == tail and end >= len(header)
+        if not fits or not self._added.isdisjoint(ids):
+            # The template has another header for past replies, or makes control tokens of text.
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
@@ -182,6 +185,12 @@ class Template:
         known = self._tokenizer.added_tokens_decoder
         return {i for i, token in known.items() if token.special}
 
+    @cached_property
+    def _added(self) -> set[int]:
+        """Ids of all added tokens but runs of blanks."""
+        known = self._tokenizer.added_tokens_decoder
+        return {i for i, token in known.items() if not token.content.isspace()}
+
     @property
     def _anchor(self) -> int | None:
         return None if self._anchors is None else self._anchors.token_id
@@ -229,19 +238,26 @@ class Template:
     def _render(
         self, messages: Sequence[Message], *, prompt: bool, template: str | None = None
     ) -> list[int]:
+        size = sum(len(message["content"]) for message in messages)
         try:
-            ids = self._tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=template or self._template,
-                add_generation_prompt=prompt,
-                sanitize_control_tokens=True,
-                tokenize=True,
-                return_dict=False,
-            )
+            source = template or self._template or self._tokenizer.get_chat_template()
+            with limits(source, size):
+                ids = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=source,
+                    add_generation_prompt=prompt,
+                    sanitize_control_tokens=True,
+                    tokenize=True,
+                    return_dict=False,
+                )
         except TemplateError as error:
-            raise ModelError(f"the model's chat template refuses this turn: {error}") from error
+            problem = _brief(error)
+            raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
         except ValueError as error:
-            raise ModelError(f"this text cannot be read as plain text: {error}") from error
+            raise ModelError(f"this text cannot be read as plain text: {_brief(error)}") from error
+        except Exception as error:  # it is a program, and may fail in any way
+            problem = f"{type(error).__name__}: {_brief(error)}"
+            raise ModelError(f"the model's chat template fails: {problem}") from error
         return [int(i) for i in ids]
 
     def as_text(self, text: str) -> list[int]:
@@ -275,8 +291,14 @@ class Template:
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
         """Separate text from template: ids that are the same with other texts are the template's.
 
-        `others` are the ids of the same turn with other texts.
+        `others` are the ids of the same turn with other texts, which hold no control tokens. Raises
+        ModelError where this text has become some.
         """
+        usual = Counter[int]()
+        for other in others:
+            usual |= Counter(i for i in other if i in self._added)
+        if Counter(i for i in ids if i in self._added) - usual:
+            raise ModelError("the model's chat template makes control tokens of this text")
         start = min(len(_common(ids, other)) for other in others)
         tail = min(len(_common(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)
@@ -335,3 +357,8 @@ def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
             break
         count += 1
     return list(left[:count])
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of a message that others wrote, without control characters."""
+    return "".join(one if one.isprintable() else " " for one in str(error)[:200])

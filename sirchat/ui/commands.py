@@ -39,6 +39,8 @@ _PREFIX = "do_"
 _AROUND = 12
 """Tokens on either side that `/recall "words"` brings back, too."""
 
+_LONGEST = 40  # characters of a command that is not known
+
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
@@ -128,7 +130,7 @@ class Commands:
         if word not in self.names():
             close = nearest(word, self.names(), "/")
             raise UsageError(
-                f"there is no command /{displayable_line(word)}",
+                f"there is no command /{shorten(displayable_line(word), _LONGEST)}",
                 hint=close or "/help lists them; // sends a text with a slash",
             )
         return _ALIASES.get(word, word)

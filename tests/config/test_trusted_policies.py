@@ -12,6 +12,7 @@ import pytest
 from chatting import babbler
 from command import Done, run
 from saved_chats import Chat
+from session_files import without_sums
 from sirchat import paths
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -131,6 +132,7 @@ def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
 
 def plant(path: Path, policy: str) -> None:
     """Put another policy into a saved chat."""
+    without_sums(path)
     with sqlite3.connect(path) as database:
         ((fields,),) = database.execute("SELECT fields FROM head").fetchall()
         changed = json.loads(fields)

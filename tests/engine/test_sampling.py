@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import ModelError
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.models.surprisal import surprisal
 
@@ -202,3 +203,11 @@ def pick(sampling: Sampling, logits: Tensor) -> int:
 
 def random_logits(seed: int) -> Tensor:
     return 2 * torch.randn(32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("drawn_with", [{}, {"temperature": 1.0}, {"repetition_penalty": 2.0}])
+def test_no_token_is_drawn_from_what_is_no_number(drawn_with: dict[str, Any]) -> None:
+    logits = torch.zeros(8)
+    logits[3] = torch.nan
+    with pytest.raises(ModelError, match="not numbers"):
+        Sampler(Sampling(**drawn_with)).pick(logits, lambda count: [1], 5)

@@ -7,9 +7,11 @@ drop the session's lock.
 from __future__ import annotations
 
 import inspect
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,14 @@ def new(folder: Path, *texts: str, model: str = "tiny") -> Path:
         seen = 3 * len(texts)
         session.append(said(*texts), rows_at(range(seen)), head_at(seen))
         return session.path
+
+
+def without_sums(path: Path) -> None:
+    """Make it a file of the first format, which had no check sums, so that it can be changed."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM about WHERE name = 'sums'")
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
 
 
 def refusal(act: Callable[[], object]) -> str:

@@ -1,0 +1,295 @@
+"""Damaged and hostile saved chats: refused in one line, or taken up as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from attacking import attack, mutated, odd_text
+from chatting import babbler
+from saved_chats import saved
+from session_files import without_sums
+from sirchat.chat.session import Session
+from sirchat.errors import SessionError
+from sirchat.memory.ledger import ROW
+from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.store import SessionStore
+
+_ODD: list[Any] = [
+    None, 0, 1, -1, 2**31, 2**62, 2**63 - 1, 1.5, 1e308, float("nan"), float("inf"), "", "x", b"",
+    b"\xff" * 7, b"\0" * 64, "[" * 5000, "{}", "[]", "1e999", "NaN", "\ud7ff", "user", True,
+]  # fmt: skip
+_ODD_JSON: list[Any] = [
+    None, 0, 1, -1, 2, 10**30, 1.5, 1e308, float("nan"), float("inf"), "", "x", [], [0], [-1],
+    [0, 0], [10**12], [10**30], [1.5],
+    ["a"], [[1]], {}, {"a": 1}, True, False, "user", [None], list(range(50)),
+]  # fmt: skip
+_RECURSIVE = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
+_VIEWS = {
+    "about": "'meta' AS name, i AS value",
+    "turns": "i AS turn, 'user' AS role, 'x' AS text, 'stop' AS finish",
+    "rows": "i AS start, x'00' AS data",
+    "head": "0 AS id, i AS seen, x'' AS held, NULL AS logits, '{}' AS fields",
+}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder with two saved chats, `good` and `odd`."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIRCHAT_HOME", str(home))
+        for name in ("good", "odd"):
+            saved(home / "data" / "sessions", name, save_kv="on")
+    return home
+
+
+class Damaged:
+    """A copy of the chats in which a test damages `odd`."""
+
+    def __init__(self, chats: Path, home: Path) -> None:
+        self.folder = home / "data" / "sessions"
+        shutil.rmtree(home, ignore_errors=True)
+        shutil.copytree(chats, home)
+        self.good, self.odd = (find_session(self.folder, name) for name in ("good", "odd"))
+        self._before = self.good.read_bytes()
+
+    def sql(self, *statements: str) -> None:
+        with closing(sqlite3.connect(self.odd)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+            connection.commit()
+
+    def take_up(self) -> Session:
+        """Go on with `odd`, one turn; the list and the other chat are as before."""
+        try:
+            listing = list_sessions(self.folder)
+            assert self.good in [one.path for one in listing.sessions]
+            assert len(listing.sessions) + len(listing.refused) == 2
+            assert find_session(self.folder, "good") == self.good
+            with SessionStore.open(self.odd) as store:
+                session = Session(babbler(), saved_profile(store))
+                take_up(session, store)
+                list(session.ask("and on"))
+                Autosave(session, store).update()
+            return session
+        finally:
+            assert self.good.read_bytes() == self._before
+
+
+def contents(path: Path) -> list[object]:
+    """All that a saved chat holds, comparable."""
+    with SessionStore.open(path) as store:
+        head = store.head()
+        assert head is not None
+        rows, kept = store.rows(ROW), store.load_kv(head.fields["kv"])
+        logits = None if head.logits is None else head.logits.tobytes()
+        tensors = None if kept is None else {n: t.numpy().tobytes() for n, t in kept.items()}
+        return [
+            store.turns(), [rows[name].tobytes() for name in ROW.names or ()], head.held.tobytes(),
+            logits, head.fields, tensors,
+        ]  # fmt: skip
+
+
+def replaced(random: Random, value: Any) -> Any:
+    """A JSON value in which one part, at any depth, is another."""
+    if isinstance(value, dict) and value and random.random() < 0.85:
+        key = random.choice(list(value))
+        if random.random() < 0.1:
+            return {name: inner for name, inner in value.items() if name != key}
+        return value | {key: replaced(random, value[key])}
+    if isinstance(value, list) and value and random.random() < 0.5:
+        at = random.randrange(len(value))
+        return [*value[:at], replaced(random, value[at]), *value[at + 1 :]]
+    return random.choice([*_ODD_JSON, odd_text(random, 1).encode("utf-8", "replace").decode()])
+
+
+def change_a_value(random: Random, connection: sqlite3.Connection) -> None:
+    """Change one value of the database."""
+    table, column = random.choice(
+        [(table, name) for table, names in {
+            "about": ["value", "name"], "turns": ["turn", "role", "text", "finish"],
+            "rows": ["start", "data", "data", "data"],
+            "head": ["seen", "held", "held", "logits", "logits", *["fields"] * 12],
+        }.items() for name in names]
+    )  # fmt: skip
+    number, value = random.choice(
+        connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall() or [(0, 0)]
+    )
+    new: Any = random.choice(_ODD)
+    if column in ("fields", "value") and random.random() < 0.95:
+        new = json.dumps(replaced(random, json.loads(value)))
+    elif column == "data" and random.random() < 0.95:
+        new = odd_rows(random, value)
+    elif isinstance(value, bytes) and random.random() < 0.8:
+        new = mutated(random, value)
+        if column == "held" and random.random() < 0.3:
+            (seen,) = connection.execute("SELECT seen FROM head").fetchone()
+            new = np.arange(seen, dtype="<i8").tobytes()
+        if column == "logits":
+            array = np.frombuffer(value, "<f4").copy()
+            array[random.randrange(len(array))] = random.choice((np.nan, np.inf, -np.inf, 1e38))
+            new = array.tobytes()
+    connection.execute(f"UPDATE OR REPLACE {table} SET {column} = ? WHERE rowid = ?", (new, number))
+
+
+def change_a_tensor(random: Random, path: Path) -> None:
+    """Replace one of the saved keys and values by an odd one, as if it had been saved so."""
+    with safe_open(path.with_suffix(".safetensors"), "pt") as file:
+        stamp = file.metadata()["stamp"]
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    name = random.choice(list(tensors))
+    one = tensors[name]
+    match random.randrange(5):
+        case 0:
+            del tensors[name]
+        case 1:
+            tensors[name] = one[:-1].clone()
+        case 2:
+            tensors[name] = one[None].clone()
+        case 3:
+            one.flatten()[0] = random.choice((0, -1, 10**9))
+        case _:
+            tensors[name] = torch.full_like(one.float(), random.choice((torch.nan, torch.inf, 0)))
+    KeysAndValues(path).save(tensors, stamp)
+
+
+def odd_rows(random: Random, data: bytes) -> bytes:
+    """Ledger rows with one odd value, or others in number."""
+    packed = np.dtype([(name, ROW[name].newbyteorder("<")) for name in ROW.names or ()])
+    if random.random() < 0.2 or len(data) % packed.itemsize:
+        return mutated(random, data)
+    rows = np.frombuffer(data, packed).copy()
+    name = random.choice(ROW.names or ())
+    kind = rows.dtype[name]
+    odd = [np.nan, np.inf, -np.inf, -1, 0, 1e30, 1e-30] if kind.kind == "f" else [
+        np.iinfo(kind).min, np.iinfo(kind).max, 0, 1, 7
+    ]  # fmt: skip
+    with np.errstate(all="ignore"):
+        rows[name][random.randrange(len(rows))] = random.choice(odd)
+    return rows.tobytes()
+
+
+@pytest.mark.slow
+def test_a_chat_with_odd_bytes_is_refused_or_as_it_was(chats: Path, tmp_path: Path) -> None:
+    whole = contents(Damaged(chats, tmp_path / "home").odd)
+
+    def resume(random: Random) -> None:
+        chat = Damaged(chats, tmp_path / "home")
+        kept = chat.odd.with_suffix(".safetensors")
+        target = kept if random.random() < 0.2 else chat.odd
+        target.write_bytes(mutated(random, target.read_bytes(), random.choice((1, 1, 4))))
+        copy = shutil.copytree(tmp_path / "home", tmp_path / "copy", dirs_exist_ok=True)
+        again = contents(copy / "data" / "sessions" / chat.odd.name)
+        assert again[:-1] == whole[:-1], "changed in silence"
+        assert again[-1] in (None, whole[-1]), "changed in silence"
+        chat.take_up()
+
+    attack(resume, 60)
+
+
+@pytest.mark.slow
+def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Path) -> None:
+    def resume(random: Random) -> None:
+        chat = Damaged(chats, tmp_path / "home")
+        without_sums(chat.odd)
+        with closing(sqlite3.connect(chat.odd)) as connection:
+            for _ in range(random.choice((1, 1, 3))):
+                try:
+                    change_a_value(random, connection)
+                except (sqlite3.Error, ValueError, OverflowError, TypeError, RecursionError):
+                    return  # SQLite or JSON took it for no value
+            connection.commit()
+        if random.random() < 0.2:
+            change_a_tensor(random, chat.odd)
+        chat.take_up()
+
+    attack(resume, 100)
+
+
+@pytest.mark.parametrize("table", _VIEWS)
+@pytest.mark.parametrize("change", ["view", "missing", "without columns"])
+def test_a_table_that_is_none_is_refused(
+    chats: Path, tmp_path: Path, table: str, change: str
+) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    chat.sql(f"DROP TABLE {table}")
+    if change == "view":
+        chat.sql(f"CREATE VIEW {table} AS {_RECURSIVE}{_VIEWS[table]} FROM n")
+    elif change == "without columns":
+        chat.sql(f"CREATE TABLE {table} (other)")
+    assert [str(one).startswith(f"{chat.odd} is damaged") for one in
+            list_sessions(chat.folder).refused] == [True]  # fmt: skip
+    with pytest.raises(SessionError, match="is damaged"):
+        SessionStore.open(chat.odd)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_refused(chats: Path, tmp_path: Path, odd: float) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    without_sums(chat.odd)
+    with closing(sqlite3.connect(chat.odd)) as connection:
+        ((logits,),) = connection.execute("SELECT logits FROM head").fetchall()
+        array = np.frombuffer(logits, "<f4").copy()
+        array[7] = odd
+        connection.execute("UPDATE head SET logits = ?", (array.tobytes(),))
+        connection.commit()
+    with pytest.raises(SessionError, match="is damaged"):
+        chat.take_up()
+
+
+def test_one_flipped_bit_of_a_number_is_found(chats: Path, tmp_path: Path) -> None:
+    for query in (
+        "UPDATE rows SET data = CAST(substr(data, 1, 40) || x'07' || substr(data, 42) AS BLOB)",
+        "UPDATE head SET logits = CAST(x'01' || substr(logits, 2) AS BLOB)",
+        "UPDATE turns SET text = text || '.'",
+    ):
+        chat = Damaged(chats, tmp_path / "home")
+        chat.sql(query)
+        with pytest.raises(SessionError, match="is damaged"):
+            SessionStore.open(chat.odd)
+
+
+def test_keys_and_values_with_a_flipped_bit_are_read_anew(chats: Path, tmp_path: Path) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    kept = chat.odd.with_suffix(".safetensors")
+    content = bytearray(kept.read_bytes())
+    content[-5] ^= 1
+    kept.write_bytes(content)
+    assert contents(chat.odd)[-1] is None
+    assert chat.take_up().turns[-1].role == "assistant"
+
+
+def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_path: Path) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    without_sums(chat.odd)
+    before = contents(chat.odd)
+    assert contents(chat.odd) == before  # opening alone changes nothing
+    chat.take_up()
+    chat.sql("UPDATE turns SET text = text || '.'")
+    with pytest.raises(SessionError, match="is damaged"):
+        SessionStore.open(chat.odd)
+
+
+def test_keys_and_values_of_another_shape_are_read_anew(chats: Path, tmp_path: Path) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    path = chat.odd.with_suffix(".safetensors")
+    with safe_open(path, "pt") as file:
+        stamp = file.metadata()["stamp"]
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    tensors["1"] = tensors["1"][:, :, :0].clone()
+    KeysAndValues(chat.odd).save(tensors, stamp)
+    assert chat.take_up().turns[-1].role == "assistant"

@@ -1,0 +1,148 @@
+"""Hostile chat templates are refused or cut off in time; text never becomes a control token."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from attacking import attack, mutated, odd_text
+from sirchat.errors import ModelError
+from sirchat.text.template import Template
+from template_shapes import TEMPLATES, tokenizer
+
+_HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+_TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+_LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
+BOMBS = {
+    "endless": _LOOP + _LOOP + "{% endfor %}" * 4,
+    "quiet": _LOOP + "{% set x = a * b %}{% endfor %}{% endfor %}",
+    "long": _LOOP + "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='aaaaaaaa') %}"
+    "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
+    "squaring": "{% set n = namespace(s=99) %}"
+    "{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}{{ n.s > 1 }}",
+    "power": "{{ 10 ** 10 ** 10 }}",
+    "wide": "{{ 'a' * 10000000000 }}",
+    "late": "{{ 'a' * (messages | length * 10000000000) }}",
+    "centre": "{{ 'a' | center(10000000000) }}",
+    "format": "{{ '%10000000000d' | format(1) }}",
+    "method": "{{ 'a'.ljust(10000000000) }}",
+    "list": "{% set n = namespace(s=[1]) %}"
+    "{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "recursive": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "two macros": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "tags": "{{ ('<' * 1000000) | striptags }}",
+    "links": "{{ ('http://' * 1000000) | urlize }}",
+    "lipsum": "{{ lipsum(n=100000, max=1000) }}",
+    "nested": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "brackets": "{{ " + "[" * 50_000 + " }}",
+    "type": "{{ messages + 1 }}",
+    "zero": "{{ 1 / 0 }}",
+    "escape": "{{ raise_exception('\x1b[31mred\nline' * 1000) }}",
+    "syntax": "{% if %}",
+}
+
+
+def with_template(source: str, shape: str = "chatml") -> Any:
+    it = copy.deepcopy(tokenizer(shape))
+    it.chat_template = source
+    return it
+
+
+def control_ids(it: Any, ids: list[int]) -> Counter[int]:
+    added = {i for i, token in it.added_tokens_decoder.items() if not token.content.isspace()}
+    return Counter(i for i in ids if i in added)
+
+
+def render(it: Any, text: str) -> None:
+    """Every kind of turn, with `text`; ValueError where it has become a control token."""
+    template = Template(it)
+    template.stop_ids(None)
+    for made, neutral in (
+        (template.opening(text)[1], template.opening("b")[1]),
+        (template.opening("b", text)[1], template.opening("b", "c")[1]),
+        (template.user(text), template.user("b")),
+        (template.system(text), template.system("b")),
+    ):
+        if control_ids(it, made.ids) - control_ids(it, neutral.ids):
+            raise ValueError("text became a control token")
+    if control_ids(it, template.assistant(text).ids):
+        raise ValueError("text became a control token")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_takes_too_much_is_refused_in_one_line(name: str) -> None:
+    it = with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL)
+
+    def refuse(_: Random) -> None:
+        with pytest.raises(ModelError) as caught:
+            render(it, "x")
+        raise caught.value
+
+    attack(refuse, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content | replace('#', '') }}",
+        "{{ m.content | upper | lower }}",
+        "{{ '<|im_' ~ m.content }}",
+        "{{ m.content.split('#') | join }}",
+        "{{ m.content[::-1] }}",
+    ],
+)
+def test_text_that_a_template_makes_a_control_token_of_is_refused(content: str) -> None:
+    it = with_template(_HEAD + content + _TAIL)
+    for text in ("<|im_#end|>", "<|IM_END|>", "end|>", "|dne_mi|>"[::-1], ">|dne_mi|<"):
+        try:
+            render(it, text)
+        except ModelError as error:
+            assert "control token" in str(error) or "chat template" in str(error)  # noqa: PT017
+            break
+    else:
+        assert "upper" in content  # markers around a token survive these filters
+
+
+def test_what_a_template_bomb_does_once_is_limited_for_each_turn() -> None:
+    bomb = "{% if 'now' in m.content %}{{ 'a' * 10000000000 }}{% endif %}"
+    template = Template(with_template(_HEAD + bomb + "{{ m.content }}" + _TAIL))
+    before = template.user("hello").ids
+    with pytest.raises(ModelError, match="too much memory"):
+        template.user("now")
+    assert template.user("hello").ids == before
+
+
+@pytest.mark.slow
+def test_every_template_renders_or_is_refused_in_one_line() -> None:
+    parts = [
+        "{{ m.content }}", "{{ m.role }}", "{{ bos_token }}", "{{ eos_token }}", "<|im_end|>", "x",
+        "{% for i in range(9) %}", "{% endfor %}", "{% if m.content %}", "{% endif %}",
+        "{% else %}", "{{ messages }}", "{{ m.content | trim }}", "{{ m.content * 3 }}",
+        "{% set a = a ~ a %}", "{{ self }}", "{{ m.__class__ }}", "{{ cycler }}",
+        "{{ m.content | replace('a', '') }}", "{% generation %}", "{% endgeneration %}",
+        "{% raw %}", "{{ strftime_now('%Y') }}",
+    ]  # fmt: skip
+
+    def read(random: Random) -> None:
+        shape = random.choice(list(TEMPLATES))
+        if random.random() < 0.5:
+            source = TEMPLATES[shape][0].encode()
+            source = mutated(random, source or b"x", 2)
+        else:
+            inner = "".join(random.choices(parts, k=random.randint(1, 6)))
+            source = (_HEAD + inner + _TAIL).encode()
+        it = with_template(source.decode("utf-8", "replace"), shape)
+        control = [token.content for token in it.added_tokens_decoder.values()]
+        text = odd_text(random).encode("utf-8", "replace").decode()
+        for _ in range(random.randrange(3)):
+            text += random.choice(["", "#", " ", "a"]) + random.choice(control)
+        render(it, text or "x")
+
+    attack(read, 100)

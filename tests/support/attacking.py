@@ -1,0 +1,164 @@
+"""Runs a parser or a command on many random inputs, and says which of them hurt it.
+
+Each input is made from a seed of its own, so that a failure can be had again:
+`SIRCHAT_ATTACK_FROM=SEED SIRCHAT_ATTACK=1`. Without these variables each test tries a few hundred.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+import pytest
+
+from sirchat.errors import SirchatError
+
+SECONDS = 5.0
+"""The most that one input may take."""
+
+GROWTH = 200 * 2**20
+"""Most bytes that the process may grow by while it reads one input; checked in large runs."""
+
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
+FIRST = int(os.environ.get("SIRCHAT_ATTACK_FROM", "0"))
+_MOST_SHOWN = 20  # different failures of one run
+
+ODD_TEXTS = [
+    "", " ", "\0", "\x1b[31m", "\x9b2J", "\r", "\u2028", "\ufeff", "\ud800", "\udcff", "é" * 50,
+    "\U0001f469\u200d\U0001f467", "<|en#d|>", "<|im_end|>", "</s>", "١٢٣", "0x1f", "1e999", "-1",
+    "1" * 5000, "nan", ".inf", "null", "~", "true", "[" * 3000, "{" * 3000, "a" * 5000, "..",
+    "../../etc/passwd", "/dev/zero", "%s%n", "{0}", "{{ 1 }}", "*a", "&a", "!!float ''", "'", '"',
+    "\\", "--yes", "last", "turn 1", "turn 99999999999999999999", "auto", "none", "1,000", "-0",
+    "5e-324", "1e308", str(2**63), str(10**30), "0.1.2", "a=b", "=", "a=1,b=2", "{a: 1}", "..a:b",
+    "os:system", ":", "a:b", "x" * 300, "\u202e", "\t\t", "\n\n", "true\n", "# no",
+]  # fmt: skip
+"""Texts that parsers have failed at, or might."""
+
+
+class TooSlow(BaseException):
+    """An input took more than `SECONDS`; no `except Exception` hides it."""
+
+
+def attack(act: Callable[[Random], object], few: int) -> None:
+    """Call `act` with a random generator for each input, and fail with what went wrong.
+
+    `few` inputs, or as many as `SIRCHAT_ATTACK` says. Allowed to come out are a return, and a
+    SirchatError of one line without control characters; in time, and without growth of memory.
+    """
+    wrong: dict[str, str] = {}
+    start = _resident()
+    for seed in range(FIRST, FIRST + (MANY or few)):
+        problem = _problem(act, seed)
+        if MANY and not problem and (grown := _resident() - start) > GROWTH:
+            problem, start = f"{grown >> 20} MiB more memory", _resident()
+        if problem:
+            wrong.setdefault(problem, f"seed {seed}: {problem}")
+        if len(wrong) == _MOST_SHOWN:
+            break
+    if wrong:
+        pytest.fail("\n".join(wrong.values()), pytrace=False)
+
+
+def refuse_odd_display(shown: str) -> None:
+    """Raise ValueError for text with what a terminal could obey: controls but \\n and \\t."""
+    if controls := {one for one in shown if unicodedata.category(one) == "Cc"} - {"\n", "\t"}:
+        raise ValueError(f"shown unfiltered: {sorted(controls)!r}")
+
+
+def odd_text(random: Random, most: int = 3) -> str:
+    """Some of the `ODD_TEXTS`, or random characters."""
+    if random.random() < 0.3:
+        return "".join(
+            chr(random.choice((random.randrange(128), random.randrange(0x11000))))
+            for _ in range(random.randrange(12))
+        )
+    return "".join(random.choices(ODD_TEXTS, k=random.randint(1, most)))
+
+
+def mutated(random: Random, data: bytes, most: int = 4) -> bytes:
+    """`data` with some bytes flipped, cut, swapped, repeated, or replaced by odd ones."""
+    changed = bytearray(data)
+    for _ in range(random.randint(1, most)):
+        at, end = sorted(random.randrange(len(changed) + 1) for _ in range(2))
+        end = min(end, at + random.choice((1, 4, 8, 64, 4096)))
+        match random.randrange(7):
+            case 0 if changed:
+                changed[min(at, len(changed) - 1)] ^= 1 << random.randrange(8)
+            case 1 if changed:
+                changed[min(at, len(changed) - 1)] = random.choice((0, 1, 0x7F, 0x80, 0xFF))
+            case 2:
+                changed[at:end] = random.choice((b"\0", b"\xff")) * (end - at)
+            case 3:
+                del changed[at:end]
+            case 4:
+                changed[at:at] = changed[at:end]
+            case 5:
+                other = random.randrange(len(changed) + 1)
+                changed[at:end] = changed[other : other + end - at]
+            case _:
+                del changed[at if random.random() < 0.2 else len(changed) :]
+    return bytes(changed)
+
+
+def _problem(act: Callable[[Random], object], seed: int) -> str:
+    """What is wrong with the input of a seed; empty if nothing is."""
+    started = time.monotonic()
+    try:
+        with _alarm():
+            act(Random(seed))
+    except SirchatError as error:
+        text = str(error)
+        try:
+            text.encode()
+            refuse_odd_display(text)
+        except ValueError as odd:
+            return f"message {text[:200]!r}: {odd}"
+        if "\n" in text or len(text) > 2000:
+            return f"a long message: {text[:300]!r}"
+    except TooSlow:
+        return "takes too long"
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        place = next(
+            (
+                one
+                for one in reversed(traceback.extract_tb(error.__traceback__))
+                if "/sirchat/" in one.filename
+            ),
+            last,
+        )
+        return f"{type(error).__name__} at {place.filename}:{place.lineno}: {str(error)[:100]!r}"
+    return "takes too long" if time.monotonic() - started > SECONDS else ""
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    """Raise TooSlow if the block takes more than `SECONDS`."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _resident() -> int:
+    """The most bytes of memory that this process has had, or has, if the system says only that."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
