@@ -86,9 +86,9 @@ STEPS: Final = (
         "What is my name?",
         "It can't know: the name is no longer in its memory. The lines above are the panel. Its "
         'bar shows how full the memory is. After "turns" stands a mark for each message: a full '
-        'block if all of it is held, a dot if nothing is. After "next to go": what will be '
-        "forgotten next. The last lines are the text that the model still sees, as much as fits: ⋯ "
-        "and a number stand for so many forgotten tokens; <|user|> and the like mark who speaks.",
+        'block if all of it is held, a dot if nothing is. After "go next": what will be forgotten '
+        "next. The last lines are the text that the model still sees, as much as fits: ⋯ and a "
+        "number stand for so many forgotten tokens; you: and model: say who speaks.",
         (Effect("Anna", in_reply=False, in_memory=False),),
         shows_panel=True,
     ),
