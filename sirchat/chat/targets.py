@@ -54,7 +54,8 @@ def positions_of(
     else:
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
-        raise UsageError(f"{format_value(target)} is nowhere in what can be remembered")
+        text = without_quotes(target)
+        raise UsageError(f"{format_value(text)} is nowhere in what can be remembered")
     return _with_neighbours(positions, said, ledger.column("turn"), around)
 
 

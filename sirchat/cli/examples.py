@@ -64,5 +64,6 @@ def with_example(command: Any, name: str) -> Any:
     """A command whose help opens with its example."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):
+        command.short_help = command.short_help or (command.help or "").split("\n\n")[0]
         command.help = f"{example}\n\n{command.help or ''}"
     return command

@@ -54,12 +54,14 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 
     Raises ModelError, in one line: it is unknown, gated, or the hub can't be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_session
 
+    api = HfApi()
+    get_session()  # imports and certificates take a while, which is not the network's
     with explained(name):
         return _within(
             _SECONDS,
-            lambda: HfApi().model_info(name, timeout=_SECONDS, files_metadata=with_files),
+            lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files),
         )
 
 

@@ -296,7 +296,8 @@ class Commands:
         raise Retry(drawing_settings(rest))
 
     def do_edit(self, rest: str) -> None:
-        """-: change what you said last, in $EDITOR or at the prompt, and go on from there."""
+        """-: change what you said last, in $EDITOR or at the prompt, and go on from there; Ctrl-C
+        leaves it as it was."""
         raise Edit
 
     def do_read(self, rest: str) -> None:

@@ -24,6 +24,9 @@ from sirchat.ui.text import displayable
 
 _FENCE = '"""'
 
+_PROMPT = FormattedText([("class:prompt", "> ")])
+_EDIT = FormattedText([("class:prompt", "edit> ")])
+
 _STYLE = Style.from_dict(
     {
         "bottom-toolbar": "noreverse fg:ansibrightblack",
@@ -74,10 +77,11 @@ class Prompt:
         self._signs = PastedSigns()
         self._is_pasting = False
         self._entered: str | None = None
+        self._is_editing = False
         self._suggested = ""
         self._toolbar = toolbar
         self._prompt: PromptSession[str] = PromptSession(
-            FormattedText([("class:prompt", "> ")]),
+            _PROMPT,
             input=keys,
             output=output,
             multiline=True,
@@ -125,10 +129,14 @@ class Prompt:
         self._pasted = self._entered = None
         self._suggested = ""
         self._signs.begin()
+        self._is_editing = True
         try:
-            return self._prompt.prompt(default=text)
+            return self._prompt.prompt(_EDIT, default=text)
         except (EOFError, KeyboardInterrupt):
             return self._entered or ""
+        finally:
+            self._is_editing = False
+            self._prompt.message = _PROMPT  # the session would keep the other
 
     def _parsed(self, text: str) -> Line:
         if self._is_literal(text):
@@ -222,9 +230,12 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Empty the line, and keep it in the history; if it is empty, raise KeyboardInterrupt."""
+        """Empty the line, and keep it in the history; if it is empty, raise KeyboardInterrupt.
+
+        Where a message is edited, the message stays as it was.
+        """
         buffer = event.current_buffer
-        if not buffer.text:
+        if not buffer.text or self._is_editing:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
             return
         buffer.append_to_history()

@@ -74,3 +74,9 @@ def test_the_manual_page_is_formatted_without_a_warning() -> None:
     assert done.returncode == 0
     assert done.stderr == b""
     assert b"git diff | sirchat ask" in done.stdout
+
+
+def test_a_list_of_commands_says_what_they_do() -> None:
+    shown = " ".join(run("sessions", "--help").stdout.split())
+    assert "rm Delete a saved chat" in shown
+    assert "Example: sirchat sessions rm" not in shown

@@ -19,7 +19,7 @@ from sirchat.saved import files, keys_values
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 texts = st.text(max_size=40)
-numbers = st.floats(width=32)
+numbers = st.floats(width=32, allow_nan=False).filter(lambda one: one < np.inf)  # as logits are
 heads = st.fixed_dictionaries(
     {"log_decay": st.floats(allow_nan=False), "profile": st.dictionaries(texts, texts, max_size=2)}
 )

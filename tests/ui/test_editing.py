@@ -91,15 +91,16 @@ def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> 
     with Terminal(home=tmp_path, environ=none) as chat:
         chat.ask("My name is Anna.")
         chat.say("/edit")
-        chat.wait_screen(r"> My name is Anna\.")
+        chat.wait_screen(r"edit> My name is Anna\.")
         chat.send("\x7f" * 5 + "Berta.\r")
         chat.wait_prompt()
         assert "Berta" in chat.ask("What is my name?")
         chat.say("/edit")
-        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "> What is my name?")
-        chat.send("\x03\r")  # emptied
+        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "edit> What is my name?")
+        chat.send("\x03")
         chat.wait(r"nothing is changed")
         chat.wait_prompt()
+        assert "tokens seen" in chat.ask("/stats")  # a command again
         assert chat.leave() == 0
 
 
