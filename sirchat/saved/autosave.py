@@ -287,7 +287,7 @@ def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
 def check_model(store: SessionStore, model: LoadedModel) -> None:
     """Raise SessionError for a saved session of another model or dtype.
 
-    The dtype is checked first, because the same weights in another dtype have another fingerprint.
+    The dtype is checked before the fingerprint, which is another for the same weights in another.
     """
     meta = {name: store.meta.get(name, "?") for name in ("model", "fingerprint", "dtype")}
     dtype = model.precision
@@ -295,7 +295,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     rebuild = "--rebuild reads its text again with the model that is loaded"
     kind, _, packed = meta["dtype"].partition(" ")
     how = " and the same --quantize" if packed or " " in dtype else ""
-    if meta["dtype"] != dtype:
+    if meta["dtype"] != dtype and meta["model"] == model.name:
         raise SessionError(
             f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
             hint=f"{again} --dtype {kind}{how} takes it up; {rebuild}",

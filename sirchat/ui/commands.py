@@ -333,7 +333,7 @@ class Commands:
         self._saved_chat.show_branches()
 
     def do_switch(self, rest: str) -> None:
-        """[NAME|ID]: leave this chat and go on with a branch of it; alone, list them."""
+        """[NAME|ID|main]: leave this chat and go on with a branch of it; alone, list them."""
         if not rest:
             self._saved_chat.show_branches()
         elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:

@@ -18,6 +18,9 @@ from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.screen import Screen
 from sirchat.ui.sessions_table import draw_sessions
 
+_FIRST = "main"
+"""What the chat that all its branches come from is called, besides its name."""
+
 _OF_THE_SESSION = ("description", "seed")
 """Of the settings in `FIXED`, those that belong to a session; the others belong to the program."""
 
@@ -130,19 +133,21 @@ class SavedChat:
         old = self._saving
         self._saving = old.branch(name)
         old.let_go()
+        handle = _FIRST if old.id == old.family else old.id
         self._screen.note(
             f"this is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays as it "
-            f"is, and /switch {format_value(old.name) if old.name else old.id} goes back to it"
+            f"is, and /switch {format_value(old.name) if old.name else handle} goes back to it"
         )
         if back and rewind(self._session, back):
             self._saving.follow()
             self._screen.note(f"read anew: {self._session.seen:,} tokens")
 
     def switch(self, ident: str) -> Session | None:
-        """The same as `load`, for branches of this chat only."""
+        """The same as `load`, for branches of this chat only; `main` is the first of them."""
         branches = self._branches()
         for one in branches:
-            if one.id == ident or same_name(one.name, ident):
+            is_first = ident == _FIRST and one.id == self._saving.family
+            if is_first or one.id == ident or same_name(one.name, ident):
                 return self.load(one.id)
         raise SessionError(
             f"this chat has no branch {format_value(ident)}",

@@ -48,7 +48,9 @@ def cache(tmp_path: Path) -> Path:
 
 def environment(cache: Path, url: str) -> dict[str, str]:
     settings = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": url, "SIRCHAT_HOME": str(cache.parent)}
-    return {**os.environ, **settings, "HF_HUB_DISABLE_XET": "1", "COLUMNS": "120"}
+    # Other tests may have said that there is no hub.
+    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+    return {**os.environ, **settings, "COLUMNS": "120"}
 
 
 def sirchat(cache: Path, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -149,7 +151,8 @@ def test_a_gguf_file_is_chosen_and_named_for_the_chat(hub: FakeHub, cache: Path)
 def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path, columns: int) -> None:
     hub.stalls_after = 5 * 2**20
     command = (sys.executable, "-m", "sirchat", "models", "pull", "me/small")
-    environ = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url}
+    environ = environment(cache, hub.url)
+    del environ["COLUMNS"]
     with Terminal(*command, home=cache.parent, columns=columns, environ=environ) as shown:
         shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
         assert len(shown.text.splitlines()) == 1

@@ -84,6 +84,15 @@ def test_branches_lists_this_chat_and_those_of_it_alone() -> None:
     assert len(listed.strip().splitlines()) == 4  # a title, and three chats
 
 
+def test_main_is_the_chat_that_all_branches_come_from() -> None:
+    chat = Chat()
+    chat.say(*SAYINGS[:2])
+    assert "/switch main goes back to it" in chat.do("/branch one 1")
+    chat.do("/branch two")
+    chat.do("/switch main")
+    assert chat.texts == SAYINGS[:2]
+
+
 def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
