@@ -7,17 +7,23 @@ from sirchat.chat.session import Session
 from sirchat.errors import UndoError
 
 
+def check_rewind(session: Session, count: int) -> list[int]:
+    """Indices of all user turns; raises UndoError if they are fewer than `count`."""
+    asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
+    if count > len(asked):
+        raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
+    return asked
+
+
 def rewind(session: Session, count: int) -> bool:
     """Take back the last `count` user turns and all after them.
 
     Turns are undone exactly where that is possible. Otherwise the turns before them are read again,
     from their text; returns whether they were.
 
-    Raises UndoError, changing nothing, if there are fewer user turns.
+    Raises UndoError, changing nothing, as `check_rewind` does.
     """
-    asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
-    if count > len(asked):
-        raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
+    asked = check_rewind(session, count)
     try:
         for _ in range(count):
             session.undo()

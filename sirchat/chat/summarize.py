@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.switching import temporarily
 from sirchat.errors import UsageError
 
 _QUESTION = (
@@ -26,20 +27,18 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
     """
     if not session.turns:
         raise UsageError("nothing is said yet, so there is nothing to summarize")
-    index, before = len(session.turns), session.profile.max_new_tokens
-    most = max(16, min(before, session.budget // _SHARE))
-    list(session.switch("/summarize", max_new_tokens=most))
-    said = ""
-    try:
-        for event in session.ask(_QUESTION, interrupted):
-            if not isinstance(event, TurnDone):
-                yield event
-            elif event.role == "assistant":
-                said = event.text.strip()
-    finally:
-        if len(session.turns) > index:
-            session.undo()
-        session.switch("/summarize", max_new_tokens=before)
+    index, said = len(session.turns), ""
+    most = max(16, min(session.profile.max_new_tokens, session.budget // _SHARE))
+    with temporarily(session, "/summarize", {"max_new_tokens": most}):
+        try:
+            for event in session.ask(_QUESTION, interrupted):
+                if not isinstance(event, TurnDone):
+                    yield event
+                elif event.role == "assistant":
+                    said = event.text.strip()
+        finally:
+            if len(session.turns) > index:
+                session.undo()
     if interrupted() or not said:
         yield Notice("no summary was made; the conversation is as it was")
         return

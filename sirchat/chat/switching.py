@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sirchat.chat.settings import (
     check_attention,
@@ -17,6 +17,9 @@ from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.models.model import LoadedModel
+
+if TYPE_CHECKING:  # it imports this module
+    from sirchat.chat.session import Session
 
 
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
@@ -47,3 +50,16 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         engine.ledger.pin_only(pinned)
         engine.switch(settings)
         raise
+
+
+@contextmanager
+def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
+    """Within this, `updates` are in force. Raises SettingError, which blames `source`."""
+    before = {name: getattr(session.profile, name) for name in updates}
+    if updates:
+        session.switch(source, **updates)
+    try:
+        yield
+    finally:
+        if updates:
+            session.switch(source, **before)

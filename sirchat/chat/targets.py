@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sirchat.chat.snapshot import Positions, Texts
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.detokenizer import tokens_matching
 
 _WITHOUT_BLANKS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -77,9 +77,7 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     breaks = np.flatnonzero(np.diff(said) > 1) + 1
     for run in np.split(np.arange(len(at)), breaks):
         parts = [pieces[i] for i in run.tolist()]
-        ends = np.cumsum([len(part) for part in parts])
-        for match in whole_words(text).finditer("".join(parts)):
-            chosen[run[tokens_spelling(ends, match.start(), match.end())]] = True
+        chosen[run] = tokens_matching(whole_words(text), parts)
     return said[chosen]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from sirchat.chat.snapshot import Positions, Texts
 from sirchat.memory.ledger import Ledger, Role
-from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.detokenizer import tokens_matching
 
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
 """Tags included. Some templates open the first tag themselves, so that a reply only closes it."""
@@ -20,8 +20,4 @@ def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()
     pieces = texts(ledger.column("token_id")[said].tolist(), at)
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    chosen = np.zeros(len(at), bool)
-    for thought in _THOUGHT.finditer("".join(pieces)):
-        chosen[tokens_spelling(ends, thought.start(), thought.end())] = True
-    return said[chosen]
+    return said[tokens_matching(_THOUGHT, pieces)]

@@ -111,18 +111,18 @@ class Autosave:
         """The whole chat once more, called `name`, in a new file; this one stays as it is."""
         copy = Autosave(self._session)
         copy.name, copy._family = name, self.family
-        try:
-            copy.update()
-        except BaseException:
-            copy.discard()
-            raise
+        copy.begin()
         return copy
 
-    def discard(self) -> None:
-        """Close the file, if there is one, and remove it."""
-        self.let_go()
-        if self.id:
-            remove_session(paths.sessions_dir() / f"{self.id}{SUFFIX}")
+    def begin(self) -> None:
+        """The first update; raises as `update` does, and leaves no file then."""
+        try:
+            self.update()
+        except BaseException:
+            self.let_go()
+            if self.id:
+                remove_session(paths.sessions_dir() / f"{self.id}{SUFFIX}")
+            raise
 
     def follow(self) -> None:
         """Save the conversation that the session has begun since in the same file, in its place."""
@@ -267,7 +267,7 @@ def _kept(
     model.forward([0], cache)
     cache.commit(1)
     one = cache.first_written(torch.arange(1), np.arange(1))
-    if rows is None or not rows_fit(rows, one, seen):
+    if not rows_fit(rows, one, seen):
         return None, None
     return rows, received if received is None or attention_fits(received, seen) else None
 

@@ -55,10 +55,8 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
     )
 
 
-def pop_rows(tensors: dict[str, torch.Tensor] | None) -> Rows | None:
-    """The rows that `row_tensors` was given; None for None."""
-    if tensors is None:
-        return None
+def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
+    """The rows that `row_tensors` was given."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import deque
 from collections.abc import Sequence
@@ -124,6 +125,15 @@ def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
+
+
+def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
+    """Which tokens [n] spell, in part or in whole, what the pattern finds in their joined text."""
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    found = np.zeros(len(pieces), bool)
+    for match in pattern.finditer("".join(pieces)):
+        found[tokens_spelling(ends, match.start(), match.end())] = True
+    return found
 
 
 class SentenceEnds:

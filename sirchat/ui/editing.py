@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from sirchat.chat.model_defaults import DRAWING
 from sirchat.config.values import parse_value
 from sirchat.errors import UsageError, format_value, nearest
+from sirchat.ui.interrupt import left_to_child
 
 
 def drawing_settings(words: str) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def edited(command: list[str], text: str) -> str:
     """
     number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
     path = Path(name)
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the editor
     try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        code = subprocess.run([*command, name], check=False).returncode
-        if code:
-            raise UsageError(f"the editor {command[0]!r} ended with {code}: nothing is changed")
-        return path.read_text(encoding="utf-8").removesuffix("\n")
+        with left_to_child():
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            code = subprocess.run([*command, name], check=False).returncode
+            if code:
+                raise UsageError(f"the editor {command[0]!r} ended with {code}: nothing is changed")
+            return path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise UsageError(
@@ -69,5 +69,4 @@ def edited(command: list[str], text: str) -> str:
     except UnicodeDecodeError as error:
         raise UsageError("the editor left no UTF-8 text: nothing is changed") from error
     finally:
-        signal.signal(signal.SIGINT, before)
         path.unlink(missing_ok=True)

@@ -32,6 +32,16 @@ def insistent() -> Iterator[None]:
             raise KeyboardInterrupt from None
 
 
+@contextmanager
+def left_to_child() -> Iterator[None]:
+    """Leave Ctrl-C to the program that runs within this, such as a pager or an editor."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Interrupt:
     """As a context, turns Ctrl-C into a flag, which the engine checks between tokens.
 

@@ -138,8 +138,8 @@ class LiveTurn:
             return
         self._end_reply()
         gone, self._gone = sorted(self._gone), set()
-        words = forgotten_words(self._session, gone)[:_WORDS] if gone else ()
         if not self._screen.is_quiet:
+            words = forgotten_words(self._session, gone)[:_WORDS] if gone else ()
             self._note(describe_round(self._user, turn, self._session.budget, words))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()

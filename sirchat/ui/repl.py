@@ -13,6 +13,7 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summarize import summarize
+from sirchat.chat.switching import temporarily
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.bars import Progress
 from sirchat.models.threads import threads_in_words
@@ -172,18 +173,12 @@ class _Chat:
     def _retry(self, settings: dict[str, Any]) -> None:
         """Another reply to the last message; `settings` are in force for it alone."""
         session = self._session
-        before = {name: getattr(session.profile, name) for name in settings}
-        if settings:
-            session.switch("/retry", **settings)
-        try:
+        with temporarily(session, "/retry", settings):
             if session.profile.temperature == 0:
                 self._screen.note(
                     "at temperature 0 the reply will be the same; /retry --temperature 0.7"
                 )
             self._turn(session.retry)
-        finally:
-            if settings:
-                session.switch("/retry", **before)
 
     def _edit(self) -> None:
         """Change the last message, and go on from there."""

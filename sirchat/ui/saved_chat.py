@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from sirchat.chat.rewind import rewind
+from sirchat.chat.rewind import check_rewind, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
-from sirchat.errors import SessionError, UndoError, format_value, nearest
+from sirchat.errors import SessionError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, take_up
 from sirchat.saved.names import same_name
@@ -126,9 +126,7 @@ class SavedChat:
                 "a branch leaves this chat on disk, where it is not saved yet",
                 hint="/save begins to" if not self._is_on else "say something first",
             )
-        said = sum(turn.role == "user" for turn in self._session.turns)
-        if back > said:
-            raise UndoError(f"there are {said} turns of yours to take back, not {back}")
+        check_rewind(self._session, back)
         self._leave("no branch is made")
         old = self._saving
         self._saving = old.branch(name)
@@ -217,11 +215,7 @@ class SavedChat:
 
     def _write_anew(self) -> None:
         old, new = self._saving, Autosave(self._session)
-        try:
-            new.update()
-        except BaseException:
-            new.discard()
-            raise
+        new.begin()
         old.let_go()
         self._saving = new
         self._screen.note(f"session {old.id} takes no more, and stays as it is")

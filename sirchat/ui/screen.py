@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from typing import Any, TextIO, cast
@@ -15,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import Event, to_json
+from sirchat.ui.interrupt import left_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
@@ -158,13 +158,11 @@ def _paged(pager: list[str], text: str) -> bool:
     """Show a text in the pager, which handles Ctrl-C; False if it can't be started."""
     # Colours, the text stays on the screen, and the last line says how to leave.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ}
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
-        subprocess.run(pager, input=text.encode(), env=environ, check=False)
+        with left_to_child():
+            subprocess.run(pager, input=text.encode(), env=environ, check=False)
     except OSError:
         return False
-    finally:
-        signal.signal(signal.SIGINT, before)
     return True
 
 
