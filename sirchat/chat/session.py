@@ -1,9 +1,9 @@
 """A conversation: turns in, events out, settings that switch in the middle.
 
 What streams is a generator (`ask`, `retry`, `read_user`, `read_reply`); what changes state at once
-returns the list of what happened. Only the session and the modules beside it use the engine: `turn`
-for a turn under way, `recall`, `forget`, `switching`. A reply that is interrupted, or runs out of
-room, is closed like any other; a turn that breaks off is closed before the next one.
+returns the list of what happened. Only the session and the modules beside it use the engine. A
+reply that is interrupted, or runs out of room, is closed like any other; a turn that breaks off is
+closed before the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sirchat.chat.switching import all_or_nothing, switched
 from sirchat.chat.targets import positions_of
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.config.profile import Profile
+from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import UndoError
@@ -49,8 +50,7 @@ class Session:
         profile: every setting; `session.profile` has those in force.
         rows_in_events: whether events carry their tokens.
 
-    Raises:
-        SettingError: a setting that this model does not allow.
+    Raises SettingError for a setting that this model does not allow.
     """
 
     def __init__(
@@ -362,6 +362,7 @@ class Session:
             max_new_tokens=self.profile.max_new_tokens,
             reserve=len(closing),
             interrupted=interrupted,
+            lookup=PromptLookup() if self.profile.lookup else None,
         )
         yield from turn.answer(records, TextStream(self.model.tokenizer), closing)
 

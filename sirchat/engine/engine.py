@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sirchat.engine.budget import Budget
 from sirchat.engine.cache_contents import CacheContents, Moves
+from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.reader import CausalModel, Chunk, Reader
 from sirchat.engine.records import (
     CacheSettings,
@@ -142,14 +143,18 @@ class Engine:
         max_new_tokens: int,
         reserve: int = 0,
         interrupted: Callable[[], bool] = lambda: False,
+        lookup: PromptLookup | None = None,
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
         """Generate until a stop id, `max_new_tokens` or an interrupt; the last record says which.
+
+        With a `lookup`, several tokens are computed at once where it guesses them.
 
         Raises ContextFullError if nothing may be evicted and fewer than `reserve` rows would stay
         free, which the turn needs to be closed.
         """
         self._round = at.round
-        for _ in range(max_new_tokens):
+        self._reader.drop_ahead()
+        for left in range(max_new_tokens, 0, -1):
             if interrupted():
                 yield Stopped("interrupt")
                 return
@@ -163,12 +168,35 @@ class Engine:
             budget = self.contents.budget
             if not budget.unbounded and budget.policy_rows >= budget.policy_bound:
                 yield from self.make_room(budget.eviction_block)
+            if lookup is not None and self._may_look_ahead:
+                self._look_ahead(lookup, token_id, left - 1)
             self._read(self._chunk([token_id], [Role.ASSISTANT], at))
             position = self.ledger.seen - 1
             surprisal = float(self.ledger.column("surprisal")[position])
             yield GeneratedToken(token_id, position, surprisal)
             yield from self._compact_at_anchor()
         yield Stopped("length")
+
+    @property
+    def _may_look_ahead(self) -> bool:
+        """Whether rows may be computed that are not read: not where their attention counts."""
+        budget = self.contents.budget
+        return self.settings.attention_stats is None and not budget.compacts_at_anchors
+
+    def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
+        """Compute a guess that begins with `token_id`, unless it is part of the last one."""
+        if self._reader.is_ahead(token_id):
+            return
+        used = self._reader.drop_ahead()
+        if used is not None:
+            lookup.learn(used - 1)
+        budget, cache = self.contents.budget, self.cache
+        room = min(cache.capacity - cache.length, budget.policy_bound - budget.policy_rows)
+        if cache.in_stream:
+            room = min(room, self._model.context_length - self.ledger.seen)
+        guess = lookup.guess(self.ledger.column("token_id"), token_id, min(most, room - 1))
+        if guess:
+            self._reader.look_ahead([token_id, *guess])
 
     def score_continuation(self, ids: Sequence[int]) -> ContinuationScore:
         """Log-probabilities of these ids as the next ones; the engine's state does not change."""

@@ -83,6 +83,20 @@ class Chunk:
         return Chunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
+@dataclass(eq=False)
+class _Ahead:
+    """Ids that may be read next: their rows stand behind the cache's, but do not count yet.
+
+    `logits` [m, V] are those after each id, `start` is the row of the first one, and `used` says
+    how many of the ids have been read.
+    """
+
+    ids: Sequence[int]
+    logits: Tensor
+    start: int
+    used: int = 0
+
+
 class Reader:
     """Reads ids for one conversation.
 
@@ -95,6 +109,30 @@ class Reader:
         self._model, self._cache, self._ledger = model, cache, ledger
         self._rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
         self.logits: Tensor | None = None
+        self._ahead: _Ahead | None = None
+
+    def look_ahead(self, ids: Sequence[int]) -> None:
+        """Compute what reading ids [m] one after the other will find; nothing is read yet.
+
+        The cache must have room for them. Whatever is read instead of them makes this void.
+        """
+        logits = self._model.forward(ids, self._cache, positions=self._next(len(ids)))
+        self._ahead = _Ahead(ids, logits, self._cache.length)
+
+    def is_ahead(self, token_id: int) -> bool:
+        """Whether what reading this id will find is known."""
+        ahead = self._ahead
+        return (
+            ahead is not None
+            and ahead.used < len(ahead.ids)
+            and ahead.ids[ahead.used] == token_id
+            and ahead.start + ahead.used == self._cache.length
+        )
+
+    def drop_ahead(self) -> int | None:
+        """Forget what was computed ahead; how many ids of it were read, None if there was none."""
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None else ahead.used
 
     def read(
         self,
@@ -225,6 +263,12 @@ class Reader:
         observer: AttentionObserver | None = None,
     ) -> PassResult:
         """Read ids [m]; the last one sees only the held rows `visible` [k], if given."""
+        if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
+            assert self._ahead is not None
+            self._ahead.used += 1
+            logits = self._ahead.logits[self._ahead.used - 1]
+            return PassResult(logits.new_empty(0), logits.clone())
+        self._ahead = None
         mask, held = None, self._cache.length
         if visible is not None:
             mask = torch.ones(len(ids), held + len(ids), dtype=torch.bool).tril(held)
