@@ -25,7 +25,7 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of what can be lost without harm: the input history."""
+    """The folder of what can be lost without harm: the input history, compiled steps."""
     return _under_home("state") or _platform().user_state_path
 
 
@@ -52,6 +52,11 @@ def models_dir() -> Path:
 def archives_dir() -> Path:
     """The folder of running chats' archives (`archive: disk`)."""
     return data_dir() / "archives"
+
+
+def compiled_dir() -> Path:
+    """The folder of compiled decode steps, which are made again where they are missing."""
+    return state_dir() / "compiled"
 
 
 def shipped_profiles_dir() -> Path:

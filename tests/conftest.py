@@ -6,6 +6,7 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
+os.environ.setdefault("SIRCHAT_COMPILE", "off")  # takes a minute, and rounds in another way
 
 from importlib.util import find_spec
 from pathlib import Path

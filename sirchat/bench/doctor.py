@@ -19,6 +19,7 @@ from sirchat import __version__
 from sirchat.bench.decode import first_token, generated_blocks
 from sirchat.bench.ratio import BenchOptions
 from sirchat.errors import SirchatError
+from sirchat.models.compiling import compiled_in_words, use_compiled
 from sirchat.models.limitations import no_attention_reason
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.threads import free_threads, physical_cores
@@ -108,6 +109,8 @@ def _model(name: str) -> Iterator[Finding]:
     )
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
+    use_compiled(model, "auto")
+    yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
 
 

@@ -24,7 +24,17 @@ from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.words import WordContinuation
 
-FIXED = ("description", "model", "device", "dtype", "quantize", "threads", "seed", "save")
+FIXED = (
+    "description",
+    "model",
+    "device",
+    "dtype",
+    "quantize",
+    "compile",
+    "threads",
+    "seed",
+    "save",
+)
 """Settings that hold for a whole conversation; the others change live."""
 
 

@@ -75,10 +75,11 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
     """Load the model of a profile; `report` is called with its progress."""
     with insistent():
         from sirchat.memory.archive_folder import sweep
+        from sirchat.models.compiling import use_compiled
         from sirchat.models.model import load_model
 
     sweep(archives_dir())
-    return load_model(
+    model = load_model(
         profile.model,
         device=profile.device,
         dtype=profile.dtype,
@@ -87,3 +88,5 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         trust_remote_code=trust,
         progress=report,
     )
+    use_compiled(model, profile.compile, report)
+    return model

@@ -18,6 +18,7 @@ def show_paths() -> None:
         "models": paths.models_dir(),
         "archives": paths.archives_dir(),
         "what you typed": paths.history_file(),
+        "compiled": paths.compiled_dir(),
     }
     rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]

@@ -58,6 +58,11 @@ class Profile(BaseModel):
         description="On a CPU: packed leaves the weights of a GGUF file in four or eight bits, and "
         "auto does so unless dtype is given; int8 and int4 round those of any model.",
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="On a CPU: whether a compiled program reads single tokens. auto uses one that "
+        "is there, and a chat has it made in the background; on makes it first.",
+    )
     threads: int = Field(
         default=0,
         ge=0,
@@ -130,6 +135,11 @@ class Profile(BaseModel):
     )
     max_new_tokens: int = Field(
         default=512, ge=1, le=_MANY, description="The most tokens of one reply; then it is cut."
+    )
+    lookup: bool = Field(
+        default=True,
+        description="Guess tokens from what was said before, and check several at once: the same "
+        "text, faster where a chat repeats itself.",
     )
     system: str | None = Field(
         default=None, description="The system prompt: what the model is told before you speak."

@@ -9,7 +9,6 @@ often than by transformers; in float32 the logits are the same but for rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
@@ -18,46 +17,153 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
+from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types with these layers: norm, rotated attention, norm, gated feed-forward network."""
 
-Product = Callable[[Tensor], Tensor]
-"""Weights times a vector [K] of any type: a float32 vector [N]."""
+Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Writes a layer's new key and value [1, H, 1, D] behind the held ones; gives all [1, H, n + 1, D].
+
+Its first argument is the layer's number.
+"""
 
 
-@dataclass(frozen=True, eq=False)
-class _Norm:
+class _Norm(nn.Module):
     """RMSNorm of a vector [d], in float32."""
 
-    weight: Tensor
-    epsilon: float
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = nn.Buffer(norm.weight.detach().float())
+        self.epsilon: float = norm.variance_epsilon
 
-    @classmethod
-    def of(cls, norm: Any) -> _Norm:
-        return cls(norm.weight.detach().float(), norm.variance_epsilon)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        mean = torch.dot(x, x).item() / len(x)
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return F.rms_norm(x, (len(x),), self.weight, self.epsilon)
+        mean = torch.dot(x, x).item() / len(x)  # half the time of `rms_norm`
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
+    def extra_repr(self) -> str:
+        return f"epsilon={self.epsilon}"
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
+
+class _Product(nn.Module):
+    """The products of several layers' weights with the same vector, one after the other.
+
+    Called with a vector [K] of any type, it gives a float32 vector [N].
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        joined = [getattr(one, "joined", None) for one in layers]
+        parts = list(layers if joined[0] is None else joined[0])
+        odd = next((one for one in parts if not isinstance(one, nn.Linear | PackedLinear)), None)
+        if odd is not None:
+            raise TypeError(f"no linear layer: {type(odd).__name__}")
+        self.parts = nn.ModuleList(parts)
+        self.rows = sum(part.out_features for part in parts)  # N
+        biases = [one.bias for one in layers if one.bias is not None]
+        self.bias = nn.Buffer(torch.cat(biases).detach().float()) if biases else None
+        is_plain = isinstance(layers[0], nn.Linear)
+        self.dtype = layers[0].weight.dtype if is_plain else torch.bfloat16
+
+    def forward(self, h: Tensor) -> Tensor:
+        row = h[None].to(self.dtype)
+        rows = [_of_row(part, row) for part in self.parts]
+        y = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        wide = y[0].float()
+        return wide if self.bias is None else wide.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"dtype={self.dtype}"
+
+
+def _of_row(layer: Any, row: Tensor) -> Tensor:
+    """The product of a layer's weights [N, K] with a row [1, K] of their type: [1, N]."""
+    if isinstance(layer, PackedLinear):
+        return layer.of_row(row)
+    return torch.mv(layer.weight, row[0])[None]  # half the time of `linear` in bfloat16
+
+
+class _Layer(nn.Module):
     """One layer's weights, ready for vectors."""
 
-    attention_norm: _Norm
-    queries_keys_values: Product
-    query_norm: Any  # of every head, or None
-    key_norm: Any
-    output: Product
-    network_norm: _Norm
-    gate_up: Product
-    down: Product
-    heads: int  # query heads H_q
-    scale: float
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        attention, network = layer.self_attn, layer.mlp
+        self.attention_norm = _Norm(layer.input_layernorm)
+        self.queries_keys_values = _Product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.query_norm = getattr(attention, "q_norm", None)  # of every head
+        self.key_norm = getattr(attention, "k_norm", None)
+        self.output = _Product([attention.o_proj])
+        self.network_norm = _Norm(layer.post_attention_layernorm)
+        self.gate_up = _Product([network.gate_proj, network.up_proj])
+        self.down = _Product([network.down_proj])
+        self.size: int = attention.head_dim  # D
+        self.heads = attention.q_proj.out_features // self.size  # query heads H_q
+        self.scale: float = attention.scaling
+        self.dtype = dtype
+
+    def forward(self, at: int, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
+        """The state [d] after layer number `at`."""
+        x = x + self._attended(at, self.attention_norm(x), cos, sin, update)
+        gate, up = self.gate_up(self.network_norm(x)).chunk(2)
+        added: Tensor = self.down(F.silu(gate).mul_(up))
+        return x + added
+
+    def _attended(self, at: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
+        """What attention adds to the state [d], whose norm is `h`; `sin` is `_signed`."""
+        size, count = self.size, self.heads
+        rows = self.queries_keys_values(h).view(-1, size)  # [H_q + 2 H, D]
+        heads = (len(rows) - count) // 2  # key heads H
+        turning, values = rows[: count + heads], rows[count + heads :]
+        if self.query_norm is not None and self.key_norm is not None:
+            turning = torch.cat((self.query_norm(rows[:count]), self.key_norm(turning[count:])))
+        # The two halves of a head, swapped.
+        turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self.dtype)
+        new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
+        keys, values = update(at, new[0], new[1].to(self.dtype))  # [1, H, n + 1, D]
+        # In float16 query heads that share a key head are faster as rows of one query.
+        shared = count // heads if self.dtype == torch.float16 else 1
+        queries = turned[:count].view(1, -1, shared, size)
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, enable_gqa=count > heads * shared
+        )
+        added: Tensor = self.output(found.flatten())
+        return added
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, size={self.size}, scale={self.scale}, dtype={self.dtype}"
+
+
+class StepGraph(nn.Module):
+    """What one token goes through behind the embeddings: layers, norm and output head.
+
+    Its weights are the model's own. It can be exported.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(one, dtype) for one in module.model.layers)
+        self.norm = _Norm(module.model.norm)
+        head = module.get_output_embeddings()
+        self.head = head if isinstance(head, Int8Head) else _Product([head])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
+        """Float32 logits [V] after a token.
+
+        Args:
+            x: its embedding, float32 [d].
+            cos, sin: of its rotary position, [1, D]; the sine is `_signed`.
+            update: writes keys and values.
+        """
+        for at, layer in enumerate(self.layers):
+            x = layer(at, x, cos, sin, update)
+        h, head = self.norm(x), self.head
+        logits: Tensor = head.of_vector(h) if isinstance(head, Int8Head) else head(h)
+        return logits
 
 
 class DecodeStep:
@@ -66,17 +172,17 @@ class DecodeStep:
     Args:
         module: the model; `supports` says which.
         dtype: type of the cache's keys and values.
+
+    Attributes:
+        graph: the computation.
+        compiled: the same, compiled; None while there is none.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._embeddings = module.get_input_embeddings()
         self._rotary = module.model.rotary_emb
-        self._size: int = module.model.layers[0].self_attn.head_dim
-        self._dtype = dtype
-        self._layers = [_layer(one) for one in module.model.layers]
-        self._norm = _Norm.of(module.model.norm)
-        head = module.get_output_embeddings()
-        self._head = head.of_vector if isinstance(head, Int8Head) else _product([head])
+        self.graph = StepGraph(module, dtype).eval()
+        self.compiled: CompiledStep | None = None
 
     @staticmethod
     def supports(module: Any) -> bool:
@@ -100,74 +206,11 @@ class DecodeStep:
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
         x, cos, sin = x[0].float(), cos[0].float(), _signed(sin[0].float())
-        for layer, held in zip(self._layers, cache.layers, strict=True):
-            x = x + self._attended(layer, layer.attention_norm(x), held, cos, sin)
-            gate, up = layer.gate_up(layer.network_norm(x)).chunk(2)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        return self._head(self._norm(x))[None]
-
-    def _attended(self, layer: _Layer, h: Tensor, held: Any, cos: Tensor, sin: Tensor) -> Tensor:
-        """What attention adds to the state [d], whose norm is `h`; `sin` is `_signed`."""
-        size, count = self._size, layer.heads
-        rows = layer.queries_keys_values(h).view(-1, size)  # [H_q + 2 H, D]
-        heads = (len(rows) - count) // 2  # key heads H
-        turning, values = rows[: count + heads], rows[count + heads :]
-        if layer.query_norm is not None:
-            turning = torch.cat((layer.query_norm(rows[:count]), layer.key_norm(turning[count:])))
-        # The two halves of a head, swapped.
-        turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self._dtype)
-        new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
-        keys, values = held.update(new[0], new[1].to(self._dtype))  # [1, H, n + 1, D]
-        # In float16 query heads that share a key head are faster as rows of one query.
-        shared = count // heads if self._dtype == torch.float16 else 1
-        queries = turned[:count].view(1, -1, shared, size)
-        found = F.scaled_dot_product_attention(
-            queries, keys, values, scale=layer.scale, enable_gqa=count > heads * shared
-        )
-        return layer.output(found.flatten())
-
-
-def _layer(layer: Any) -> _Layer:
-    attention, network = layer.self_attn, layer.mlp
-    return _Layer(
-        attention_norm=_Norm.of(layer.input_layernorm),
-        queries_keys_values=_product([attention.q_proj, attention.k_proj, attention.v_proj]),
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        output=_product([attention.o_proj]),
-        network_norm=_Norm.of(layer.post_attention_layernorm),
-        gate_up=_product([network.gate_proj, network.up_proj]),
-        down=_product([network.down_proj]),
-        heads=attention.q_proj.out_features // attention.head_dim,
-        scale=attention.scaling,
-    )
-
-
-def _product(layers: Sequence[Any]) -> Product:
-    """The products of several layers' weights with the same vector, one after the other."""
-    joined = [getattr(one, "joined", None) for one in layers]
-    rows = [_of_row(one) for one in (layers if joined[0] is None else joined[0])]
-    biases = [one.bias for one in layers if one.bias is not None]
-    bias = torch.cat(biases).detach().float() if biases else None
-    dtype = layers[0].weight.dtype if isinstance(layers[0], nn.Linear) else torch.bfloat16
-
-    def product(h: Tensor) -> Tensor:
-        row = h[None].to(dtype)
-        y = rows[0](row) if len(rows) == 1 else torch.cat([one(row) for one in rows], 1)
-        wide = y[0].float()
-        return wide if bias is None else wide.add_(bias)
-
-    return product
-
-
-def _of_row(layer: Any) -> Callable[[Tensor], Tensor]:
-    """The product of a layer's weights [N, K] with a row [1, K], in the weights' type: [1, N]."""
-    if isinstance(layer, PackedLinear):
-        return layer.row_product()
-    if not isinstance(layer, nn.Linear):
-        raise TypeError(f"no linear layer: {type(layer).__name__}")
-    weight = layer.weight.detach()
-    return lambda row: torch.mv(weight, row[0])[None]  # half the time of `linear` in bfloat16
+        if self.compiled is not None and self.compiled.fits(cache):
+            return self.compiled(x, cos, sin, cache)[None]
+        layers = cache.layers
+        logits: Tensor = self.graph(x, cos, sin, lambda at, *new: layers[at].update(*new))
+        return logits[None]
 
 
 def _signed(sin: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class LoadedModel:
         return dtype
 
     @cached_property
-    def _decode_step(self) -> DecodeStep | None:
+    def decode_step(self) -> DecodeStep | None:
         """Reads single tokens faster than `module`, if the model has the layers for it."""
         if not DecodeStep.supports(self.module):
             return None
@@ -212,7 +212,7 @@ class LoadedModel:
         visible: Tensor | None,
         positions: Sequence[int] | None,
     ) -> Tensor:
-        step = self._decode_step
+        step = self.decode_step
         if step is not None and len(ids) == 1 and visible is None and not is_observed():
             return step.logits(ids[0], cache.length if positions is None else positions[0], cache)
         logits: Tensor = self.module(**self._inputs(ids, cache, visible, positions)).logits[0]

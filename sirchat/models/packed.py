@@ -8,7 +8,7 @@ read at once, the weights are unpacked for this one product, which takes less ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Self
 
@@ -40,11 +40,8 @@ class PackedLinear(nn.Module, ABC):
     joined: tuple[PackedLinear] | None = None
 
     @abstractmethod
-    def row_product(self) -> Callable[[Tensor], Tensor]:
-        """A function that gives x W^T [1, N] of a bfloat16 row x [1, K], without a module's costs.
-
-        It holds the weights as they are now.
-        """
+    def of_row(self, x: Tensor) -> Tensor:
+        """x W^T [m, N] of few bfloat16 rows x [m, K], without the bias."""
 
     @classmethod
     @abstractmethod
@@ -103,14 +100,14 @@ class Int4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
-        y = self.row_product()(flat) if len(flat) <= _FEW_4 else flat @ self.unpacked()
+        y = self.of_row(flat) if len(flat) <= _FEW_4 else flat @ self.unpacked()
         return _like(y, x, self.bias)
 
-    def row_product(self) -> Callable[[Tensor], Tensor]:
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        packed = self.packed
+    def of_row(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
-        return lambda x: multiply(x, packed, GROUP, scales)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        y: Tensor = multiply(x, self.packed, GROUP, scales)
+        return y
 
     def unpacked(self) -> Tensor:
         """The weights as bfloat16, transposed: [K, N]."""
@@ -151,7 +148,7 @@ class Int8Linear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
         if len(flat) <= _FEW_8:
-            y = self.row_product()(flat)
+            y = self.of_row(flat)
         else:
             y = nn.functional.linear(flat, self.q.bfloat16()) * self.scale
         return _like(y, x, self.bias)
@@ -165,9 +162,9 @@ class Int8Linear(PackedLinear):
         self.q, self.scale = whole.q[start:end], whole.scale[start:end]
         self.joined = (whole,)
 
-    def row_product(self) -> Callable[[Tensor], Tensor]:
-        multiply, q, scale = torch.ops.aten._weight_int8pack_mm.default, self.q, self.scale
-        return lambda x: multiply(x, q, scale)
+    def of_row(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x, self.q, self.scale)
+        return y
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows `which` [...] of the weights as float32: [..., K]."""
@@ -196,7 +193,7 @@ class Int8Head(Int8Linear):
     def of_vector(self, x: Tensor) -> Tensor:
         """Float32 logits [V] of a float32 vector [K]."""
         row = x[None]
-        y = self.row_product()(row.bfloat16()).float()
+        y = self.of_row(row.bfloat16()).float()
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
+
+Standard input is what `without_weights` gives; N is how much lower than usual its priority is. It
+ends when the process that started it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+
+def main(path: Path, niceness: int) -> None:
+    """Compile what standard input describes to the file `path`, which appears when it is whole."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
+    os.nice(niceness)
+    folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+    watch = threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True)
+    watch.start()
+    try:
+        from sirchat.models.compiled_step import build
+
+        build(sys.stdin.buffer.read(), Path(folder) / path.name)
+        os.replace(Path(folder) / path.name, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(parent: int, folder: str) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,164 @@
+"""A decode step that was compiled ahead of time by torch's AOTInductor.
+
+The lengths of the cache are left open when the graph is exported, so one program serves every
+budget, and nothing is compiled again while a chat goes on. A program holds no weights: it serves
+every model of the same shape, and is given the weights that are loaded anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sirchat.memory.cache import BoundedCache
+from sirchat.models.packed import GROUP
+
+_CACHED = 8  # rows of the cache with which a program is made and checked
+_TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong program are near 1
+
+
+class CompiledStep:
+    """Computes a token's logits like `graph`, the step that it was compiled from.
+
+    Args:
+        path: the program, as `build` writes it.
+        graph: a `StepGraph`; its weights are used.
+
+    Raises RuntimeError where the program can't be loaded, or finds other logits than the graph.
+    """
+
+    def __init__(self, path: Path, graph: nn.Module) -> None:
+        # The public `aoti_load_package` reads the shape of its arguments anew in every call.
+        self._program: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        weights = graph.state_dict(prefix="step.")
+        # What is no weight is the size of the groups, an argument of the four-bit products.
+        self._weights = {
+            name: weights.get(name, torch.tensor(GROUP))
+            for name in self._program.get_constant_fqns()
+        }
+        self._program.load_constants(self._weights, False, True, True, False)  # not copied
+        self._check(graph)
+
+    def fits(self, cache: BoundedCache) -> bool:
+        """Whether it can read one more token behind the rows of `cache`; it needs two rows."""
+        return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache) -> Tensor:
+        """Logits [V], as of `StepGraph.forward`; keys and values are written behind the rows."""
+        held = torch.empty(cache.length, dtype=torch.uint8)
+        pairs = [layer.tensors for layer in cache.layers]
+        buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
+        logits: Tensor = self._program.boxed_run([x, cos, sin, held, *buffers])[0]
+        return logits
+
+    @torch.inference_mode()
+    def _check(self, graph: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(0)
+        inputs = _example(graph)
+        for one in (*inputs[:3], *inputs[4], *inputs[5]):
+            one.copy_(0.1 * torch.randn(one.shape, generator=generator))
+        copied = copy.deepcopy(inputs)
+        wanted = _Exported(graph)(*inputs)
+        found = self._program.boxed_run([*copied[:4], *copied[4], *copied[5]])[0]
+        for one, other in zip((found, *copied[5]), (wanted, *inputs[5]), strict=True):
+            error = (one - other).norm() / other.norm()
+            if not error < _TOLERANCE:  # NaN, too
+                raise RuntimeError(f"the compiled step and the model disagree by {error:.2g}")
+
+
+def program_name(graph: nn.Module) -> str:
+    """A file name for the program of a graph: the same for the same shapes, torch and threads."""
+    weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
+    machine = (torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    about = repr((str(graph), weights, machine))
+    return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
+
+
+def without_weights(graph: nn.Module) -> bytes:
+    """The graph for `build`, pickled with the shapes of its weights alone."""
+    tensors = [*graph.parameters(), *graph.buffers()]
+    memo: dict[int, Any] = {id(one): _shape_of(one) for one in tensors}
+    return pickle.dumps(copy.deepcopy(graph, memo))
+
+
+def build(pickled: bytes, path: Path) -> None:
+    """Compile a graph `without_weights` to the file `path`; takes about a minute.
+
+    Only for what this program itself has pickled.
+    """
+    graph: nn.Module = pickle.loads(pickled)
+    graph = graph.to_empty(device="cpu").requires_grad_(False)
+    open_length = {3: torch.export.Dim.DYNAMIC}
+    inputs = _example(graph)
+    program = torch.export.export(
+        _Exported(graph),
+        inputs,
+        dynamic_shapes=(
+            *(None, None, None),
+            {0: torch.export.Dim.DYNAMIC},
+            [open_length] * len(inputs[4]),
+            [open_length] * len(inputs[5]),
+        ),
+        strict=False,
+    )
+    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs=options
+    )
+
+
+class _Exported(nn.Module):
+    """A step over the cache's buffers: keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.step = graph  # `graph` means something else to torch.export
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        held: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """Logits [V]; `held` [n] says by its length how many rows there are."""
+        count = held.shape[0]
+
+        def update(at: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            for buffer, row in ((keys[at], key), (values[at], value)):
+                buffer.narrow(3, count, 1).copy_(row)
+            return keys[at][0].narrow(2, 0, count + 1), values[at][0].narrow(2, 0, count + 1)
+
+        logits: Tensor = self.step(x, cos, sin, update)
+        return logits
+
+
+def _example(graph: Any) -> tuple[Any, ...]:
+    """Inputs for a step with a few rows held, their numbers not set."""
+    layer = graph.layers[0]
+    size = layer.size
+    heads = (layer.queries_keys_values.rows // size - layer.heads) // 2
+
+    def buffers(copies: int) -> list[Tensor]:
+        shape = (copies, 1, heads, _CACHED, size)
+        return [torch.empty(shape, dtype=layer.dtype) for _ in graph.layers]
+
+    x, turn = torch.empty(len(graph.norm.weight)), (1, size)
+    held = torch.empty(_CACHED - 3, dtype=torch.uint8)
+    return x, torch.empty(turn), torch.empty(turn), held, buffers(2), buffers(1)
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=False)
+    return empty

@@ -1,0 +1,162 @@
+"""Finds a model's compiled decode step, or has it made; made ones are kept for the next start.
+
+A program is machine code that torch writes and loads, so only files that no other user could have
+written are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+from sirchat.errors import ModelError
+from sirchat.models.bars import Progress
+from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.model import LoadedModel
+from sirchat.paths import abbreviated, compiled_dir, private_dir
+
+Compile = Literal["auto", "on", "off"]
+"""Whether single tokens are read by a compiled step.
+
+`auto` uses a program that was made before, and a chat has one made meanwhile; `on` makes it first.
+"""
+
+
+def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
+    """Use the compiled step of a model, as `how` says.
+
+    Raises ModelError if it was asked for, and can't be had.
+    """
+    step = model.decode_step
+    if how == "off":
+        return
+    if how == "auto":
+        if step is not None:
+            _use(step, _path(step))
+        return
+    if step is None:
+        raise ModelError(
+            f"--compile on: there is no step to compile for the model {model.name!r}",
+            hint="--compile auto compiles where it can",
+        )
+    path = _path(step)
+    if not _use(step, path):
+        if not has_compiler():
+            raise ModelError(
+                "--compile on needs a C++ compiler (g++), and there is none",
+                hint="--compile auto goes on without",
+            )
+        if progress is not None:
+            progress("compiling, about a minute", 0, None)
+        problem = _make(step, path)
+        if problem or not _use(step, path):
+            raise ModelError(f"--compile on: compiling fails: {problem or _problem(path)}")
+
+
+def compile_in_background(model: LoadedModel) -> threading.Thread | None:
+    """Have the step of a model made, by a process of low priority, and use it from then on.
+
+    None, if there is nothing to do: it is there, it has failed before, or there is no compiler.
+    The thread ends when it is done; the process ends with this one.
+    """
+    step = model.decode_step
+    if step is None or step.compiled is not None or not has_compiler():
+        return None
+    path = _path(step)
+    if _problem(path):
+        return None
+
+    def work() -> None:
+        if not _make(step, path, niceness=10):
+            _use(step, path)
+
+    thread = threading.Thread(target=work, name="compiling", daemon=True)
+    thread.start()
+    return thread
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def compiled_in_words(model: LoadedModel) -> str:
+    """How single tokens are read, for `sirchat doctor`."""
+    step = model.decode_step
+    if step is None:
+        return "no: the model has no short decode step here"
+    if step.compiled is not None:
+        return "yes"
+    path = _path(step)
+    if problem := _problem(path):
+        return f"no: {problem} (delete {abbreviated(_failure(path))} to try again)"
+    if path.exists():
+        return "no, but it has been made"
+    return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
+
+
+def _path(step: DecodeStep) -> Path:
+    return compiled_dir() / program_name(step.graph)
+
+
+def _use(step: DecodeStep, path: Path) -> bool:
+    """Use the program at `path`, if it is there and can be used."""
+    if not path.exists() or not _is_own(path):
+        return False
+    try:
+        step.compiled = CompiledStep(path, step.graph)
+    except Exception as error:  # torch raises what it likes at a damaged file
+        _fail(path, error)
+        return False
+    return True
+
+
+def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
+    """Make the program at `path`; what went wrong, in one line, or nothing."""
+    worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
+    try:
+        _failure(path).unlink(missing_ok=True)
+        private_dir(path.parent)
+        found = subprocess.run(
+            [sys.executable, *worker], input=without_weights(step.graph), capture_output=True
+        )
+    except OSError as error:
+        return error.strerror or str(error)
+    if found.returncode == 0 and path.exists():
+        return ""
+    said = found.stderr.decode(errors="replace").strip().splitlines()
+    _fail(path, said[-1] if said else f"exit status {found.returncode}")
+    return _problem(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether nobody but this user and the system's administrator could have written the file."""
+    for one in (path, path.parent):
+        about = one.stat()
+        if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+            return False
+    return True
+
+
+def _failure(path: Path) -> Path:
+    return path.with_suffix(".failed")
+
+
+def _fail(path: Path, error: object) -> None:
+    """Note that this program can't be made or used, so that it is not tried at every start."""
+    path.unlink(missing_ok=True)
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    _failure(path).write_text(text[:500], encoding="utf-8")
+
+
+def _problem(path: Path) -> str:
+    try:
+        return _failure(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,203 @@
+"""The compiled decode step: the same logits for any cache, from a program that is made once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from engine_steps import some_ids
+from families import build
+from recall_rounds import memory, say
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.errors import ModelError
+from sirchat.memory.policies import policy_class
+from sirchat.models import compiling
+from sirchat.models.compiled_step import CompiledStep, program_name
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.paths import compiled_dir
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not compiling.has_compiler(), reason="there is no C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def small(**options: Any) -> LoadedModel:
+    return wrap_model("small", build("llama", {"num_hidden_layers": 2, **options}), None)
+
+
+def step_of(model: LoadedModel) -> DecodeStep:
+    assert model.decode_step is not None
+    return model.decode_step
+
+
+@pytest.fixture(scope="module")
+def compiled() -> LoadedModel:
+    model = small()
+    compiling.use_compiled(model, "on")
+    return model
+
+
+def test_it_finds_the_same_logits_and_rows_whatever_the_cache_holds(compiled: LoadedModel) -> None:
+    eager = small()
+    for capacity, held in ((3, 2), (40, 5), (300, 299), (1000, 64)):
+        caches = [model.new_cache(capacity) for model in (compiled, eager)]
+        logits = []
+        for model, cache in zip((compiled, eager), caches, strict=True):
+            model.read(some_ids(held), cache)
+            cache.commit(held)
+            logits.append(model.forward([7], cache))
+            cache.commit(1)
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        for view in ("layer_keys", "layer_values"):
+            torch.testing.assert_close(*(getattr(cache, view)(0) for cache in caches))
+
+
+def test_a_program_serves_every_model_of_that_shape_and_no_other(compiled: LoadedModel) -> None:
+    other = small()
+    with torch.no_grad():
+        for weight in other.module.parameters():
+            weight.mul_(1.5)
+    compiling.use_compiled(other, "auto")
+    step = step_of(other)
+    assert step.compiled is not None
+    cache = other.new_cache(20)
+    other.read(some_ids(9), cache)
+    cache.commit(9)
+    found = other.forward([7], cache)
+    step.compiled = None
+    torch.testing.assert_close(found, other.forward([7], cache), rtol=1e-5, atol=1e-5)
+    deeper = small(num_hidden_layers=3)
+    assert program_name(step_of(deeper).graph) != program_name(step.graph)
+
+
+def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    run = CompiledStep.__call__
+
+    def counted(self: CompiledStep, *inputs: Any) -> Any:
+        calls.append(1)
+        return run(self, *inputs)
+
+    def conversation(model: LoadedModel) -> list[Any]:
+        settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**20)
+        engine, events = Engine(model, settings), list[Any]()
+        sampler = Sampler(Sampling(temperature=1.0))
+        for turn in range(40):
+            if turn == 10:
+                engine.switch(CacheSettings(policy_class("sink")(), budget=48, archive=2**20))
+            if turn == 20:
+                engine.switch(memory("salience"))
+            point = engine.checkpoint()
+            for again in range(2 if turn == 30 else 1):
+                if again:
+                    engine.undo(point)
+                say(engine, model, turn)
+                for record in engine.generate(
+                    sampler, TurnRef(turn, turn), stop_ids=frozenset(), max_new_tokens=40
+                ):
+                    if isinstance(record, GeneratedToken):
+                        events.append(record.id)
+                    elif isinstance(record, EvictedRows):
+                        events.append(record.positions.tolist())
+        return events
+
+    wanted = conversation(small())
+    monkeypatch.setattr(CompiledStep, "__call__", counted)
+    counters.clear()
+    assert conversation(compiled) == wanted
+    assert sum(isinstance(event, list) for event in wanted) >= 100
+    assert len(calls) == 41 * 40
+    assert not counters
+
+
+def test_a_damaged_program_is_not_used_and_noted() -> None:
+    model, step = small(), step_of(small())
+    path = compiled_dir() / program_name(step.graph)
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(whole[: len(whole) // 2])
+        compiling.use_compiled(model, "auto")
+        assert step_of(model).compiled is None
+        assert compiling.compile_in_background(model) is None  # not tried at every start
+        assert compiling.compiled_in_words(model).startswith("no: ")
+    finally:
+        path.with_suffix(".failed").unlink()
+        path.write_bytes(whole)
+        path.chmod(0o600)
+
+
+def test_a_program_that_others_could_have_written_is_not_loaded(compiled: LoadedModel) -> None:
+    path = compiled_dir() / program_name(step_of(compiled).graph)
+    path.chmod(0o620)
+    model = small()
+    try:
+        compiling.use_compiled(model, "auto")
+        assert step_of(model).compiled is None
+    finally:
+        path.chmod(0o600)
+
+
+def test_files_are_private_and_nothing_else_is_left(compiled: LoadedModel) -> None:
+    path = compiled_dir() / program_name(step_of(compiled).graph)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_chat_has_it_made_in_the_background(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = compiled_dir() / program_name(step_of(compiled).graph)
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    model = small()
+    compiling.use_compiled(model, "auto")
+    assert step_of(model).compiled is None
+
+    def make(step: DecodeStep, path: Path, niceness: int) -> str:
+        path.parent.mkdir(parents=True, mode=0o700)
+        path.write_bytes(made.read_bytes())
+        os.chmod(path, 0o600)
+        return ""
+
+    monkeypatch.setattr(compiling, "_make", make)
+    thread = compiling.compile_in_background(model)
+    assert thread is not None
+    thread.join(60)
+    assert step_of(model).compiled is not None
+    assert compiling.compiled_in_words(model) == "yes"
+    assert compiling.compile_in_background(model) is None
+
+
+def test_without_a_compiler_auto_leaves_it_and_on_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model = small()
+    assert compiling.compile_in_background(model) is None
+    with pytest.raises(ModelError, match="C\\+\\+ compiler"):
+        compiling.use_compiled(model, "on")
+
+
+def test_a_model_without_a_short_step_can_not_be_compiled() -> None:
+    model = wrap_model("other", build("gpt2", {}), None)
+    compiling.use_compiled(model, "auto")
+    with pytest.raises(ModelError, match="no step to compile"):
+        compiling.use_compiled(model, "on")
