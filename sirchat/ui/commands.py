@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import TokenRow, Undone
+from sirchat.chat.events import TokenRow
 from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
@@ -33,6 +33,7 @@ from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
 from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.undoing import undo
 
 _PREFIX = "do_"
 
@@ -283,12 +284,8 @@ class Commands:
         """-: take back what you said last, and the reply; or a change of the model."""
         if (former := self._models.go_back(self._session)) is not None:
             raise Another(former, is_other_chat=False)
-        for event in self._session.undo():
-            if isinstance(event, Undone):
-                self._screen.note(
-                    f"undone: {shorten(displayable_line(event.text), 60)}; "
-                    f"holds {event.resident:,}/{self._session.budget:,}"
-                )
+        if (before := undo(self._session, self._screen, self._saved_chat)) is not None:
+            raise Another(before, is_other_chat=False)
 
     def do_retry(self, rest: str) -> None:
         """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
