@@ -263,13 +263,16 @@ class Commands:
 
     def do_forgotten(self, rest: str) -> None:
         """-: what is forgotten of each turn, the most surprising words first."""
-        turns = list(forgotten_turns(self._session))
-        if turns:
-            screen = self._screen
-            screen.page(draw_forgotten(turns, screen.theme, screen.width))
+        turns, screen = list(forgotten_turns(self._session)), self._screen
+        named = [turn for turn in turns if turn.words]
+        if named:
+            screen.page(draw_forgotten(named, screen.theme, screen.width))
             screen.note('/recall "words" brings words back, with what stood beside them')
-        else:
-            self._screen.note("nothing is forgotten")
+        if others := len(turns) - len(named):
+            went = "lost only what is held elsewhere, too, and punctuation"
+            screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
+        if not turns:
+            screen.note("nothing is forgotten")
 
     def do_summarize(self, rest: str) -> None:
         """-: let the model sum up the conversation; the summary is read and pinned as a turn."""

@@ -276,6 +276,10 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/pol sink", "there is no command /pol (did you mean /policy?)"),
         ("/policyx", "there is no command /policyx (did you mean /policy?)"),
         ("/Policy", "did you mean /policy?"),
+        ("/nosuch", "there is no command /nosuch (/help lists them"),
+        ("/resume", "/help lists them"),  # nothing like /reset
+        ("/remove", "/help lists them"),
+        ("/hlep", "did you mean /help?"),
         ("/", "there is no command / (/help lists them"),
         ("/xyzzy", "/help lists them"),
         ("/help polcy", "did you mean /policy?"),
