@@ -10,9 +10,6 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from sirchat.chat.events import TokenRow
 from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
@@ -24,6 +21,7 @@ from sirchat.ui.copying import copy_reply
 from sirchat.ui.editing import drawing_settings
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
+from sirchat.ui.help import KEYS, draw_command, draw_help
 from sirchat.ui.history import Typed
 from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.panel import draw_panel
@@ -137,20 +135,14 @@ class Commands:
         return _ALIASES.get(word, word)
 
     def do_help(self, rest: str) -> None:
-        """[COMMAND]: list the commands, or tell about one."""
-        names = [self._known(rest)] if rest else [n for n in self.names() if n not in _ALIASES]
-        table = Table.grid(padding=(0, 2))
-        for name in names:
-            arguments, description = self.help_of(name)
-            others = "".join(f", /{alias}" for alias, target in _ALIASES.items() if target == name)
-            table.add_row(Text(f"/{name}{others} {arguments}", style="bold"), Text(description))
-        self._screen.page(table)
+        """[COMMAND]: list the commands by what they are for, or tell all about one."""
         if not rest:
-            self._screen.note(
-                "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
-                '""" opens and closes a block; // sends a text that begins with a slash. '
-                "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
-            )
+            self._screen.show(draw_help(self._screen.width))
+            self._screen.note(KEYS)
+            return
+        name = self._known(rest)
+        others = [alias for alias, target in _ALIASES.items() if target == name]
+        self._screen.show(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> None:
         """[NAME]: go on with another model, which reads the chat anew; alone, the models here."""

@@ -244,10 +244,11 @@ class SavedChat:
         handle, renamed = self._handle, ""
         if former not in ("", saving.name):
             what = "branch" if saving.id != saving.family else "chat"
-            renamed = f"this {what} is no longer called {format_value(former)}; "
+            renamed = f"; this {what} is no longer called {format_value(former)}"
         self._screen.note(
             f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values; {renamed}/load {handle} goes on with it, and so does sirchat --resume {handle}"
+            f"values{renamed}; /load {handle} goes on with it, and so does sirchat --resume "
+            f"{handle}"
         )
 
     def _resumed(self, store: SessionStore) -> Session:
