@@ -10,6 +10,9 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
 from sirchat.chat.events import TokenRow
 from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
@@ -32,6 +35,7 @@ from sirchat.ui.switching import Switching
 from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.undoing import undo
+from sirchat.ui.why import explain
 
 _PREFIX = "do_"
 
@@ -271,9 +275,10 @@ class Commands:
         raise Summarize
 
     def do_why(self, rest: str) -> None:
-        """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""
+        """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
         screen, standings = self._screen, self._session.why(rest)
-        screen.page(draw_standings(standings, screen.theme, screen.width))
+        table = draw_standings(standings, screen.theme, screen.width)
+        screen.page(Group(Text(explain(standings, rest, self._session.profile.policy)), table))
 
     def do_undo(self, rest: str) -> None:
         """-: take back what you said last, and the reply; or a change of the model."""
