@@ -17,6 +17,7 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
+from sirchat.chat.thinking import thought
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.attaching import describe_size, with_file
@@ -33,7 +34,7 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
 from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.undoing import undo
 from sirchat.ui.why import explain
 
@@ -224,6 +225,19 @@ class Commands:
         else:
             _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
+
+    def do_thinking(self, rest: str) -> None:
+        """[show|fold|hide]: the last reply's reasoning (<think>); or how replies show theirs."""
+        if rest:
+            self._switching.setting("/thinking", "thinking", rest)
+            return
+        screen, is_open = self._screen, self._session.template.opens_reasoning
+        replies = [one.text for one in self._session.turns if one.role == "assistant"]
+        thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
+        if text := next(filter(None, thoughts), ""):
+            screen.page(Text(displayable(text), screen.theme.quiet))
+        else:
+            screen.note("no reply has any reasoning")
 
     def do_tokens(self, rest: str) -> None:
         """[all|turn N|top [N]|next]: held tokens with their numbers."""

@@ -16,6 +16,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/undo": "take it back, and the reply",
         "/read FILE": "send a file's text, as @FILE",
         "/copy": "put a reply on the clipboard",
+        "/thinking": "show the reply's reasoning",
     },
     "Memory": {
         "/forgotten": "list what is forgotten",
