@@ -18,7 +18,9 @@ from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows
 
 _UNDECIDED = re.compile(
     r"(?:\A|\n)[ \t>#*+\-=_~`|:.)\d]*\Z"
-    r"|!?\[[^\[\]\n]{0,60}\]?\Z|[\s*_~`!\[\\&]+\Z"
+    r"|<(?:[A-Za-z]{1,9}(?::[^<>\s]{0,200})?)?\Z"
+    r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[\\&]+\Z"
+    r"|(?:\A|\n)[ \t>*+\-.)\d]*\|(?=[^\n]*[^\s>|:\-])[^\n]*(?:\n[ \t>|:\-]*)?\Z"
 )
 """The end of a draft that may yet turn out to be markup."""
 _DECORATION = re.compile(r"[\s▌•─]")
@@ -93,6 +95,7 @@ class MarkdownReply:
         if width != self._width:
             written = self._painter.begin_anew() if self._width else ""
             self._width = width
+        self._painter.width = width
         self._painter.scroll(height)
         if self._thinks is None:
             self._thinks = self._begins_with_reasoning(is_end=is_end)
