@@ -14,10 +14,8 @@ from rich.console import Group
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.forgotten import forgotten_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.chat.thinking import thought
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.attaching import describe_size, with_file
@@ -27,14 +25,15 @@ from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.help import KEYS, draw_command, draw_help
 from sirchat.ui.history import Typed
+from sirchat.ui.looking import show_forgotten, show_thought
 from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
-from sirchat.ui.text import displayable, displayable_line, shorten
+from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.undoing import undo
 from sirchat.ui.why import explain
 
@@ -230,14 +229,8 @@ class Commands:
         """[show|fold|hide]: the last reply's reasoning (<think>); or how replies show theirs."""
         if rest:
             self._switching.setting("/thinking", "thinking", rest)
-            return
-        screen, is_open = self._screen, self._session.template.opens_reasoning
-        replies = [one.text for one in self._session.turns if one.role == "assistant"]
-        thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
-        if text := next(filter(None, thoughts), ""):
-            screen.page(Text(displayable(text), screen.theme.quiet))
         else:
-            screen.note("no reply has any reasoning")
+            show_thought(self._session, self._screen)
 
     def do_tokens(self, rest: str) -> None:
         """[all|turn N|top [N]|next]: held tokens with their numbers."""
@@ -273,16 +266,7 @@ class Commands:
 
     def do_forgotten(self, rest: str) -> None:
         """-: what is forgotten of each turn, the most surprising words first."""
-        turns, screen = list(forgotten_turns(self._session)), self._screen
-        named = [turn for turn in turns if turn.words]
-        if named:
-            screen.page(draw_forgotten(named, screen.theme, screen.width))
-            screen.note('/recall "words" brings words back, with what stood beside them')
-        if others := len(turns) - len(named):
-            went = "lost only what is held elsewhere, too, and punctuation"
-            screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
-        if not turns:
-            screen.note("nothing is forgotten")
+        show_forgotten(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> None:
         """-: let the model sum up the conversation; the summary is read and pinned as a turn."""
