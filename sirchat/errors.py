@@ -86,10 +86,35 @@ def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float
     """A hint `did you mean X?` for a misspelt `name`, or an empty string.
 
     `prefix` stands before the name that is meant, such as a slash; it makes nothing more alike.
-    `alike` says how similar the names must be, from 0 to 1.
+    `alike` says how similar the names must be, from 0 to 1. A name is meant only if it begins with
+    what was typed, has all of its letters in this order, or differs by a few slips.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=alike)
-    return f"did you mean {prefix}{close[0]}?" if close else ""
+    close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
+    meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]
+    return f"did you mean {prefix}{meant[0]}?" if meant else ""
+
+
+def _may_be_meant(typed: str, name: str) -> bool:
+    letters = iter(name)
+    return (
+        all(letter in letters for letter in typed)
+        or typed.startswith(name)
+        or _slips(typed, name) <= max(1, len(name) // 3)
+    )
+
+
+def _slips(one: str, other: str) -> int:
+    """The fewest letters to add, drop, replace, or swap with the next, that make them equal."""
+    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            best = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and (a, b) == (other[j - 2], one[i - 2]):
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+        before, last = last, row
+    return last[-1]
 
 
 def format_value(value: object) -> str:

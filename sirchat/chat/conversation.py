@@ -89,21 +89,25 @@ class Conversation:
 class UndoPoint:
     """The state at the beginning of a user turn with this `text`, for undo.
 
-    Of the turns only their number is kept: earlier turns never change.
+    `pin_system` is the setting of then. Of the turns only their number is kept: earlier turns never
+    change.
     """
 
     checkpoint: EngineCheckpoint
     state: Conversation
     turns: int
     text: str
+    pin_system: bool
 
     @staticmethod
-    def of(now: Conversation, checkpoint: EngineCheckpoint, text: str) -> UndoPoint:
+    def of(
+        now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool
+    ) -> UndoPoint:
         """The present state."""
         turns = now.turns
         now.turns = []
         try:
-            return UndoPoint(checkpoint, deepcopy(now), len(turns), text)
+            return UndoPoint(checkpoint, deepcopy(now), len(turns), text, pin_system)
         finally:
             now.turns = turns
 

@@ -33,3 +33,9 @@ def read_again(
             list(session.read_reply(turn.text))
         if progress is not None:
             progress("reading the chat", number, len(turns))
+
+
+def own_pins(session: Session) -> int:
+    """How many tokens the user pinned; reading anew does not pin them again."""
+    prompt, rows = session.conversation.system, session.snapshot().rows
+    return sum("pinned" in row.flags and row.position not in prompt for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError
+from sirchat.models.bars import Progress
 
 
 def check_rewind(session: Session, count: int) -> list[int]:
@@ -33,3 +34,14 @@ def rewind(session: Session, count: int) -> bool:
         read_again(session, before)
         return True
     return False
+
+
+def read_before_last(session: Session, progress: Progress | None = None) -> Session:
+    """Another session, with the same settings, that has read the turns before the last user turn.
+
+    `session` stays as it is. Raises UndoError as `check_rewind` does.
+    """
+    before = session.turns[: check_rewind(session, 1)[-1]]
+    again = Session(session.model, session.profile)
+    read_again(again, before, progress)
+    return again

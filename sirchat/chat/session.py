@@ -133,10 +133,7 @@ class Session:
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Scores of the tokens recalled for this round, by position, ascending.
-
-        After an undo or a resume the tokens are known, but not their scores: 0.
-        """
+        """Scores of the tokens recalled for this round, by position; 0 after an undo or resume."""
         return self._recall.scores
 
     @property
@@ -167,10 +164,10 @@ class Session:
     ) -> Iterator[Event]:
         """Undo the last user turn and say it again, with other random draws, or say `text` instead.
 
-        Raises UndoError, changing nothing, as `undo` does.
+        What is pinned stays so. Raises UndoError, changing nothing, as `undo` does.
         """
         text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
-        yield from self.undo()
+        yield from self.undo(keep_pins=True)
         yield from self.read_user(text, interrupted)
         self._now.attempt = attempt
         yield from self._answer(interrupted)
@@ -184,7 +181,8 @@ class Session:
         else:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
-        point = UndoPoint.of(self._now, self._engine.checkpoint(), text)
+        checkpoint = self._engine.checkpoint()
+        point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system)
         depth = UNDO_DEPTH if self.profile.archive != "off" else 1
         self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
@@ -225,20 +223,21 @@ class Session:
             raise UndoError("there is no turn to undo", hint=hint)
         return self._undo_points[-1].text
 
-    def undo(self) -> list[Event]:
-        """Undo the last user turn and all after it, as if they had never been read.
+    def undo(self, *, keep_pins: bool = False) -> list[Event]:
+        """Undo the last user turn and all after it, pins too, as if they had never been.
 
-        The settings stay, and so do pins. Raises UndoError, changing nothing, if there is no such
-        turn, or something that it evicted is gone.
+        The settings stay, and with `keep_pins` what is pinned. Raises UndoError, changing nothing,
+        if there is no such turn, or something that it evicted is gone.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
-            self._engine.undo(point.checkpoint)
+            self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
             raise UndoError("this turn can't be undone: what it pushed out is gone") from None
         self._undo_points.pop()
         self._now = point.conversation(self._now)
-        if self._now.prompt != self.profile.system and self.seen:
+        now = (self.profile.system, self.profile.pin_system)
+        if (self._now.prompt, point.pin_system) != now and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
             self._engine.retire(np.asarray(self._now.system), retired=False)

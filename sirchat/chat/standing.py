@@ -26,6 +26,7 @@ class Standing:
             null for a policy without scores.
         held: number of held tokens.
         threshold: score at or below which a token would leave now, as in `Snapshot`.
+        leaves: whether the token is among those that would leave next.
     """
 
     row: TokenRow
@@ -35,6 +36,7 @@ class Standing:
     rank: int | None
     held: int
     threshold: float | None
+    leaves: bool
 
 
 def standings(
@@ -54,6 +56,7 @@ def standings(
     rows = token_rows(engine, positions, texts, sinks, own_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = ledger.column("state")[positions].tolist()
+    leaving = set(now.next_to_go)
     factors = {  # surprisal and decay have columns of their own
         name: one[asked]
         for name, one in explaining_factors(engine, among).items()
@@ -68,6 +71,7 @@ def standings(
             rank=ranks[i],
             held=ledger.held_count,
             threshold=now.threshold,
+            leaves=row.position in leaving,
         )
         for i, row in enumerate(rows)
     ]

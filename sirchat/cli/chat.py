@@ -74,7 +74,10 @@ def open_saved(
     return session
 
 
-_AT_ONCE = ("model", "device", "dtype", "quantize", "panel", "theme", "markdown", "save", "save_kv")
+_AT_ONCE = (
+    *("model", "device", "dtype", "quantize", "save", "save_kv"),
+    *("panel", "theme", "markdown", "thinking"),
+)
 """Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""
 
 

@@ -58,13 +58,35 @@ def sessions_show(ident: Ident, debug: Debug = False) -> None:
 
 
 @sessions_app.command("rm")
-def sessions_rm(ident: Ident, debug: Debug = False) -> None:
-    """Delete a saved chat and all that was kept of it."""
-    from sirchat.saved.session_list import find_session, remove_session
+def sessions_rm(
+    ident: Ident,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="Erase its lines from the input history, too.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Delete a saved chat and all that was kept of it, after a yes."""
+    from sirchat.saved.session_list import remove_session
+    from sirchat.ui.removal import removal, typed_lines
 
-    path = find_session(sessions_dir(), ident)
-    remove_session(path)
-    typer.echo(displayable_line(f"removed {path.stem}"), err=True)
+    chat = removal(sessions_dir(), ident)
+    if not yes:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise UsageError(f"{chat.path.stem} is not deleted without a yes", hint="--yes")
+        typer.echo(chat.description, err=True)
+        if not typer.confirm("delete this chat?", err=True):
+            typer.echo("nothing is deleted", err=True)
+            raise typer.Exit(1)
+    remove_session(chat.path)
+    typer.echo(displayable_line(f"removed {chat.path.stem}"), err=True)
+    typed, lines = typed_lines(chat.messages)
+    if history and typed is not None and lines:
+        typed.forget(lambda line: line.strip() in chat.messages)
+        typer.echo(f"{lines:,} typed line{'s' * (lines > 1)} erased", err=True)
+        lines = 0
+    for line in chat.what_stays(lines):
+        typer.echo(displayable_line(line), err=True)
 
 
 @sessions_app.command("export")

@@ -227,6 +227,11 @@ class Profile(BaseModel):
     markdown: bool = Field(
         default=True, description="Show replies in a terminal as Markdown, or as they are written."
     )
+    thinking: Literal["show", "fold", "hide"] = Field(
+        default="show",
+        description="A reply's reasoning (<think>) in a terminal: dimmed, as one line, or not at "
+        "all.",
+    )
 
     @field_validator("description", "model", "policy", "system")
     @classmethod

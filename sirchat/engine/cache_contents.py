@@ -213,10 +213,13 @@ class CacheContents:
             # The policy `full` raises the error itself, in its own words.
             self.budget.settings.policy.keep(self.view(None), self.budget.total - count)
 
-    def undo(self, to: CacheCheckpoint, selection: Selection, round: int) -> Moves:
+    def undo(
+        self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
+    ) -> Moves:
         """Go back to a checkpoint; if the settings have changed since, choose anew.
 
-        Raises LookupError, changing nothing, if a row that was held then is gone.
+        The same rows are pinned as then; with `keep_pins`, those that are now stay pinned, and are
+        held. Raises LookupError, changing nothing, if a row that was held then is gone.
         """
         self._cache.reserve(len(to.held))
         self._store.undo(to)
@@ -226,7 +229,11 @@ class CacheContents:
             self._insert(selection.layers)
         self._at_last_pass = None
         budget = self.budget
-        if self.recalled > budget.reserve or budget.policy_rows > budget.policy_bound:
+        if not keep_pins:
+            self._ledger.pin_only(to.pinned)
+        added = np.setdiff1d(self._ledger.pinned_positions, to.pinned, assume_unique=True)
+        is_full = self.recalled > budget.reserve or budget.policy_rows > budget.policy_bound
+        if is_full or not np.isin(added, to.held).all():
             return self._hold(self._choice(round))
         return []
 

@@ -258,13 +258,14 @@ class Engine:
         selection = self.contents.selection
         return EngineCheckpoint(self.store.checkpoint(), self.logits, self._round, selection)
 
-    def undo(self, to: EngineCheckpoint) -> Moves:
-        """Go back to a checkpoint, as if nothing had been read since; the settings stay.
+    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> Moves:
+        """Go back to a checkpoint, as if nothing had been read or pinned since; the settings stay.
 
-        Returns what moved because the settings are others now. Raises LookupError, changing
-        nothing, if a row that was held then is gone.
+        With `keep_pins`, what is pinned now stays so, and is held. Returns what moved because the
+        settings are others now. Raises LookupError, changing nothing, if a row that was held then
+        is gone.
         """
-        moves = self.contents.undo(to.cache, to.selection, to.round)
+        moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self._reader.logits, self._round = to.logits, to.round
         if not self.ledger.seen:
             self.ledger.unknown_surprisal = self._no_surprisal

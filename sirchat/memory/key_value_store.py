@@ -36,12 +36,14 @@ class CacheCheckpoint:
     Attributes:
         seen: number of tokens read.
         held: stream positions [n] of the held rows, ascending.
+        pinned: stream positions of the pinned rows, ascending.
         log_decay: the ledger's accumulated decay, a logarithm.
         attention: attention that the held rows had received.
     """
 
     seen: int
     held: Positions
+    pinned: Positions
     log_decay: float
     attention: AttentionCheckpoint
 
@@ -156,9 +158,9 @@ class KeyValueStore:
             self._archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
-        return CacheCheckpoint(
-            ledger.seen, held, ledger.log_decay, ledger.attention.checkpoint(held)
-        )
+        attention = ledger.attention.checkpoint(held)
+        pinned = ledger.pinned_positions
+        return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention)
 
     def has(self, positions: Positions) -> bool:
         """Whether the rows at all of these stream positions are held or archived."""

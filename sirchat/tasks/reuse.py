@@ -17,7 +17,16 @@ from sirchat.errors import SettingError
 from sirchat.tasks.report import setting_names
 from sirchat.tasks.results_log import Record
 
-WITHOUT_EFFECT = ("description", "panel", "theme", "markdown", "save", "save_kv", "threads")
+WITHOUT_EFFECT = (
+    "description",
+    "panel",
+    "theme",
+    "markdown",
+    "thinking",
+    "save",
+    "save_kv",
+    "threads",
+)
 """Settings that no result depends on."""
 
 

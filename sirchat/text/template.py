@@ -131,6 +131,14 @@ class Template:
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
+    @cached_property
+    def opens_reasoning(self) -> bool:
+        """Whether the template itself writes the `<think>` that a reply's reasoning begins with."""
+        if "<think>" not in str(self._tokenizer.chat_template or ""):
+            return False
+        header = self._render([_message("user", _QUESTION)], prompt=True)
+        return str(self._tokenizer.decode(header[-8:])).rstrip().endswith("<think>")
+
     @property
     def closing(self) -> list[int]:
         """The ids that end a reply."""

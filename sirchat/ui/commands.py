@@ -10,11 +10,10 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
-from sirchat.chat.events import TokenRow, Undone
-from sirchat.chat.forgotten import forgotten_turns
+from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
@@ -24,15 +23,19 @@ from sirchat.ui.copying import copy_reply
 from sirchat.ui.editing import drawing_settings
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.forgetting import Forgetting
+from sirchat.ui.help import KEYS, draw_command, draw_help
 from sirchat.ui.history import Typed
+from sirchat.ui.looking import show_forgotten, show_thought
 from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.settings_table import draw_settings
 from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_forgotten, draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.undoing import undo
+from sirchat.ui.why import explain
 
 _PREFIX = "do_"
 
@@ -136,20 +139,14 @@ class Commands:
         return _ALIASES.get(word, word)
 
     def do_help(self, rest: str) -> None:
-        """[COMMAND]: list the commands, or tell about one."""
-        names = [self._known(rest)] if rest else [n for n in self.names() if n not in _ALIASES]
-        table = Table.grid(padding=(0, 2))
-        for name in names:
-            arguments, description = self.help_of(name)
-            others = "".join(f", /{alias}" for alias, target in _ALIASES.items() if target == name)
-            table.add_row(Text(f"/{name}{others} {arguments}", style="bold"), Text(description))
-        self._screen.page(table)
+        """[COMMAND]: list the commands by what they are for, or tell all about one."""
         if not rest:
-            self._screen.note(
-                "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
-                '""" opens and closes a block; // sends a text that begins with a slash. '
-                "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
-            )
+            self._screen.show(draw_help(self._screen.width))
+            self._screen.note(KEYS)
+            return
+        name = self._known(rest)
+        others = [alias for alias, target in _ALIASES.items() if target == name]
+        self._screen.show(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> None:
         """[NAME]: go on with another model, which reads the chat anew; alone, the models here."""
@@ -228,6 +225,13 @@ class Commands:
             _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
+    def do_thinking(self, rest: str) -> None:
+        """[show|fold|hide]: the last reply's reasoning (<think>); or how replies show theirs."""
+        if rest:
+            self._switching.setting("/thinking", "thinking", rest)
+        else:
+            show_thought(self._session, self._screen)
+
     def do_tokens(self, rest: str) -> None:
         """[all|turn N|top [N]|next]: held tokens with their numbers."""
         rows = self._rows_asked_for(*(rest.split() or ["all"]))
@@ -262,33 +266,24 @@ class Commands:
 
     def do_forgotten(self, rest: str) -> None:
         """-: what is forgotten of each turn, the most surprising words first."""
-        turns = list(forgotten_turns(self._session))
-        if turns:
-            screen = self._screen
-            screen.page(draw_forgotten(turns, screen.theme, screen.width))
-            screen.note('/recall "words" brings words back, with what stood beside them')
-        else:
-            self._screen.note("nothing is forgotten")
+        show_forgotten(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> None:
         """-: let the model sum up the conversation; the summary is read and pinned as a turn."""
         raise Summarize
 
     def do_why(self, rest: str) -> None:
-        """TEXT|last|turn N: where these tokens stand: surprisal, decays, score, rank, state."""
+        """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
         screen, standings = self._screen, self._session.why(rest)
-        screen.page(draw_standings(standings, screen.theme, screen.width))
+        table = draw_standings(standings, screen.theme, screen.width)
+        screen.page(Group(Text(explain(standings, rest, self._session.profile.policy)), table))
 
     def do_undo(self, rest: str) -> None:
         """-: take back what you said last, and the reply; or a change of the model."""
         if (former := self._models.go_back(self._session)) is not None:
             raise Another(former, is_other_chat=False)
-        for event in self._session.undo():
-            if isinstance(event, Undone):
-                self._screen.note(
-                    f"undone: {shorten(displayable_line(event.text), 60)}; "
-                    f"holds {event.resident:,}/{self._session.budget:,}"
-                )
+        if (before := undo(self._session, self._screen, self._saved_chat)) is not None:
+            raise Another(before, is_other_chat=False)
 
     def do_retry(self, rest: str) -> None:
         """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like

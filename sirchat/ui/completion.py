@@ -119,7 +119,7 @@ class SlashCompleter(Completer):
                 yield from _TARGETS
             case ["show" | "set"]:
                 yield from self._settings()
-            case ["recall" | "decay" as name] | ["set", name]:
+            case ["recall" | "decay" | "thinking" as name] | ["set", name]:
                 yield from self._values(name)
 
     @cached_property

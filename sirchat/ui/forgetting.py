@@ -69,7 +69,8 @@ class Forgetting:
         if others and not request.everywhere:
             stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
         self._screen.note(
-            f"would erase {' and '.join(parts)}, and end /undo{stays}: /forget --yes does it"
+            f"would erase {' and '.join(parts)}, and then /undo reads the chat anew{stays}: "
+            "/forget --yes does it"
         )
 
     def _forget(self, request: _Request) -> None:

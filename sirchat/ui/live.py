@@ -97,7 +97,7 @@ class LiveTurn:
         if not self._has_begun and self._line:
             self._begin_reply()
         if self._markdown is not None:
-            self._markdown.push(self._line)
+            self._markdown.push(self._line, self._session.conversation.reply.tokens_out)
             self._line = ""
             if self._pace.is_due():
                 self._draw_in_time()
@@ -112,14 +112,22 @@ class LiveTurn:
     def _begin_reply(self) -> None:
         """Decide how the reply is shown."""
         self._has_begun = True
-        if not self._session.profile.markdown or self._screen.is_plain:
+        profile = self._session.profile
+        is_as_written = not profile.markdown and profile.thinking == "show"
+        if is_as_written or self._screen.is_plain:
             return
         from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
         from sirchat.ui.markdown_reply import MarkdownReply
 
         colours, system = self._screen.has_colours, self._screen.console.color_system
         layout = MarkdownLayout(colours=colours and system is not None, color_system=system)
-        self._markdown = MarkdownReply(layout, below=self._draws_panel)
+        self._markdown = MarkdownReply(
+            layout,
+            below=self._draws_panel,
+            fold=profile.thinking,
+            is_open=self._session.template.opens_reasoning,
+            only_reasoning=not profile.markdown,
+        )
         if not self._draws_panel:
             self._stop_live()
             self._pace = Pace(TEXT_SECONDS)
@@ -192,6 +200,17 @@ class LiveTurn:
             self._screen.console.print(_Written(written), end="")
         elif self._live is not None:
             self._live.refresh()
+        if not self._session.profile.markdown and reply.is_past_reasoning:
+            self._go_on_as_written(reply)
+
+    def _go_on_as_written(self, reply: MarkdownReply) -> None:
+        """Show what follows the reasoning as it is written, as replies are without Markdown."""
+        end, self._line = reply.end_style(), reply.rest
+        if reply.has_gap:
+            end += "\n" if reply.is_above_panel else "\n\n"
+            self._line = self._line.lstrip("\n")
+        self._screen.console.print(_Written(end), end="")
+        self._markdown = None
 
     def _take_rows(self) -> str:
         """Remove and return the full rows of the reply; one cell is left for the cursor.

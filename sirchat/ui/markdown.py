@@ -9,6 +9,7 @@ background; numbered items keep their dot.
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,7 +17,7 @@ from typing import ClassVar, Literal, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from rich import box, markdown
+from rich import markdown
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
@@ -30,15 +31,18 @@ from sirchat.ui.styled_rows import Cell, StyledRow, cells_of, cut_line, plain_ro
 from sirchat.ui.text import displayable
 
 _STYLES = {
-    "h1": "bold underline",
-    **dict.fromkeys(("h2", "h3", "h4", "h5", "h6", "strong", "table.header"), "bold"),
+    **dict.fromkeys(("h1", "table.header"), "bold underline"),
+    **dict.fromkeys(("h2", "h3", "h4", "h5", "h6", "strong"), "bold"),
     **dict.fromkeys(("code", "code_block"), "cyan"),
     **dict.fromkeys(("block_quote", "item"), "none"),
-    **dict.fromkeys(("link_url", "hr", "table.border"), "dim"),
+    **dict.fromkeys(("link_url", "hr"), "dim"),
     "em": "italic",
     "link": "underline",
     "s": "strike",
 }
+_PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
+"""A first asterisk within a word, as in 2*3: it can't close emphasis, and hardly opens any."""
+
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
     ("Keyword",): "magenta",
@@ -79,8 +83,8 @@ class MarkdownLayout:
         """The rows of a text: its blocks, with an empty row between them.
 
         With `soft`, paragraphs and code are wrapped by the terminal; see `cut_line`. A draft is a
-        text that goes on: emphasis that is open in its last block is closed, and a table there
-        stands as it was written.
+        text that goes on: emphasis that is open in its last block is closed, and of a table there
+        the rows are counted.
         """
         blocks = parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -101,7 +105,7 @@ class MarkdownLayout:
         lines = source.split("\n")
         written = "\n".join(lines[start : None if is_open else end])
         if is_open:
-            block = _open_table_as_written(block, lines)
+            block = _open_table_counted(block)
         drawing = _Blocks(_shown(block), self._code_theme)
         options = self._console.options.update(width=width - 1, height=None)
         drawn = list(self._console.render(drawing, options))
@@ -112,7 +116,8 @@ class MarkdownLayout:
             rows.pop()
         while rows and not rows[0].cells:
             rows.pop(0)
-        if is_table and not _letters(written) <= _letters("".join(row.text for row in rows)):
+        is_final = is_table and not is_open
+        if is_final and not _letters(written) <= _letters("".join(row.text for row in rows)):
             return plain_rows(written, width, soft=soft)  # too wide, or more cells than columns
         return rows
 
@@ -157,6 +162,7 @@ def _open_emphasis(block: list[Token]) -> str:
     if last is None or last.type != "inline":
         return ""
     line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
+    line = _PRODUCT.sub(r"\1\\*", line)
     found: list[tuple[int, str]] = []
     for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
         if (mark if mark != ")" else "](") in line:
@@ -172,23 +178,27 @@ def _is_marked(token: Token) -> bool:
     return token.nesting < 0 or token.type in ("code_inline", "image")
 
 
-def _open_table_as_written(block: list[Token], lines: list[str]) -> list[Token]:
-    """The block with the table that ends it, if one does, as text: its columns may still change."""
+def _open_table_counted(block: list[Token]) -> list[Token]:
+    """The block with one line in place of the table that ends it, if one does.
+
+    Its columns may still change, so that each row would have to be written again.
+    """
     ends = [i for i, token in enumerate(block) if token.nesting >= 0]
     opens = [i for i, token in enumerate(block) if token.type == "table_open"]
     closes = [i for i, token in enumerate(block) if token.type == "table_close"]
     if not opens or closes[-1] < ends[-1]:
         return block
-    table = block[opens[-1]]
-    start, _ = table.map or (0, 0)
+    level, rows = block[opens[-1]].level, block[opens[-1] :]
+    count = sum(token.type == "tr_open" for token in rows)
     texts = [
-        Token("text", "", 0, content=line.strip(" \t>") + "\n" * (line is not lines[-1]))
-        for line in lines[start:]
+        Token("address_open", "link_url", 1),
+        Token("text", "", 0, content=f"table, rows: {count:,}"),
+        Token("address_close", "link_url", -1),
     ]
     paragraph = [
-        Token("paragraph_open", "p", 1, level=table.level),
+        Token("paragraph_open", "p", 1, level=level),
         Token("inline", "", 0, children=texts),
-        Token("paragraph_close", "p", -1, level=table.level),
+        Token("paragraph_close", "p", -1, level=level),
     ]
     return [*block[: opens[-1]], *paragraph, *block[closes[-1] + 1 :]]
 
@@ -330,16 +340,10 @@ class _List(markdown.ListElement):
 class _Table(markdown.TableElement):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            style="markdown.table.border",
-            show_edge=False,
-            collapse_padding=True,
+            box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="markdown.table.header"
         )
         for cell in self.header.row.cells if self.header and self.header.row else ():
-            heading = cell.content.copy()
-            heading.stylize("markdown.table.header")
-            table.add_column(heading, justify=_side(cell), overflow="fold")
+            table.add_column(cell.content, justify=_side(cell), overflow="fold")
         for row in self.body.rows if self.body else ():
             table.add_row(*(cell.content for cell in row.cells))
         yield table

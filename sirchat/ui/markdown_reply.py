@@ -9,15 +9,18 @@ change them, they stay, and the rest of the block follows as it was written.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
+from sirchat.chat.thinking import CLOSE, OPEN
 from sirchat.ui.markdown import MarkdownLayout, finished_lines
 from sirchat.ui.painter import Painter
 from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows
 
-_OPEN, _CLOSE = "<think>", "</think>"
 _UNDECIDED = re.compile(
     r"(?:\A|\n)[ \t>#*+\-=_~`|:.)\d]*\Z"
-    r"|!?\[[^\[\]\n]{0,60}\]?\Z|[\s*_~`!\[\\&]+\Z"
+    r"|<(?:[A-Za-z]{1,9}(?::[^<>\s]{0,200})?)?\Z"
+    r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[\\&]+\Z"
+    r"|(?:\A|\n)[ \t>*+\-.)\d]*\|(?=[^\n]*[^\s>|:\-])[^\n]*(?:\n[ \t>|:\-]*)?\Z"
 )
 """The end of a draft that may yet turn out to be markup."""
 _DECORATION = re.compile(r"[\s▌•─]")
@@ -31,17 +34,30 @@ class MarkdownReply:
         layout: draws Markdown.
         below: whether something is drawn in the rows below the reply, which then ends with a line
             break; without, paragraphs are wrapped by the terminal.
+        fold: what becomes of the reasoning at the beginning: "show", "fold" or "hide".
+        is_open: whether the reply begins amid reasoning, for the template wrote its tag.
+        only_reasoning: whether what follows the reasoning is left to the caller, as `rest`.
     """
 
-    def __init__(self, layout: MarkdownLayout, *, below: bool) -> None:
+    def __init__(
+        self,
+        layout: MarkdownLayout,
+        *,
+        below: bool,
+        fold: Literal["show", "fold", "hide"] = "show",
+        is_open: bool = False,
+        only_reasoning: bool = False,
+    ) -> None:
         self._layout = layout
+        self._fold, self._only_reasoning = fold, only_reasoning
+        self._tokens = 0  # of the reply up to the end of its reasoning
         self._soft = not below
         self._painter = Painter(below=below)
         self._source = ""  # from the first block that is not for good
         self._shown = 0  # characters of it that the terminal shows
         self._plain_from: int | None = None  # from here on, the first block stays as written
         self._lead: list[StyledRow] = []  # the empty row after what is for good
-        self._thinks: bool | None = None  # None: not known yet
+        self._thinks: bool | None = is_open or None  # None: not known yet
         self._width = 0
 
     @property
@@ -54,8 +70,20 @@ class MarkdownReply:
         """The text that is not shown yet."""
         return self._source[self._shown :]
 
-    def push(self, text: str) -> None:
-        """Add filtered text."""
+    @property
+    def has_gap(self) -> bool:
+        """Whether an empty row is to follow what is shown, before the rest."""
+        return bool(self._lead)
+
+    @property
+    def is_past_reasoning(self) -> bool:
+        """Whether what is not shown yet is no reasoning."""
+        return self._thinks is False
+
+    def push(self, text: str, tokens: int = 0) -> None:
+        """Add filtered text; `tokens` is how many the reply has with it."""
+        if self._thinks is not False and CLOSE not in self._source:
+            self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
@@ -67,12 +95,13 @@ class MarkdownReply:
         if width != self._width:
             written = self._painter.begin_anew() if self._width else ""
             self._width = width
+        self._painter.width = width
         self._painter.scroll(height)
         if self._thinks is None:
             self._thinks = self._begins_with_reasoning(is_end=is_end)
         if self._thinks:
-            written += self._reasoning()
-        if self._thinks is False:
+            written += self._reasoning(is_end=is_end)
+        if self._thinks is False and not self._only_reasoning:
             written += self._blocks(is_end=is_end)
         self._painter.scroll(height)
         return written + (self.end_style() if is_end else "")
@@ -84,23 +113,34 @@ class MarkdownReply:
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
         """Whether the reply begins with reasoning; None while that is not known."""
         start = self._source.lstrip()
-        if start.startswith(_OPEN):
+        if start.startswith(OPEN):
             self._source = start
             return True
-        return None if _OPEN.startswith(start) and not is_end else False
+        return None if OPEN.startswith(start) and not is_end else False
 
-    def _reasoning(self) -> str:
-        """Show the reasoning as it is, dimmed; the reply follows it as Markdown."""
-        end = self._source.find(_CLOSE)
-        stop = end + len(_CLOSE) if end >= 0 else len(self._source)
+    def _reasoning(self, *, is_end: bool) -> str:
+        """Show the reasoning as it is, dimmed, or folded; the reply follows it as Markdown."""
+        end = self._source.find(CLOSE)
+        stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
-        rows = plain_rows(text, self._width, soft=self._soft, style=_DIM)
+        if self._fold != "show":
+            inner = text.removeprefix(OPEN).removesuffix(CLOSE)
+            text = self._folded(is_over=end >= 0 or is_end) if inner.strip() else ""
+        rows = plain_rows(text, self._width, soft=self._soft, style=_DIM) if text else []
         written = self._painter.paint(self._kept(rows) or rows)
         self._shown = stop
         if end >= 0:
             self._thinks = False
             self._settle(stop, len(self._painter.rows))
+            self._lead = [StyledRow()] * bool(rows)
         return written
+
+    def _folded(self, *, is_over: bool) -> str:
+        """One line in place of the reasoning; nothing is left of it if it is to be hidden."""
+        tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
+        if not is_over:
+            return f"thinking, {tokens}"
+        return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
         """Lay out the blocks that are finished and the one under way."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.chat.events import Notice
 from sirchat.chat.model_defaults import DRAWING, with_model_defaults
-from sirchat.chat.rereading import read_again
+from sirchat.chat.rereading import own_pins, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.settings import FIXED
 from sirchat.config.profile import Profile
@@ -151,9 +151,7 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"as usual for this model: {', '.join(changed)}")
-        prompt, rows = before.conversation.system, before.snapshot().rows
-        pins = sum("pinned" in row.flags and row.position not in prompt for row in rows)
-        if pins:
+        if pins := own_pins(before):
             self._screen.note(f"{pins:,} tokens that you had pinned are not pinned here")
         for event in now.start():
             if isinstance(event, Notice):

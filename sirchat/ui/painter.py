@@ -10,9 +10,18 @@ from collections.abc import Sequence
 
 from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
 
+_BLANK = (" ", "")
+_GAP = 5  # blanks from which on they are skipped rather than written
+_BACK = 5  # columns up to which the cursor goes back step by step
+
 
 class Painter:
     """Rows of a terminal, from the cursor's row at the beginning on downward.
+
+    Attributes:
+        rows: those that are shown and may still change.
+        gone: so many of the first of them can't change any more.
+        width: of the window.
 
     Args:
         below: leave the cursor in the row below the last one, for what is drawn beneath; without,
@@ -23,6 +32,7 @@ class Painter:
     def __init__(self, *, below: bool) -> None:
         self.rows: list[StyledRow] = []
         self.gone = 0
+        self.width = 0
         self._below = below
         self._y, self._x = 0, 0
         self._existing = 1  # rows from the first on that the cursor can reach
@@ -92,7 +102,9 @@ class Painter:
             if old_width == new_width:
                 end -= _common(before[:start:-1], cells[:start:-1])
             self._reach(y, cells_width(cells[:start]), new, target)
-            self._write(cells[start:end])
+            written = max(start, min(len(before), end))
+            self._write(cells[start:written])
+            self._write_on_blank(cells[written:end], old_width)
             if old_width > new_width:
                 self._out.append("\x1b[K")
         else:  # columns can't be counted
@@ -117,6 +129,21 @@ class Painter:
             self._out.append(char)
         self._x += cells_width(cells)
 
+    def _write_on_blank(self, cells: Sequence[Cell], start: int) -> None:
+        """Write cells where nothing stands from column `start` on: gaps are skipped."""
+        at = 0
+        while at < len(cells):
+            end = at
+            while end < len(cells) and cells[end] == _BLANK:
+                end += 1
+            is_inside = self._x > 0 and end < len(cells)  # indented code is copied with its spaces
+            if end - at >= _GAP and is_inside and self._x >= start:
+                self._go(self._y, self._x + end - at)
+            else:
+                end = max(end, at + 1)
+                self._write(cells[at:end])
+            at = end
+
     def _is_at(self, y: int, cells: Sequence[Cell]) -> bool:
         """Whether the cursor stands behind these cells of a row."""
         return self._y == y and self._x == cells_width(cells)
@@ -131,8 +158,9 @@ class Painter:
         elif y < self._y:
             self._out.append(f"\x1b[{_count(self._y - y)}A")
         if x < self._x:
-            self._out.append("\r")
-            self._x = 0
+            back = self._x - x
+            self._out.append("\b" * back if back <= _BACK and self._x < self.width else "\r")
+            self._x = x if self._out[-1] != "\r" else 0
         if x > self._x:
             self._out.append(f"\x1b[{_count(x - self._x)}C")
         self._y, self._x = y, x

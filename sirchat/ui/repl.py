@@ -103,13 +103,14 @@ class _Chat:
                     self._keyboard.keep_typed()
                     line = self._prompt.read()
                     if line is None or not self._act_on(line):
-                        return
+                        break
                     with Interrupt():  # ignores a Ctrl-C that comes after the reply
                         self._saved_chat.update()
                 except KeyboardInterrupt:
                     self._screen.note("Ctrl-D or /exit leaves")
         finally:
             self._saved_chat.close()
+        self._saved_chat.say_where()
 
     def _commands_of(self, session: Session) -> Commands:
         return Commands(

@@ -77,6 +77,11 @@ class SavedChat:
         finally:
             self._saving.let_go()
 
+    def say_where(self) -> None:
+        """Say where the chat is kept, once it is closed, and how to come back to it."""
+        if self._is_on and self._saving.id and self._screen.is_interactive:
+            self._screen.remark(f"saved; sirchat --resume {self._handle} goes on with it")
+
     def save(self, name: str | None) -> None:
         """Save the chat now, with keys and values, and from now on; optionally under a name.
 
@@ -86,10 +91,11 @@ class SavedChat:
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
         self._begin()
+        former = self._saving.name
         if name is not None:  # asked again: an old file that was given up keeps its name
             self._saving.name = free_name(sessions_dir(), name, self._saving.id)
             self._saving.update()
-        self._report_saved()
+        self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
         """Leave the chat for a saved one, and return its session; None if it is this chat.
@@ -220,7 +226,13 @@ class SavedChat:
         self._saving = new
         self._screen.note(f"session {old.id} takes no more, and stays as it is")
 
-    def _report_saved(self) -> None:
+    @property
+    def _handle(self) -> str:
+        """What the chat is found by: its name, else its id."""
+        return format_value(self._saving.name) if self._saving.name else self._saving.id
+
+    def _report_saved(self, former: str) -> None:
+        """Say where the chat is saved, and that it was renamed if `former` was another name."""
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("nothing is said yet; the chat is saved from its first turn on")
@@ -229,10 +241,14 @@ class SavedChat:
             kept = saving.save_kv()
         except SessionError as error:
             self._screen.error(str(error))
-        handle = format_value(saving.name) if saving.name else saving.id
+        handle, renamed = self._handle, ""
+        if former not in ("", saving.name):
+            what = "branch" if saving.id != saving.family else "chat"
+            renamed = f"; this {what} is no longer called {format_value(former)}"
         self._screen.note(
             f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values; /load {handle} goes on with it, and so does sirchat --resume {handle}"
+            f"values{renamed}; /load {handle} goes on with it, and so does sirchat --resume "
+            f"{handle}"
         )
 
     def _resumed(self, store: SessionStore) -> Session:

@@ -69,6 +69,11 @@ class Screen:
         return self.console.is_dumb_terminal
 
     @property
+    def is_interactive(self) -> bool:
+        """Whether both replies and notices go to a terminal."""
+        return self._out.isatty() and self.notes.file.isatty()
+
+    @property
     def width(self) -> int:
         """Current width of the window, in columns."""
         return self.console.size.width

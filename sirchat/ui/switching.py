@@ -16,7 +16,7 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
 
-_SCREEN_SETTINGS = ("panel", "theme", "markdown")
+_SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
 """Settings that another profile leaves alone unless it names them."""
 
 _CACHE_SETTINGS = (

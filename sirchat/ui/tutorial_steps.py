@@ -87,8 +87,9 @@ STEPS: Final = (
         "It can't know: the name is no longer in its memory. The lines above are the panel. Its "
         'bar shows how full the memory is. After "turns" stands a mark for each message: a full '
         'block if all of it is held, a dot if nothing is. After "go next": what will be forgotten '
-        "next. The last lines are the text that the model still sees, as much as fits: ⋯ and a "
-        "number stand for so many forgotten tokens; you: and model: say who speaks.",
+        'next; after "forgot": what just was. The last lines are the text that the model still '
+        "sees, as much as fits: ⋯ and a number stand for so many forgotten tokens; you: and "
+        "model: say who speaks.",
         (Effect("Anna", in_reply=False, in_memory=False),),
         shows_panel=True,
     ),
@@ -137,9 +138,11 @@ STEPS: Final = (
     TutorialStep(
         "And ask again.",
         "What is my cat called?",
-        "It knows again. (/recall on looks for what fits each message, and brings that back by "
-        "itself.)",
-        (Effect("Luna", in_reply=True),),
+        "It knows again. To make room, Anna went: the text in the panel has Luna, and Anna no "
+        "more. In 48 places, what is pinned leaves little for the rest. (/recall on looks for what "
+        "fits each message, and brings that back by itself.)",
+        (Effect("Luna", in_reply=True), Effect("Anna", in_memory=False)),
+        shows_panel=True,
     ),
 )
 

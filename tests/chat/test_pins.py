@@ -74,13 +74,52 @@ def test_pins_take_half_the_budget_at_most_and_a_refusal_changes_nothing() -> No
     assert chat.snapshot() == before
 
 
-def test_pins_survive_an_undo() -> None:
-    chat = session(babbler(), **SMALL)
+def full_of_talk() -> Session:
+    """A chat whose fact is forgotten; a turn can be undone."""
+    chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(FACT))
-    list(chat.ask("other"))
-    list(chat.pin("7351"))
+    for _ in range(3):
+        list(chat.ask("other words " * 20))
+    return chat
+
+
+@pytest.mark.parametrize("around", [0, 12])
+def test_an_undo_takes_back_the_pins_that_were_made_since(around: int) -> None:
+    chat = full_of_talk()
+    before = chat.snapshot(), chat.why(FACT)
+    list(chat.ask("one more " * 4))
+    list(chat.pin("7351", around=around))
+    assert "7351" in held_text(chat)
     list(chat.undo())
-    assert all("pinned" in one.row.flags for one in chat.why("7351"))
+    assert (chat.snapshot(), chat.why(FACT)) == before
+    assert not any("pinned" in one.row.flags for one in chat.why("7351"))
+
+
+def test_an_undo_pins_again_what_was_let_go_since_and_leaves_older_pins() -> None:
+    chat = full_of_talk()
+    list(chat.pin("code is"))
+    list(chat.pin("7351"))
+    before = chat.snapshot()
+    list(chat.ask("one more " * 4))
+    list(chat.pin("7351", pinned=False))
+    list(chat.undo())
+    assert chat.snapshot() == before
+
+
+def test_a_retry_keeps_the_pins_and_holds_what_is_pinned() -> None:
+    chat = full_of_talk()
+    list(chat.pin("7351"))
+    list(chat.retry())
+    assert all((one.state, one.row.flags) == ("held", ("pinned",)) for one in chat.why("7351"))
+
+
+def test_the_system_prompt_stays_pinned_or_not_as_the_setting_says_when_a_turn_is_undone() -> None:
+    chat = session(babbler(), system="You are brief.", **SMALL)
+    list(chat.ask("red"))
+    list(chat.ask("green"))
+    list(chat.switch("/set", pin_system=False))
+    list(chat.undo())
+    assert not any("pinned" in one.row.flags for one in chat.why("brief"))
 
 
 def test_last_is_what_the_user_said_last_and_turns_have_numbers() -> None:

@@ -33,7 +33,7 @@ def test_a_name_finds_a_session_wherever_an_id_does(folder: Path) -> None:
     chat.do('/load "my trip"')
     assert chat.texts == SAYINGS[:2]
     chat.saved_chat.close()
-    assert run("sessions", "rm", "My trip").returncode == 0
+    assert run("sessions", "rm", "--yes", "My trip").returncode == 0
     assert not path.exists()
 
 

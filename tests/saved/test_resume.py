@@ -45,7 +45,7 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     assert "--force" in refused.stderr
     assert run("sessions", "export", "last", str(file), "--force").returncode == 0
     assert file.read_text(encoding="utf-8") == exported
-    assert run("sessions", "rm", "last").returncode == 0
+    assert run("sessions", "rm", "last", "--yes").returncode == 0
     assert "Anna" not in run("sessions", "list").stdout
 
 
@@ -100,7 +100,11 @@ def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.say("Hello!")
         chat.wait_prompt()
-        refused = run("sessions", "rm", "last")
+        refused = run("sessions", "rm", "last", "--yes")
+        assert refused.returncode == 1
+        assert "open in another process" in refused.stderr
+        (ident,) = re.findall(r"(?m)^ *(20\S+).*\(open\)", run("sessions", "list").stdout)
+        refused = run("sessions", "rm", ident, "--yes")
         assert refused.returncode == 1
         assert "in use" in refused.stderr
         with Terminal("--resume", home=tmp_path) as other:

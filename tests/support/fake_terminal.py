@@ -46,7 +46,7 @@ class FakeTerminal(io.StringIO):
         return os.terminal_size((self.screen.columns, self.screen.lines))
 
 
-def stub_session(panel: str = "live", text: str = "held", *, markdown: bool = True) -> Any:
+def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> Any:
     """The parts of a session that a live view uses; it holds one token with this text."""
     row = TokenRow(0, 1, text, 0, "user", 2.0, 1.0, 1.0, 0.5, ())
     view = Snapshot(
@@ -66,7 +66,9 @@ def stub_session(panel: str = "live", text: str = "held", *, markdown: bool = Tr
         histogram=None,
     )
     return SimpleNamespace(
-        profile=Profile(panel=panel, markdown=markdown),  # type: ignore[arg-type]
+        profile=Profile(panel=panel, **settings),  # type: ignore[arg-type]
+        template=SimpleNamespace(opens_reasoning=False),
+        conversation=SimpleNamespace(reply=SimpleNamespace(tokens_out=0)),
         budget=64,
         seen=1,
         snapshot=lambda strongest=None: view,
@@ -79,14 +81,21 @@ def show_reply(
     chunks: list[str],
     panel: str = "live",
     *sizes: tuple[int, int],
-    markdown: bool = True,
+    opens_reasoning: bool = False,
+    **settings: Any,
 ) -> None:
-    """Show a reply that comes in these chunks; the window changes to these sizes on the way."""
+    """Show a reply that comes in these chunks; the window changes to these sizes on the way.
+
+    `opens_reasoning`: the template writes the first `<think>`. Each chunk counts as a token.
+    """
     changes = {(i + 1) * len(chunks) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
-    with LiveTurn(stub_session(panel, markdown=markdown), Screen(terminal, terminal)) as view:
+    session = stub_session(panel, **settings)
+    session.template.opens_reasoning = opens_reasoning
+    with LiveTurn(session, Screen(terminal, terminal)) as view:
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])
+            session.conversation.reply.tokens_out += 1
             view.show(Delta(chunk))
 
 

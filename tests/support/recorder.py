@@ -30,7 +30,7 @@ from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Commands
+from sirchat.ui.commands import Another, Commands
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.history import InMemory
 from sirchat.ui.panel import draw_panel
@@ -256,10 +256,15 @@ class _RunningSession:
         screen = Screen(out, out, theme="none")
         history = InMemory()
         saved_chat = SimpleNamespace(
-            unname=lambda said, whole: False, update=lambda: None, not_written=None
+            unname=lambda said, whole: False,
+            update=lambda: None,
+            go_on_with=lambda session: None,
+            not_written=None,
         )
         try:
             Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat)).run(line)
+        except Another as other:  # an undo read the conversation anew
+            self.session = other.session
         except SirchatError as error:
             out.write(str(error))
         return {"did": line, "shown": out.getvalue()}

@@ -36,7 +36,7 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     seen, undoable = chat.texts, len(chat.session.turns)
     shown = do(chat, "/forget Marmalade")
     assert "would erase" in shown
-    assert "tokens in turn 0 and 1 typed line, and end /undo" in shown
+    assert "tokens in turn 0 and 1 typed line, and then /undo reads the chat anew" in shown
     assert "1 typed line of other chats would stay (--everywhere)" in shown
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
     done = do(chat, "/forget --yes")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from saved_chats import Chat
+from sirchat.chat.forgotten import ForgottenTurn
 from terminal import Terminal
 
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
@@ -30,12 +32,30 @@ def test_what_was_forgotten_is_named_listed_and_brought_back(tmp_path: Path, col
         assert _toolbar(chat).count("━") >= (6 if columns >= 80 else 0)
         listed = chat.ask("/forgotten")
         assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
+        assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
         assert "Paul" not in chat.ask("/tokens")
         chat.ask('/recall "Paul"')
         back = chat.ask("/tokens")
         assert "Paul" in back
         assert "baker" in back
         assert chat.leave() == 0
+
+
+def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = Chat()
+    chat.say("One.")
+    turns = [ForgottenTurn(0, "user", 9, 3, ("Rome",)), ForgottenTurn(1, "assistant", 4, 2, ())]
+    monkeypatch.setattr("sirchat.ui.looking.forgotten_turns", lambda session: iter(turns))
+    shown = chat.do("/forgotten")
+    assert "6 of 9" in shown
+    assert "2 of 4" not in shown
+    assert "1 more turn lost only what is held elsewhere, too, and punctuation" in shown
+    turns.pop(0)
+    assert chat.do("/forgotten").startswith("1 turn lost only")
+    turns.clear()
+    assert chat.do("/forgotten") == "nothing is forgotten\n"
 
 
 @pytest.mark.slow

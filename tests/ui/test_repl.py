@@ -11,6 +11,7 @@ import pytest
 
 from chatting import session
 from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.help import GROUPS
 from sirchat.ui.history import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -70,7 +71,7 @@ def test_help_lists_every_command_and_describes_one(chat: Terminal) -> None:
     keys = listed = chat.ask("/help")  # taller than this window, and no pager takes the keys
     for name in (
         *("help", "policy", "budget", "decay", "sinks", "recent", "set", "show", "system"),
-        *("panel", "tokens", "stats", "profile", "reset", "clear", "exit", "quit", "bye"),
+        *("panel", "tokens", "stats", "profile", "reset", "clear", "exit"),
         *("save", "load"),
     ):
         assert re.search(rf"/{name}\b", listed), name
@@ -79,6 +80,25 @@ def test_help_lists_every_command_and_describes_one(chat: Terminal) -> None:
     assert chat.ask("/?") == keys
     for one in (chat.ask("/help budget"), chat.ask("/help /budget")):
         assert re.fullmatch(r"/budget \[TOKENS\]\s+how many tokens are held at most\.", one)
+    assert chat.ask("/help bye").startswith("/exit (also /quit, /bye)\n")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(60, 48), (100, 30), (160, 24)])
+def test_help_is_a_screen_of_groups(chat: Terminal, columns: int, rows: int) -> None:
+    chat.resize(rows, columns)
+    lines = chat.ask("/help").splitlines()
+    for group in ("Talk", "Memory", "Look", "Chats", "Settings", "Help"):
+        assert any(re.search(rf"(^|  ){group}( |$)", line) for line in lines), group
+    assert len(lines) < rows - 3  # below it are the prompt and the toolbar
+    assert any(line.startswith(" /edit  ") and "change your last message" in line for line in lines)
+    assert all(len(line) < columns for line in lines)
+
+
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    rows = [row for group in GROUPS.values() for row in group]
+    named = [name for row in rows for name in re.findall(r"/(\w+)", row)]
+    assert len(named) == len(set(named))
+    assert set(named) | {"quit", "bye", "?", "regen"} == set(Commands.names())
 
 
 def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
@@ -276,6 +296,10 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/pol sink", "there is no command /pol (did you mean /policy?)"),
         ("/policyx", "there is no command /policyx (did you mean /policy?)"),
         ("/Policy", "did you mean /policy?"),
+        ("/nosuch", "there is no command /nosuch (/help lists them"),
+        ("/resume", "/help lists them"),  # nothing like /reset
+        ("/remove", "/help lists them"),
+        ("/hlep", "did you mean /help?"),
         ("/", "there is no command / (/help lists them"),
         ("/xyzzy", "/help lists them"),
         ("/help polcy", "did you mean /policy?"),

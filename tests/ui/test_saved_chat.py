@@ -121,6 +121,49 @@ def test_a_failure_leaves_no_file_of_its_own(folder: Path, monkeypatch: pytest.M
     assert len(list_sessions(folder).sessions) == 1
 
 
+def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_one() -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    assert "no longer called" not in chat.do("/save trip")
+    assert "no longer called" not in chat.do("/save trip")
+    assert 'this chat is no longer called "trip"' in chat.do("/save journey")
+    chat.do("/branch berlin")
+    shown = chat.do("/save rome")
+    assert 'called "rome"' in shown
+    assert 'this branch is no longer called "berlin"' in shown
+
+
+# --- leaving
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
+    with Terminal(home=tmp_path, columns=columns) as chat:
+        chat.ask("My name is Anna.")
+        chat.say("/exit")
+        assert chat.ended() == 0
+        found = re.search(r"^saved; sirchat --resume (20\S+) goes on with it$", chat.text, re.M)
+        assert found
+    with Terminal("--resume", found[1], home=tmp_path, columns=columns) as chat:
+        assert "Anna" in chat.ask("What is my name?")
+        chat.ask("/save my trip")
+        assert chat.leave() == 0
+        assert chat.text.endswith('saved; sirchat --resume "my trip" goes on with it')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--quiet",), ("--no-save",), ("nothing said",)])
+def test_leaving_says_nothing_where_nothing_is_kept_or_quiet_is_wanted(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    with Terminal(*(one for one in flags if one[0] == "-"), home=tmp_path) as chat:
+        if flags != ("nothing said",):
+            chat.ask("My name is Anna.")
+        assert chat.leave() == 0
+        assert "--resume" not in chat.text
+
+
 # --- /load
 
 

@@ -97,6 +97,17 @@ def test_the_panel_has_what_is_explained_of_it(piped: str) -> None:
     assert re.search(r"needs \d+\.\d+ nats to stay", second.split("It knows")[0])
 
 
+def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) -> None:
+    last = step_of(piped, LAST)
+    above, said = last.split("│ It knows again.")
+    drawn = above.split("next to go")[1]
+    assert "Luna" in drawn
+    assert "Anna" not in drawn
+    assert "Anna went" in folded(said)
+    first = step_of(piped, number_of("What is my name?"))
+    assert 'after "forgot": what just was' in folded(first)
+
+
 def test_commands_it_names_exist() -> None:
     names = set(Commands.names())
     assert names >= COMMANDS

@@ -1,0 +1,180 @@
+"""Reasoning between `<think>` tags on the screen: in full, folded to a line, or hidden."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatting import tiny
+from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
+from markdown_documents import pieces
+from sirchat.chat.thinking import thought
+from sirchat.text.template import Template
+from terminal import Terminal, lines_of
+
+TEXT = "<think>\nIs it *so*?\n- yes, for long\n</think>\n\nIt is *so*.\n\n- one\n"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    return fake_terminal(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def every_frame() -> Iterator[None]:
+    with every_frame_drawn():
+        yield
+
+
+def _lines(terminal: FakeTerminal) -> list[str]:
+    return "\n".join(lines_of(terminal.screen)).strip("\n").split("\n")
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("panel", ["off", "live", "turn"])
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int, size: int) -> None:
+    terminal.resize(30, columns)
+    chunks = pieces(TEXT, 3, size) if size < 400 else [TEXT]
+    show_reply(terminal, chunks, panel, thinking="fold")
+    first, *rest = _lines(terminal)
+    found = re.fullmatch(r"thought for (\d+) tokens? \(/thinking shows it\)", first)
+    assert found
+    written = len("".join(chunks[: int(found[1])]))
+    assert TEXT.index("</think>") < written <= TEXT.index("It is") + size
+    assert rest == ["", "It is so.", "", "• one"]
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+def test_hidden_nothing_of_it_stays(terminal: FakeTerminal, panel: str) -> None:
+    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking="hide")
+    assert lines_of(terminal.screen)[:3] == ["It is so.", "", "• one"]
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+@pytest.mark.parametrize("thinking", ["fold", "hide"])
+def test_while_it_comes_one_line_counts_and_little_is_written(
+    terminal: FakeTerminal, panel: str, thinking: str
+) -> None:
+    chunks = pieces("<think>" + "on and on, " * 300, 2, 6)
+    seen: set[str] = set()
+    write = terminal.write
+
+    def look(text: str) -> int:
+        count = write(text)
+        seen.add(lines_of(terminal.screen)[0])
+        return count
+
+    terminal.write = look  # type: ignore[method-assign]
+    show_reply(terminal, chunks, panel, thinking=thinking)
+    assert "thinking, 40 tokens" in seen
+    if panel == "off":
+        assert all(re.fullmatch(r"(thinking, [\d,]+ tokens?|thought for .*)?", x) for x in seen)
+        assert len(terminal.getvalue()) < 12 * len(chunks)
+    ended = f"thought for {len(chunks):,} tokens (/thinking shows it)"
+    assert lines_of(terminal.screen)[0] == (ended if thinking == "fold" else "")
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+@pytest.mark.parametrize("thinking", ["fold", "hide"])
+def test_without_markdown_the_rest_is_as_it_was_written(
+    terminal: FakeTerminal, panel: str, thinking: str
+) -> None:
+    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking=thinking, markdown=False)
+    lines = _lines(terminal)
+    if thinking == "fold":
+        assert lines[0].startswith("thought for ")
+        assert lines.pop(0)
+        assert lines.pop(0) == ""
+    assert lines == ["It is *so*.", "", "- one"]
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+def test_a_reply_without_reasoning_is_shown_as_ever(terminal: FakeTerminal, panel: str) -> None:
+    for markdown, shown in ((True, "so <think>"), (False, "*so* <think>")):
+        terminal.screen.reset()
+        terminal.screen.set_mode(20)
+        show_reply(terminal, ["*so*", " <think>"], panel, thinking="fold", markdown=markdown)
+        assert lines_of(terminal.screen)[0] == shown
+
+
+def test_empty_reasoning_leaves_no_line(terminal: FakeTerminal) -> None:
+    show_reply(terminal, ["<think>\n", "\n</think>", "\n\nYes."], "off", thinking="fold")
+    assert _lines(terminal) == ["Yes."]
+
+
+def test_reasoning_that_the_template_opened_is_known(terminal: FakeTerminal) -> None:
+    show_reply(
+        terminal,
+        pieces("So it is.</think>\n\nYes.", 1, 3),
+        "off",
+        thinking="fold",
+        opens_reasoning=True,
+    )
+    first, *rest = _lines(terminal)
+    assert first.startswith("thought for ")
+    assert rest == ["", "Yes."]
+
+
+def test_whether_the_template_opens_it() -> None:
+    tokenizer = tiny().tokenizer
+    before = tokenizer.chat_template
+    try:
+        assert not Template(tokenizer).opens_reasoning
+        header = "{{ '<think>\\n' if add_generation_prompt else '' }}"
+        tokenizer.chat_template = before + header
+        assert Template(tokenizer).opens_reasoning
+        tokenizer.chat_template = before + header.replace("<think>", "<think>\\n\\n</think>")
+        assert not Template(tokenizer).opens_reasoning
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("setting", ["fold", "hide"])
+def test_a_pipe_gets_all_of_it(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    show_reply(terminal, pieces(TEXT, 1), "off", thinking=setting)
+    assert terminal.getvalue() == TEXT + "\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ("<think>\nwhy?\n</think>\nYes.", "why?"),
+        ("<think>cut off", "cut off"),
+        ("why?</think>Yes.", "why?"),
+        ("Yes.", ""),
+    ],
+)
+def test_the_text_of_the_reasoning(reply: str, found: str) -> None:
+    assert thought(reply) == found
+    assert thought("Yes.", is_open=True) == "Yes."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_reasoning_in_a_chat(tmp_path: Path, endless: str, columns: int) -> None:
+    file = tmp_path / "reply.md"
+    file.write_text(TEXT, encoding="utf-8")
+    command = (sys.executable, "-m", "tests.support.speaking", str(file), "--model", endless)
+    with Terminal(*command, home=tmp_path, columns=columns) as chat:
+        assert chat.ask("/thinking") == "no reply has any reasoning"
+        assert chat.ask("/thinking fold") == "thinking: show -> fold"
+        for panel in ("off", "live", "turn"):
+            chat.ask(f"/set panel {panel}")
+            shown = chat.ask("Go on.")
+            assert re.match(
+                r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n\d+ in, ",
+                shown,
+            )
+        assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"
+        chat.ask("/set thinking show")
+        assert chat.ask("Go on.").startswith("<think>\nIs it")
+        assert "show, fold, hide" in " ".join(chat.ask("/thinking loud").split())
+        assert chat.leave() == 0

@@ -1,0 +1,121 @@
+"""`/undo` at the prompt: pins made since go, too, and after a resume the chat is read anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import answer
+from saved_chats import SAYINGS, Chat, refusal, resumed
+from sirchat.saved.session_list import list_sessions
+from terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+def _gone_on(**settings: Any) -> Chat:
+    """A chat that was saved after `SAYINGS[:3]`, left, and taken up again."""
+    chat = Chat(**settings)
+    chat.say(*SAYINGS[:3])
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    chat = Chat(**settings)
+    chat.do("/load trunk")
+    return chat
+
+
+@pytest.mark.parametrize("archive", ["ram", "off"])
+def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
+    folder: Path, archive: str
+) -> None:
+    chat, straight = _gone_on(archive=archive), Chat(save=False, archive=archive)
+    straight.say(*SAYINGS[:2])
+    replies = [turn.text for turn in straight.session.turns if turn.role == "assistant"]
+    shown = chat.do("/undo")
+    assert f"undone: {SAYINGS[2]}; {chat.session.seen:,} tokens before it were read anew" in shown
+    assert chat.texts == SAYINGS[:2]
+    assert [turn.text for turn in chat.session.turns if turn.role == "assistant"] == replies
+    assert "read anew" not in chat.do("/undo")  # these turns were read in this run
+    assert chat.texts == SAYINGS[:1]
+    chat.say(SAYINGS[4])
+    chat.saved_chat.close()
+    again, _ = resumed(folder, "trunk")
+    assert [turn.text for turn in again.turns if turn.role == "user"] == [SAYINGS[0], SAYINGS[4]]
+    assert len(list_sessions(folder).sessions) == 1
+
+
+def test_pins_are_lost_when_a_chat_is_read_anew_and_that_is_said() -> None:
+    chat = _gone_on()
+    chat.do('/pin "words"')
+    assert re.search(r"\d tokens that you had pinned are not pinned any more", chat.do("/undo"))
+
+
+def test_where_nothing_was_said_there_is_nothing_to_undo() -> None:
+    assert "no turn to undo" in refusal(Chat(), "/undo")
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    chat.do("/undo")
+    assert "no turn to undo" in refusal(chat, "/undo")
+
+
+def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = _gone_on()
+    before = chat.session.snapshot()
+
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sirchat.chat.rewind.read_again", stops)
+    with pytest.raises(KeyboardInterrupt):
+        chat.do("/undo")
+    assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
+
+
+def test_what_was_forgotten_is_not_read_anew() -> None:
+    chat = Chat()
+    chat.say("The code is 7351.", SAYINGS[1])
+    chat.do('/forget "7351"')
+    chat.do("/forget --yes")
+    assert "read anew" in chat.do("/undo")
+    assert chat.texts == ["The code is ."]
+
+
+def test_after_a_resume_a_message_of_this_run_is_undone_exactly() -> None:
+    chat = _gone_on()
+    before = chat.session.snapshot().rows
+    chat.say(SAYINGS[3])
+    assert "read anew" not in chat.do("/undo")
+    assert chat.session.snapshot().rows == before
+    assert answer(list(chat.session.ask(SAYINGS[3])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
+    flags = ("--policy", "sink", "--budget", "48")
+    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
+        chat.ask("My name is Anna.")
+        chat.ask("My cat is called Luna.")
+        chat.ask("Tell me a joke.")
+        before = chat.ask("/tokens")
+        chat.ask("What is the capital of Italy?")
+        assert "tokens pinned" in chat.ask('/recall "Anna"')
+        assert "pinned" in chat.ask("/tokens")
+        assert "undone: What is the capital of Italy?" in " ".join(chat.ask("/undo").split())
+        assert chat.ask("/tokens") == before
+        assert chat.leave() == 0
+    with Terminal("--resume", "last", home=tmp_path, columns=columns) as chat:
+        shown = " ".join(chat.ask("/undo").split())
+        assert re.search(r"undone: Tell me a joke\.; \d+ tokens before it were read anew", shown)
+        assert "Tell me a joke" not in chat.ask("/panel")
+        assert "undone: My cat is called Luna." in " ".join(chat.ask("/undo").split())
+        assert chat.leave() == 0
