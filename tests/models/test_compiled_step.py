@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from engine_steps import some_ids
-from families import build
+from families import build, loaded
 from recall_rounds import memory, say
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
@@ -197,7 +197,7 @@ def test_without_a_compiler_auto_leaves_it_and_on_says_so(
 
 
 def test_a_model_without_a_short_step_can_not_be_compiled() -> None:
-    model = wrap_model("other", build("gpt2", {}), None)
+    model = loaded("phi")
     compiling.use_compiled(model, "auto")
     with pytest.raises(ModelError, match="no step to compile"):
         compiling.use_compiled(model, "on")
