@@ -20,6 +20,9 @@ _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than anybody has
 _MOST_BYTES = 2**62
 
+FIXED = ("description", "model", "device", "dtype", "quantize", "threads", "seed", "save")
+"""Settings that hold for a whole conversation; the others change live."""
+
 LEAST_TEMPERATURE = 0.01
 """Least temperature above 0; the likeliest token is then drawn nearly always."""
 

@@ -11,8 +11,7 @@ from sirchat.chat.events import Notice
 from sirchat.chat.model_defaults import DRAWING, with_model_defaults
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED
-from sirchat.config.profile import Profile
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import resolve
 from sirchat.config.values import as_typed
 from sirchat.models.bars import Progress
