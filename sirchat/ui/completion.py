@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
@@ -44,6 +45,7 @@ _COPIED = (
     ("code", "the last block of code of the last reply"),
     ("--osc52", "by way of the terminal, as over ssh"),
 )
+_BEFORE_PATH = re.compile(rf"/(?:read|export +(?:{'|'.join(FORMATS)})) +")
 _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
 
 
@@ -61,7 +63,7 @@ class SlashCompleter(Completer):
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        path = path_begun(text)
+        path = path_begun(text, _BEFORE_PATH)
         if path is not None:
             yield from complete_path(path, event)
             return

@@ -1,4 +1,4 @@
-"""Names of files as they are typed, after `@`, `/read` and `/export`."""
+"""Names of files as they are typed, after `@` and `/read`, or another command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from prompt_toolkit.document import Document
 from sirchat.ui.attaching import open_mention
 from sirchat.ui.text import displayable_line
 
-_BEFORE_PATH = re.compile(r'/(?:read|export +\w+) +("[^"\n]*|[^\s"]*)$')
+_BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
-def path_begun(text: str) -> str | None:
-    """The beginning of a file's name before the cursor, a quote in front included, if any."""
-    command = _BEFORE_PATH.match(text)
-    if command:
-        return command[1]
+def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
+    """The beginning of a file's name before the cursor, a quote in front included, if any.
+
+    `commands` matches the commands that a name may follow.
+    """
+    command = commands.match(text)
+    if command and (begun := _BEGUN.match(text, command.end())):
+        return begun[1]
     return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
 
 
