@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sirchat.cli.launch import open_session, profile_of
+from sirchat.cli.launch import open_session, profile_of, quick_start
 from sirchat.config.layers import changed
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.memory.policies import import_typed
+from sirchat.ui.interrupt import insistent
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def open_chat(
     from sirchat.ui.screen import Screen
 
     def opened(report: "Progress | None") -> "Session":
-        return open_saved(profile, trust, report, store, later, rebuild=rebuild)
+        with quick_start():
+            with insistent():
+                import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
+            return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
         screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)

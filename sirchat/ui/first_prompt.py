@@ -16,7 +16,6 @@ from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
-from sirchat.ui.interrupt import insistent
 from sirchat.ui.line_input import LineInput, line_input
 from sirchat.ui.opening import Opening
 from sirchat.ui.path_completion import complete_path, path_begun
@@ -88,8 +87,6 @@ class _FirstPrompt:
 
             with loading_bar(self._screen, self._profile.model) as report:
                 session = self._open(report)
-                with insistent():
-                    import sirchat.ui.repl  # noqa: F401
             self._begin(session, session.start()).run()
             return
         opening = Opening(self._open, self._entry.prompt.redraw)
@@ -116,6 +113,7 @@ class _FirstPrompt:
 
         async def take_up() -> None:
             prompt = self._entry.prompt
+            opening.begin()
             try:
                 session, events = await asyncio.wrap_future(opening.session)
                 if self._chat is None:
@@ -135,6 +133,7 @@ class _FirstPrompt:
 
         with loading_bar(self._screen, self._profile.model) as bar:
             opening.show_on(bar)
+            opening.begin()  # where the line was there before the prompt
             session, events = opening.session.result()
         return self._begin(session, events)
 

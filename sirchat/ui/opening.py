@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from sirchat.models.preload import preload_torch
+
 if TYPE_CHECKING:  # the thread imports what loads a model
     from sirchat.chat.events import Event
     from sirchat.chat.session import Session
@@ -42,8 +44,14 @@ class Opening:
         self._open = open_session
         self._on_step = on_step
         self._reported = 0.0
+        self._has_begun = False
         self._bar: Progress | None = None
-        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+
+    def begin(self) -> None:
+        """Start the thread. Not before the prompt is drawn: libraries that load hold it up."""
+        if not self._has_begun:
+            self._has_begun = True
+            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def show_on(self, bar: Progress | None) -> None:
         """Report to a bar, too, from now on."""
@@ -53,9 +61,9 @@ class Opening:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
+            preload_torch()
             session = self._open(self._report)
             started = list(session.start())
-            import sirchat.ui.repl  # noqa: F401  # what goes on with the session
         except BaseException as error:
             self.session.set_exception(error)
         else:
