@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed."""
+"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed; leaving early."""
 
 import os
 import signal
