@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -90,6 +91,16 @@ def resident_memory() -> int:
     except (OSError, ValueError):
         return 0
     return pages * 4096
+
+
+def most_memory() -> int:
+    """The most resident memory that this process ever had, in bytes; 0 where it is not reported."""
+    try:
+        status = Path("/proc/self/status").read_text("ascii", "replace")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
 
 
 def _size(folder: Path | None) -> int:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from sirchat.bench.bandwidth import reading, weight_bytes
 from sirchat.bench.llama_cpp import LlamaCpp
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.bench.static_cache import static_blocks
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
@@ -37,9 +40,9 @@ def bench_decode(
     bare: LoadedModel | None = None,
     peer: LlamaCpp | None = None,
 ) -> Iterator[Ratio]:
-    """Measure decode, prefill (under a small budget, too), the archive, and a long stream.
+    """Measure decode (against its limit, too), prefill, the archive, and a long stream.
 
-    The last one only where `options.seen` names two different lengths.
+    The last one for each number of `options.seen` that is above the first.
 
     Args:
         model: what is measured.
@@ -54,6 +57,13 @@ def bench_decode(
         lambda: _bare(plain, options),
         options,
     )
+    yield compare(
+        "decode against generate with a static cache",
+        lambda: generated_blocks(model, options),
+        lambda: static_blocks(plain, options),
+        options,
+    )
+    yield _against_the_limit(model, options)
     yield compare(
         f"prefill{other}",
         lambda: _our_prefill(model, options),
@@ -75,15 +85,32 @@ def bench_decode(
         lambda: generated_blocks(model, options, archive=0),
         options,
     )
-    early, late = options.seen
-    if late > early:
-        name = f"decode after {late:,} tokens against after {early:,}"
-        yield compare(
-            name,
-            lambda: generated_blocks(model, options, late),
-            lambda: generated_blocks(model, options, early),
-            options,
-        )
+    early, *later = options.seen
+    for late in later:
+        if late > early:
+            yield compare(
+                f"decode after {late:,} tokens against after {early:,}",
+                partial(generated_blocks, model, options, late),
+                lambda: generated_blocks(model, options, early),
+                options,
+            )
+
+
+def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
+    """A decode step against reading its weights once."""
+    size = weight_bytes(model)
+    measured = compare(
+        "decode against reading the weights once",
+        lambda: generated_blocks(model, options),
+        lambda: reading(size, model, options),
+        options,
+    )
+    ours, limit = (size / ms / 1e6 for ms in (measured.ours_ms, measured.other_ms))
+    return replace(
+        measured,
+        note=f"{size / 2**20:,.0f} MiB of weights a token: decoding reads {ours:.1f} GB/s, "
+        f"a matrix-vector product of that size {limit:.1f} GB/s",
+    )
 
 
 def _against_llama_cpp(

@@ -70,7 +70,7 @@ class LlamaCpp:
         )
 
     def seconds(self, *command: object) -> float:
-        """How long a command takes (or bytes, for `resident`).
+        """How long a command takes (or bytes, for `resident` and `peak`).
 
         Raises ChildProcessError if the process ends at it.
         """

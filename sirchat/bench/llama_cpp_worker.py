@@ -3,7 +3,7 @@
 It stands alone: nothing of sirchat is imported. Reads commands, a JSON list a line, from stdin, and
 answers each with a number of seconds: ["load", path, threads, rows, rearranges], ["read", ids] into
 an empty cache, ["decode", ids] behind what is there, each id by itself; and ["resident"] with the
-process's memory in bytes.
+process's memory in bytes, ["peak"] with the most it ever was.
 """
 
 import json
@@ -35,7 +35,7 @@ def main() -> None:
     """Answer commands until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr  # lest the library writes between answers
     model: Any = None
-    pages = Path("/proc/self/statm")
+    pages, status = Path("/proc/self/statm"), Path("/proc/self/status")
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         start = time.perf_counter()
@@ -50,6 +50,10 @@ def main() -> None:
         taken: float = time.perf_counter() - start
         if name == "resident":
             taken = 4096 * int(pages.read_text().split()[1]) if pages.exists() else 0
+        if name == "peak":
+            lines = status.read_text().splitlines() if status.exists() else []
+            found = [one for one in lines if one.startswith("VmHWM:")]
+            taken = 1024 * int(found[0].split()[1]) if found else 0
         answers.write(f"{taken}\n")
         answers.flush()
 

@@ -51,12 +51,12 @@ class BenchOptions:
     Attributes:
         cache: rows held in the cache while decoding.
         rounds: pairs of blocks that are timed.
-        seen: tokens read before the early and the late side of decode's last comparison.
+        seen: tokens read before decode's last comparisons: each later number against the first.
     """
 
     cache: int = 1024
     rounds: int = 15
-    seen: tuple[int, int] = (2_000, 100_000)
+    seen: tuple[int, ...] = (2_000, 100_000)
 
     @property
     def block(self) -> int:

@@ -1,4 +1,4 @@
-"""From the start of a program to its first token, in fresh processes, against llama.cpp."""
+"""From the start of a program to its prompt and its first token, in fresh processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sirchat.bench.llama_cpp import LlamaCpp
+from sirchat.bench.shapes import SHAPES
 from sirchat.bench.start_worker import StartFigures
 from sirchat.errors import ModelError
 
@@ -25,7 +26,7 @@ class StartMeasure:
 
     Attributes:
         name: what was measured.
-        unit: seconds or MiB.
+        unit: seconds, milliseconds or MiB.
         ours, other: medians; `other` is llama.cpp's, or None.
         ratio: median of the pairs' ratios, or None.
     """
@@ -42,6 +43,14 @@ _NAMES: dict[str, tuple[str, str, float]] = {
     "first": (f"from the start of the process to the first token after {SHORT}", "s", 1.0),
     "paste": (f"first token after {LONG:,} in an empty cache", "s", 1.0),
     "resident": ("memory after the first token", "MiB", 2.0**20),
+    "peak": ("most memory until then", "MiB", 2.0**20),
+}
+_AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
+    "prompt": ("from the start of the process to the prompt", "s", 1.0),
+    "ready": ("from the start of the process to the end of loading", "s", 1.0),
+    "reply": ("from the start of the process to the first text of a reply", "s", 1.0),
+    "echo": ("echo of a key while loading, median", "ms", 0.001),
+    "echo_most": ("echo of a key while loading, longest", "ms", 0.001),
 }
 
 
@@ -50,15 +59,23 @@ def bench_start(
 ) -> list[StartMeasure]:
     """Start sirchat, and llama.cpp if there is a `peer`, in turn; `rounds` times after a first one.
 
-    The first pair warms the disk's cache and does not count. Raises ModelError, in one line, when
-    the model can't be started.
+    The first pair warms the disk's cache and does not count. A chat is started, too, where the
+    system has pseudo-terminals and the model a tokenizer. Raises ModelError, in one line, when the
+    model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     for _ in range(rounds + 1):
         ours.append(_ours((model, device, dtype, quantize)))
         if peer is not None:
             other.append(_other(peer))
-    return [_measure(key, ours[1:], other[1:]) for key in _NAMES]
+    measured = [_measure(key, of, ours[1:], other[1:]) for key, of in _NAMES.items()]
+    if model in SHAPES or sys.platform == "win32":
+        return measured
+    from sirchat.bench.start_prompt import time_prompt  # on a terminal
+
+    flags = [f"--model={model}", f"--device={device}", f"--dtype={dtype}", f"--quantize={quantize}"]
+    chats = [time_prompt(flags) for _ in range(rounds)]
+    return measured + [_measure(key, of, chats, []) for key, of in _AT_THE_PROMPT.items()]
 
 
 def _ours(arguments: Sequence[str]) -> StartFigures:
@@ -79,15 +96,19 @@ def _other(peer: LlamaCpp) -> StartFigures:
     with peer.again() as fresh:
         fresh.seconds("read", list(range(10, 10 + SHORT)))
         first = time.perf_counter() - begun
-        resident = int(fresh.seconds("resident"))
+        resident, peak = int(fresh.seconds("resident")), int(fresh.seconds("peak"))
         paste = fresh.seconds("read", list(range(10, 10 + LONG)))
-        return StartFigures(load=fresh.load, first=first, paste=paste, resident=resident)
+        return StartFigures(load=fresh.load, first=first, paste=paste, resident=resident, peak=peak)
 
 
-def _measure(key: str, ours: Sequence[StartFigures], other: Sequence[StartFigures]) -> StartMeasure:
-    name, unit, size = _NAMES[key]
-    mine = [float(one[key]) / size for one in ours]  # type: ignore[literal-required]
-    theirs = [float(one[key]) / size for one in other]  # type: ignore[literal-required]
+def _measure(
+    key: str,
+    described: tuple[str, str, float],
+    ours: Sequence[Mapping[str, object]],
+    other: Sequence[Mapping[str, object]],
+) -> StartMeasure:
+    name, unit, size = described
+    mine, theirs = ([float(str(one[key])) / size for one in side] for side in (ours, other))
     ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
     return StartMeasure(
         name=name,

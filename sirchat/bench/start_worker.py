@@ -15,6 +15,7 @@ class StartFigures(TypedDict):
     first: float
     paste: float
     resident: int
+    peak: int
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
 def _figures(
     name: str, device: str, dtype: str, quantize: str, short: str, long: str, started: str
 ) -> StartFigures:
-    from sirchat.bench.archive import resident_memory
+    from sirchat.bench.archive import most_memory, resident_memory
     from sirchat.bench.decode import first_token
     from sirchat.bench.ratio import BenchOptions
     from sirchat.bench.shapes import bench_model
@@ -45,6 +46,7 @@ def _figures(
         load=loaded - begun,
         first=time.time() - float(started),
         resident=resident_memory(),
+        peak=most_memory(),
         paste=first_token(model, options, int(long)),
     )
 

@@ -35,10 +35,15 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
     """The budget of a profile for the model of that name, which may follow its context."""
-    if name in BUNDLED or "budget" in profile.model_fields_set:
+    if not follows_model(profile, name):
         return profile.budget
     usual = min(profile.budget, context_length)
     return max(usual, min(MOST_BUDGET, context_length // 2))
+
+
+def follows_model(profile: Profile, name: str) -> bool:
+    """Whether the budget depends on the context of the model of that name."""
+    return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
 def most_rows(profile: Profile, name: str, context_length: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from sirchat.config.profile import Profile, parse_size
+from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings
 from sirchat.engine.sampling import Sampling
@@ -23,19 +23,6 @@ from sirchat.models.limitations import (
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.words import WordContinuation
-
-FIXED = (
-    "description",
-    "model",
-    "device",
-    "dtype",
-    "quantize",
-    "compile",
-    "threads",
-    "seed",
-    "save",
-)
-"""Settings that hold for a whole conversation; the others change live."""
 
 
 def build_policy(profile: Profile) -> Policy:

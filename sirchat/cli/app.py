@@ -26,7 +26,7 @@ from sirchat.cli.man import man
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
-from sirchat.cli.signals import end_in_order
+from sirchat.cli.signals import end_in_order, leave_opening
 from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -101,6 +101,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    try:
+        _run()
+    except SystemExit as leaving:
+        leave_opening(leaving)
+        raise
+
+
+def _run() -> None:
     end_in_order()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     try:

@@ -46,7 +46,8 @@ Model = Annotated[str, typer.Option(help="A model, or a shape with random weight
 Cache = Annotated[int, typer.Option(help="Tokens held while decoding.", min=64)]
 Rounds = Annotated[int, typer.Option(help="Pairs of blocks that are timed.", min=2)]
 Seen = Annotated[
-    str, typer.Option(metavar="EARLY,LATE", help="Tokens seen before the last comparison.")
+    str,
+    typer.Option(metavar="EARLY,LATE[,...]", help="Tokens seen before the last comparisons."),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")]
 Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
@@ -110,19 +111,21 @@ def decode(
 ) -> None:
     """Measure decode and prefill, with an archive and without, early and late in a stream.
 
+    Decode also against `generate` with a static cache, and against reading the weights once.
+
     With a GGUF model also against llama.cpp, where llama-cpp-python is there.
     """
-    early, comma, late = seen.partition(",")
-    if not (comma and early.isdigit() and late.isdigit()):
+    numbers = seen.split(",")
+    if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
         raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
-    if int(early) < cache:
+    if int(numbers[0]) < cache:
         raise UsageError(f"--seen {seen}: EARLY must be at least --cache, which is {cache}")
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     from sirchat.bench.decode import bench_decode
     from sirchat.bench.llama_cpp import peer_for
     from sirchat.bench.ratio import BenchOptions
 
-    options = BenchOptions(cache=cache, rounds=rounds, seen=(int(early), int(late)))
+    options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
     with peer_for(profile.model, llama_cpp, cache) as peer:
         loaded = _load(profile)
         bare = _unpacked(loaded, profile)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sirchat.cli.launch import open_session, profile_of, quick_start
 from sirchat.config.layers import changed
-from sirchat.config.profile import Profile
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, terminal_has_gone
@@ -42,16 +42,18 @@ def open_chat(
         profile, store = profile_of(flags), None
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
-    with meanwhile(f"loading {profile.model}"), quick_start(), insistent():
-        from sirchat.ui.repl import chat
-        from sirchat.ui.screen import Screen
+    from sirchat.ui.first_prompt import chat
+    from sirchat.ui.screen import Screen
 
     def opened(report: "Progress | None") -> "Session":
-        return open_saved(profile, trust, report, store, later, rebuild=rebuild)
+        with quick_start():
+            with insistent():
+                import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
+            return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
         screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
-        chat(opened, profile.model, screen, store=store, debug=debug, trusted=trusted)
+        chat(opened, profile, screen, store=store, debug=debug, trusted=trusted)
 
 
 def open_saved(
@@ -85,7 +87,6 @@ def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
     """The settings to open a saved session with, its store, and those to switch to afterwards."""
-    from sirchat.chat.settings import FIXED
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_settings import saved_profile

@@ -64,11 +64,13 @@ def open_session(
 @contextmanager
 def quick_start() -> Iterator[None]:
     """Without the garbage collector, which finds nothing in loading and takes a sixth of it."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
@@ -79,6 +81,7 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         from sirchat.models.model import load_model
 
     sweep(archives_dir())
+    gc.freeze()  # what was imported stays: searching it would hold up the keys that are typed
     model = load_model(
         profile.model,
         device=profile.device,

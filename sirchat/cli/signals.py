@@ -1,7 +1,10 @@
-"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed."""
+"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed; leaving early."""
 
+import os
 import signal
 import sys
+import threading
+from contextlib import suppress
 from types import FrameType
 
 _ENDING = ("SIGTERM", "SIGHUP")
@@ -21,3 +24,14 @@ def end_in_order() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)  # the next one ends it at once
     sys.exit(128 + number)
+
+
+def leave_opening(leaving: SystemExit) -> None:
+    """End at once if a thread still loads a model: Python can't stop it in order."""
+    opening = sys.modules.get("sirchat.ui.opening")  # not imported, so not running
+    if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(leaving.code if isinstance(leaving.code, int) else 0)

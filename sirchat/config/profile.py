@@ -20,6 +20,10 @@ _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than anybody has
 _MOST_BYTES = 2**62
 
+_OF_THE_MODEL = ("model", "device", "dtype", "quantize", "compile", "threads")
+FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
+"""Settings that hold for a whole conversation; the others change live."""
+
 LEAST_TEMPERATURE = 0.01
 """Least temperature above 0; the likeliest token is then drawn nearly always."""
 

@@ -9,13 +9,16 @@ import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sirchat.chat.session import Session
 from sirchat.errors import UsageError
 from sirchat.text.fences import fenced
 from sirchat.text.surrogates import without_surrogates
 from sirchat.text.text_file import is_missing, path_named, read_text_file
 from sirchat.ui.text import displayable_line, shorten
+
+if TYPE_CHECKING:  # typing at a prompt needs no model
+    from sirchat.chat.session import Session
 
 _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word>\S+))')
 _LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from os.path import basename
 
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import DRAWING
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED, options_of
-from sirchat.config.profile import Profile
+from sirchat.chat.settings import options_of
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
@@ -21,9 +20,9 @@ from sirchat.memory.policies import policy_class
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.attaching import open_mention
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
+from sirchat.ui.path_completion import complete_path, path_begun
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
@@ -46,10 +45,8 @@ _COPIED = (
     ("code", "the last block of code of the last reply"),
     ("--osc52", "by way of the terminal, as over ssh"),
 )
+_BEFORE_PATH = re.compile(rf"/(?:read|export +(?:{'|'.join(FORMATS)})) +")
 _TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
-
-
-_BEFORE_PATH = re.compile(rf'/(?:read|export +(?:{"|".join(FORMATS)})) +("[^"\n]*|[^\s"]*)$')
 
 
 class SlashCompleter(Completer):
@@ -66,9 +63,9 @@ class SlashCompleter(Completer):
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        path = _path_begun(text)
+        path = path_begun(text, _BEFORE_PATH)
         if path is not None:
-            yield from _paths(path, event)
+            yield from complete_path(path, event)
             return
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
@@ -140,32 +137,6 @@ class SlashCompleter(Completer):
             yield from ((value, "") for value in choices(setting))
             if setting == "recall":
                 yield "on", "the measure that recalls best"
-
-
-def _path_begun(text: str) -> str | None:
-    """The beginning of a file's name before the cursor, a quote in front included, if any."""
-    command = _BEFORE_PATH.match(text)
-    if command:
-        return command[1]
-    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
-
-
-def _paths(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Files and folders whose names go on; those with spaces are put in quotes.
-
-    Hidden ones are offered once the dot is typed.
-    """
-    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
-    found = PathCompleter(expanduser=True).get_completions(Document(name), event)
-    for one in found:
-        path, is_folder = name + one.text, one.display_text.endswith("/")
-        if displayable_line(path) != path or '"' in path:  # can't be typed
-            continue
-        if one.display_text.startswith(".") and not basename(name).startswith("."):
-            continue
-        quotes = is_quoted or " " in path
-        text = f'"{path}' + '"' * (not is_folder) if quotes else path
-        yield Completion(text + "/" * is_folder, -len(begun), display=one.display)
 
 
 def _saved_chats() -> Iterator[Selection]:

@@ -57,6 +57,8 @@ class Keyboard:
                 signal.SIGHUP: signal.signal(signal.SIGHUP, self._end),
             }
             self._quiet()
+            # What was typed before came with its Enter as a newline, from the terminal.
+            self._typed = [_as_enter(press) for press in self._keys.read_keys()]
         return self
 
     def __exit__(
@@ -139,3 +141,7 @@ class Keyboard:
     def _end(self, number: int, frame: FrameType | None) -> None:
         """Exit by an exception, so that every context restores what it changed."""
         sys.exit(128 + number)
+
+
+def _as_enter(press: KeyPress) -> KeyPress:
+    return KeyPress(Keys.ControlM, "\r") if press.key == Keys.ControlJ else press

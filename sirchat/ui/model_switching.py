@@ -11,11 +11,11 @@ from sirchat.chat.events import Notice
 from sirchat.chat.model_defaults import DRAWING, with_model_defaults
 from sirchat.chat.rereading import own_pins, read_again
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED
-from sirchat.config.profile import Profile
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import resolve
 from sirchat.config.values import as_typed
 from sirchat.models.bars import Progress
+from sirchat.models.compiling import use_compiled
 from sirchat.models.freed_memory import give_back
 from sirchat.models.listing import model_names
 from sirchat.models.model import LoadedModel, load_model
@@ -114,7 +114,7 @@ class ModelSwitching:
     def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._former is not None and self._former.session.model.name == name:
             return self._former.session.model
-        return load_model(
+        model = load_model(
             name,
             device=profile.device,
             dtype=profile.dtype,
@@ -122,6 +122,8 @@ class ModelSwitching:
             quantize=profile.quantize,
             progress=report,
         )
+        use_compiled(model, profile.compile, report)
+        return model
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The settings of the chat; those that followed the old model follow the new one."""

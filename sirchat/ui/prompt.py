@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
-from prompt_toolkit.completion import Completer
+from prompt_toolkit.completion import Completer, DummyCompleter
 from prompt_toolkit.filters import Condition, has_focus, is_searching
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History
@@ -57,8 +58,6 @@ class Prompt:
     Args:
         keys: the source of keys; others may read it between prompts.
         output: the terminal.
-        completer: completes commands.
-        toolbar: returns the text below the prompt, at every redraw.
         history: earlier input.
         has_colours: returns whether colours may be used, at every redraw.
     """
@@ -68,8 +67,6 @@ class Prompt:
         keys: Input,
         output: Output,
         *,
-        completer: Completer,
-        toolbar: Callable[[], str],
         history: History,
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -79,14 +76,14 @@ class Prompt:
         self._entered: str | None = None
         self._is_editing = False
         self._suggested = ""
-        self._toolbar = toolbar
+        self._toolbar: Callable[[], str] = str
         self._prompt: PromptSession[str] = PromptSession(
             _PROMPT,
             input=keys,
             output=output,
             multiline=True,
             prompt_continuation="  ",
-            completer=completer,
+            completer=DummyCompleter(),
             complete_while_typing=Condition(self._is_completed),
             bottom_toolbar=self._toolbar_text,
             placeholder=self._placeholder,
@@ -99,19 +96,39 @@ class Prompt:
         )
         self._prompt.default_buffer.on_text_changed += self._changed
 
-    def read(self, suggested: str = "") -> Line | None:
+    def serve(self, completer: Completer, toolbar: Callable[[], str]) -> None:
+        """Complete with this from now on, and show below the prompt what `toolbar` returns."""
+        self._prompt.completer = completer
+        self._toolbar = toolbar
+
+    @property
+    def completer(self) -> Completer:
+        """What completes now."""
+        return self._prompt.completer or DummyCompleter()
+
+    def read(
+        self,
+        suggested: str = "",
+        meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> Line | None:
         """The next line that is not blank; None at the end of the input.
 
-        A `suggested` line is shown until something is typed, and Enter takes it. Raises
-        KeyboardInterrupt for Ctrl-C at an empty prompt.
+        A `suggested` line is shown until something is typed, and Enter takes it. `meanwhile` runs
+        in the prompt's event loop until the line is entered. Raises KeyboardInterrupt for Ctrl-C at
+        an empty prompt, and what `give_up` is called with.
         """
+
+        def begin() -> None:
+            if meanwhile is not None:
+                self._prompt.app.create_background_task(meanwhile())
+
         self._suggested = suggested
         while True:
             self._pasted = self._entered = None
             self._signs.begin()
             stopped = False
             try:
-                text = self._prompt.prompt()
+                text = self._prompt.prompt(pre_run=begin)
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -137,6 +154,30 @@ class Prompt:
         finally:
             self._is_editing = False
             self._prompt.message = _PROMPT  # the session would keep the other
+
+    def redraw(self) -> None:
+        """Draw the prompt again, soon; any thread may ask for it."""
+        self._prompt.app.invalidate()
+
+    def print_above(self, show: Callable[[], object]) -> None:
+        """Print above the open prompt, and keep what is typed; called in its event loop.
+
+        The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
+        """
+        renderer = self._prompt.app.renderer
+        renderer.erase()
+        show()
+        renderer.request_absolute_cursor_position()
+        self.redraw()
+
+    def give_up(self, error: BaseException) -> None:
+        """Let `read` raise this; what is typed goes into the history, and stays to be seen."""
+        app, buffer = self._prompt.app, self._prompt.default_buffer
+        if app.future is None or app.future.done():
+            return
+        buffer.append_to_history()
+        app.erase_when_done = not buffer.text
+        app.exit(exception=error)
 
     def _parsed(self, text: str) -> Line:
         if self._is_literal(text):

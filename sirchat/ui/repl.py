@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
-
-from prompt_toolkit.input import Input, create_input
-from prompt_toolkit.output import Output, create_output
-from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat.chat.events import Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summarize import summarize
 from sirchat.chat.switching import temporarily
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.bars import Progress
+from sirchat.models.compiling import compile_in_background
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.surrogates import without_surrogates
@@ -23,108 +18,89 @@ from sirchat.ui.attaching import describe_size, with_files
 from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Send, Summarize
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editing import edited, editor
-from sirchat.ui.history import input_history
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
+from sirchat.ui.line_input import LineInput
 from sirchat.ui.live import LiveTurn
-from sirchat.ui.loading import loading_bar
 from sirchat.ui.model_switching import ModelSwitching
-from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.prompt import Line
 from sirchat.ui.resumed import greet_again
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.toolbar import toolbar
 
-Open = Callable[[Progress | None], Session]
-"""Loads the model and opens a session, reporting progress."""
 
-
-def chat(
-    open_session: Open,
-    name: str,
-    screen: Screen,
-    *,
-    store: SessionStore | None = None,
-    debug: bool = False,
-    trusted: Collection[str] = (),
-) -> None:
-    """Load the model called `name`, and chat until the user leaves.
+class Chat:
+    """One session at the prompt.
 
     The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
-    `trusted` are the `module:Class` policies that profiles and saved chats may name.
-
-    An error in a turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
+    `trusted` are the `module:Class` policies that profiles and saved chats may name. An error in a
+    turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
     """
-    keys = create_input()
-    with Keyboard(keys, screen.terminal) as keyboard:
-        with loading_bar(screen, name) as report:
-            session = open_session(report)
-        saved_chat = SavedChat(session, screen, store, debug=debug, trusted=trusted)
-        _Chat(session, screen, keys, keyboard, saved_chat, debug, trusted).run()
-
-
-class _Chat:
-    """One session at the prompt."""
 
     def __init__(
         self,
         session: Session,
         screen: Screen,
-        keys: Input,
-        keyboard: Keyboard,
-        saved_chat: SavedChat,
+        entry: LineInput,
+        store: SessionStore | None,
         debug: bool,
         trusted: Collection[str],
     ) -> None:
         self._session = session
         self._trusted = trusted
         self._screen = screen
-        self._keyboard = keyboard
-        self._saved_chat = saved_chat
+        self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
+        self._saved_chat = SavedChat(session, screen, store, debug=debug, trusted=trusted)
         self._debug = debug
-        self._history = input_history(screen.note)
-        self._models = ModelSwitching(screen, saved_chat, trusted)
+        self._models = ModelSwitching(screen, self._saved_chat, trusted)
         self._commands = self._commands_of(session)
-        self._prompt = Prompt(
-            keys,
-            prompt_output(screen),
-            completer=SlashCompleter(lambda: self._session),
-            toolbar=lambda: toolbar(self._session, screen.width),
-            history=self._history,
-            has_colours=lambda: screen.has_colours,
+        self._have_compiled(session)
+        self._prompt.serve(
+            SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
 
-    def run(self) -> None:
-        """Read lines and act on them until the end."""
-        self._greet()
-        try:
-            while True:
-                try:
+    def run(self, first: Line | None = None) -> None:
+        """Read lines, after a `first` one, and act on them until the user leaves."""
+        line = first
+        while True:
+            try:
+                if line is None:
                     self._keyboard.keep_typed()
                     line = self._prompt.read()
-                    if line is None or not self._act_on(line):
-                        break
-                    with Interrupt():  # ignores a Ctrl-C that comes after the reply
-                        self._saved_chat.update()
-                except KeyboardInterrupt:
-                    self._screen.note("Ctrl-D or /exit leaves")
-        finally:
-            self._saved_chat.close()
-        self._saved_chat.say_where()
+                if line is None or not self._act_on(line):
+                    self.close()
+                    self._saved_chat.say_where()
+                    return
+                with Interrupt():  # ignores a Ctrl-C that comes after the reply
+                    self._saved_chat.update()
+            except KeyboardInterrupt:
+                self._screen.note("Ctrl-D or /exit leaves")
+            line = None
+
+    def close(self) -> None:
+        """Save what is not saved yet, and release the saved chat's file."""
+        self._saved_chat.close()
 
     def _commands_of(self, session: Session) -> Commands:
         return Commands(
             session, self._screen, self._history, self._saved_chat, self._trusted, self._models
         )
 
+    def _have_compiled(self, session: Session) -> None:
+        if session.profile.compile == "auto":
+            compile_in_background(session.model)
+
     def _switch_to(self, session: Session) -> None:
         self._session = session
         self._commands = self._commands_of(session)
         self._screen.use_theme(session.profile.theme)
+        self._have_compiled(session)
 
-    def _greet(self) -> None:
+    def greet(self, events: Iterable[Event]) -> None:
+        """Show the events of the session's start, and what it is."""
         with LiveTurn(self._session, self._screen) as view:
-            for event in self._session.start():
+            for event in events:
                 view.show(event)
         profile = self._session.profile
         threads = threads_in_words(self._session.model.device)
@@ -153,7 +129,7 @@ class _Chat:
                 except Another as other:
                     self._switch_to(other.session)
                     if other.is_other_chat:
-                        self._greet()
+                        self.greet(self._session.start())
             else:
                 text, files = with_files(line.text, self._screen.note, line.pasted_signs)
                 if files:
@@ -214,13 +190,6 @@ class _Chat:
                     view.show(event)
         finally:
             self._keyboard.mark_pastes(False)
-
-
-def prompt_output(screen: Screen) -> Output:
-    """The prompt's output; a dumb terminal gets no escape sequences."""
-    if screen.is_dumb:
-        return PlainTextOutput(sys.stdout)
-    return create_output(always_prefer_tty=True)
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:

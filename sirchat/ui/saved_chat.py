@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sirchat.chat.rewind import check_rewind, rewind
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED
+from sirchat.config.profile import FIXED
 from sirchat.errors import SessionError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, take_up

@@ -6,8 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.settings import FIXED
-from sirchat.config.profile import Profile
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme

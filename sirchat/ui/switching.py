@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import FIXED, hint_for_fixed, options_of
-from sirchat.config.profile import Profile
+from sirchat.chat.settings import hint_for_fixed, options_of
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest

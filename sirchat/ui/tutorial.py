@@ -6,6 +6,7 @@ The replies and the commands are real. What is said of an effect is said only wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prompt_toolkit.input import create_input
 from rich.text import Text
@@ -18,13 +19,17 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.history import InMemory
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.keyboard import Keyboard
+from sirchat.ui.line_input import prompt_output
 from sirchat.ui.live import LiveTurn
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.prompt import Line, Prompt
-from sirchat.ui.repl import Open, prompt_output, stop_signal
+from sirchat.ui.repl import stop_signal
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.tutorial_steps import COMMANDS, GOODBYE, MORE, STEPS, WELCOME, Effect, TutorialStep
+
+if TYPE_CHECKING:
+    from sirchat.ui.opening import Open
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
@@ -50,14 +55,9 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
     with Keyboard(keys, screen.terminal) as keyboard:
         with loading_bar(screen, "tiny") as report:
             session = open_session(report)
-        prompt = Prompt(
-            keys,
-            prompt_output(screen),
-            completer=SlashCompleter(lambda: session),
-            toolbar=lambda: _TOOLBAR,
-            history=InMemory(),
-            has_colours=lambda: screen.has_colours,
-        )
+        output = prompt_output(screen)
+        prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
+        prompt.serve(SlashCompleter(lambda: session), lambda: _TOOLBAR)
 
         def read(suggested: str) -> Line | None:
             keyboard.keep_typed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,25 @@ def test_decode_is_measured_by_default(command: list[str]) -> None:
     found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
     assert [r["name"].split()[0] for r in found] == [
         "decode",
+        "decode",
+        "decode",
         "prefill",
         "prefill",
         "decode",
         "decode",
     ]
     assert all(r["low"] <= r["median"] <= r["high"] for r in found)
+    names = [r["name"] for r in found]
+    assert names[1] == "decode against generate with a static cache"
+    assert names[2] == "decode against reading the weights once"
+    assert re.fullmatch(r"\d+ MiB of weights a token: .* \d+\.\d GB/s, .* GB/s", found[2]["note"])
+
+
+def test_a_long_stream_is_measured_at_each_length() -> None:
+    found = results("decode", "--cache", "64", "--rounds", "2", "--seen", "100,200,300")
+    assert [r["name"] for r in found[-2:]] == [
+        f"decode after {late} tokens against after 100" for late in (200, 300)
+    ]
 
 
 def test_attention_is_compared_with_none() -> None:
@@ -110,7 +124,7 @@ def test_packed_weights_are_compared_with_unpacked_ones() -> None:
     sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
     found = results("decode", "--quantize", "int8", "--device", "cpu", *sizes)
     names = [r["name"] for r in found]
-    assert names[:2] == ["decode against float32", "prefill against float32"]
+    assert {"decode against float32", "prefill against float32"} <= set(names)
 
 
 STAND_IN = """#!{python}
@@ -146,8 +160,11 @@ def test_a_start_is_timed_in_fresh_processes(tmp_path: Path) -> None:
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
     python.chmod(0o700)
     found = results("start", "--model", str(model), "--rounds", "1", "--llama-cpp", str(python))
-    assert [r["unit"] for r in found] == ["s", "s", "s", "MiB"]
-    load, first, paste, _ = found
+    assert [r["unit"] for r in found] == ["s", "s", "s", "MiB", "MiB", "s", "s", "s", "ms", "ms"]
+    load, first, paste, resident, peak, prompt, ready, reply, echo, longest = found
+    assert 0 < resident["ours"] <= peak["ours"]
+    assert 0 < prompt["ours"] < ready["ours"] < reply["ours"]
+    assert 0 < echo["ours"] <= longest["ours"]
     assert load["other"] == paste["other"] == 0.5
     assert first["ours"] > load["ours"] > 0
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)

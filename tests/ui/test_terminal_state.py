@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.cli.chat import open_chat
+from sirchat.cli.chat import meanwhile
 from sirchat.ui.interrupt import insistent
 from terminal import Terminal
 
@@ -96,16 +96,14 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
 
 
 @pytest.mark.slow
-def test_a_bar_shows_the_loading_and_leaves_nothing_behind_and_exit_leaves(
+def test_the_loading_shows_below_the_prompt_and_leaves_nothing_behind_and_exit_leaves(
     shell: _Shell, endless: str
 ) -> None:
-    at_once = f"loading {endless}\r".encode()  # before anything heavy is imported
-    shell.until(lambda: at_once in shell.raw)
-    said = shell.raw.index(at_once)
-    shell.wait_screen(rf"^loading {endless} ")
-    assert said < shell.raw.index(b"\x1b[?25l")  # the bar hides the cursor
+    shell.wait_screen(r"(?m)^>(?s:.*) · loading$")
+    assert "policy" not in shell.text
     shell.wait_prompt()
     assert shell.lines[0].startswith(f"{endless}, policy salience")
+    assert "loading" not in shell.text
     shell.say("/exit")
     assert shell.code() == 0
 
@@ -133,14 +131,14 @@ def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
     )
     shell = _Shell(tmp_path, endless, str(slow))
     with shell:
-        shell.wait_screen(r"(?m)^loading ")
+        shell.wait_screen("loading$")
         shell.send(CTRL_C)
         assert shell.code() == 130
         assert "loading" not in shell.text
 
 
 def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
-    monkeypatch: pytest.MonkeyPatch, endless: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Pressed(io.StringIO):
         def isatty(self) -> bool:
@@ -153,9 +151,9 @@ def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
     terminal = Pressed()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(KeyboardInterrupt):
-        open_chat({"model": endless}, resume=None, rebuild=False, trust=False, debug=False)
-    assert re.fullmatch("loading .*\r\x1b\\[2K", terminal.getvalue())
+    with pytest.raises(KeyboardInterrupt), meanwhile("loading tiny"):
+        pass
+    assert terminal.getvalue() == "loading tiny\r\x1b[2K"
 
 
 def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:

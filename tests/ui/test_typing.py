@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import DummyCompleter
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -179,9 +178,7 @@ def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(tmp_path: Path) 
 
 def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     with create_pipe_input() as keys:
-        prompt = Prompt(
-            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
-        )
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
         closes = PromptSession.prompt
 
         def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
@@ -200,9 +197,7 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.M
 
 def test_an_interrupt_that_comes_as_the_prompt_has_closed_is_no_exception() -> None:
     with create_pipe_input() as keys:
-        prompt = Prompt(
-            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
-        )
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
         keys.send_text("Hello.\r")
         assert prompt.read() == Line("Hello.", is_command=False)
 
@@ -252,9 +247,7 @@ def test_no_sequence_of_keys_ends_in_an_exception(
     parts = ["\x1b[", "\x1b]", "\x1bO", "\x1b", "\x1b[M", "\x1b[<", "0;5;5M", "31m", "200~", "201~"]
     parts += [chr(code) for code in range(1, 256) if chr(code) not in "\x03\x04\x18\x1a\r"]
     with create_pipe_input() as keys:
-        prompt = Prompt(
-            keys, DummyOutput(), completer=DummyCompleter(), toolbar=str, history=DummyHistory()
-        )
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
         for _ in range(20):
             keys.send_text("".join(draw.choices(parts, k=40)) + "\x1b[201~\x0bend\r\rend\r")
             assert prompt.read() is not None

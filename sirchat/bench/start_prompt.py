@@ -1,0 +1,140 @@
+"""Opens a chat in a pseudo-terminal, types while the model loads, and times what one sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import statistics
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypedDict
+
+from sirchat.errors import ModelError
+from sirchat.paths import models_dir
+
+_KEY = b"%"
+"""What is typed: it stands nowhere else on the screen, and completes nothing."""
+
+_KEYS_APART = 0.05  # seconds
+_PATIENCE = 600.0  # seconds for each thing that is waited for
+_SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\s")
+_PROMPT_OPENS, _PROMPT_ENDS, _CURSOR_ON = b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[?25h"
+_WHERE_IS_CURSOR, _CURSOR_IS_HERE = b"\x1b[6n", b"\x1b[1;1R"
+_FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tokens=8")
+
+
+class PromptFigures(TypedDict):
+    """What a chat's start took, in seconds: from the start of the process, and of keys."""
+
+    prompt: float
+    ready: float
+    reply: float
+    echo: float
+    echo_most: float
+
+
+def time_prompt(settings: Sequence[str]) -> PromptFigures:
+    """Time a chat's start under these flags.
+
+    The line is entered as soon as the model is there, so that `reply`, until the first text of the
+    reply is seen, has nothing to wait for. Raises ModelError, in one line, where the chat ends.
+    """
+    with TemporaryDirectory() as home:
+        if models_dir().exists():
+            (Path(home) / "data").mkdir()
+            (Path(home) / "data" / "models").symlink_to(models_dir())
+        chat = _Chat(settings, home)
+        try:
+            prompt = chat.until(lambda: _CURSOR_ON in chat.raw.partition(_PROMPT_OPENS)[2])
+            echoes = list[float]()
+            while b" held" not in chat.raw:
+                echoes.append(chat.echo())
+                chat.read(_KEYS_APART)
+            ready = chat.until(lambda: True)
+            before = len(chat.raw)
+            chat.send(b"\r")
+            chat.until(lambda: _PROMPT_ENDS in chat.raw[before:])
+            below = before + chat.raw[before:].index(_PROMPT_ENDS)
+            reply = chat.until(lambda: _SEQUENCE.sub(b"", chat.raw[below:]))
+        finally:
+            chat.close()
+    return PromptFigures(
+        prompt=prompt,
+        ready=ready,
+        reply=reply,
+        echo=statistics.median(echoes or [0.0]),
+        echo_most=max(echoes, default=0.0),
+    )
+
+
+class _Chat:
+    """A chat in a pseudo-terminal; `raw` is what it has written there."""
+
+    def __init__(self, settings: Sequence[str], home: str) -> None:
+        self.raw = b""
+        self._ours, its = os.openpty()
+        termios.tcsetwinsize(its, (24, 80))
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "SIRCHAT_HOME": home,
+            "TERM": "xterm-256color",
+        }
+        self._begun = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sirchat", *_FLAGS, *settings],
+            stdin=its,
+            stdout=its,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+        )
+        os.close(its)
+
+    def send(self, keys: bytes) -> None:
+        """Type."""
+        os.write(self._ours, keys)
+
+    def echo(self) -> float:
+        """Type a key; seconds until it is seen."""
+        begun, before = time.perf_counter(), self.raw.count(_KEY)
+        self.send(_KEY)
+        self.until(lambda: self.raw.count(_KEY) > before)
+        return time.perf_counter() - begun
+
+    def until(self, condition: Callable[[], object]) -> float:
+        """Read until a condition holds; returns the seconds since the start of the process."""
+        end = time.perf_counter() + _PATIENCE
+        while not condition():
+            if not self.read(0.005):
+                assert self._process.stderr is not None
+                said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+                problem = said[-1] if said else f"the chat ended with {self._process.wait()}"
+                raise ModelError(problem.removeprefix("sirchat: "))
+            if time.perf_counter() > end:
+                raise ModelError(f"the chat does not answer within {_PATIENCE:.0f} seconds")
+        return time.perf_counter() - self._begun
+
+    def read(self, seconds: float) -> bool:
+        """Take what is written within this time; False once the chat has ended."""
+        if not select.select([self._ours], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:
+            return False
+        if _WHERE_IS_CURSOR in data:
+            self.send(_CURSOR_IS_HERE)
+        self.raw += data
+        return bool(data)
+
+    def close(self) -> None:
+        """End the chat, and its terminal."""
+        self._process.kill()
+        self._process.communicate()
+        os.close(self._ours)

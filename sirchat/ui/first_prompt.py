@@ -1,0 +1,178 @@
+"""A chat begins: the prompt is there at once, while a thread loads the model.
+
+Until the session is open, this module reads the first line, and imports nothing heavy. Then it
+hands over to `repl.py`, even in the middle of a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+
+from sirchat.chat.model_defaults import follows_model
+from sirchat.config.profile import Profile
+from sirchat.ui.line_input import LineInput, line_input
+from sirchat.ui.opening import Opening
+from sirchat.ui.path_completion import complete_path, path_begun
+from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.screen import Screen
+from sirchat.ui.text import displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.chat.events import Event
+    from sirchat.chat.session import Session
+    from sirchat.saved.store import SessionStore
+    from sirchat.ui.opening import Open
+    from sirchat.ui.repl import Chat
+
+_LEAVING = ("/exit", "/quit", "/bye")
+"""Commands that need no session."""
+
+
+def chat(
+    open_session: Open,
+    profile: Profile,
+    screen: Screen,
+    *,
+    store: SessionStore | None = None,
+    debug: bool = False,
+    trusted: Collection[str] = (),
+) -> None:
+    """Load the model of a profile, and chat until the user leaves.
+
+    The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
+    `trusted` are the `module:Class` policies that profiles and saved chats may name.
+
+    A new chat on a terminal shows its prompt at once. Elsewhere, and before a saved chat, whose
+    last turns come first, the loading is shown. Raises what goes wrong in loading. An error in a
+    turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
+    """
+    with line_input(screen) as entry:
+        first = _FirstPrompt(open_session, profile, screen, entry, store, debug, trusted)
+        try:
+            first.run(at_once=store is None and screen.terminal is not None)
+        finally:
+            first.close()
+
+
+class _FirstPrompt:
+    """From the start of a chat until its session is open."""
+
+    def __init__(
+        self,
+        open_session: Open,
+        profile: Profile,
+        screen: Screen,
+        entry: LineInput,
+        store: SessionStore | None,
+        debug: bool,
+        trusted: Collection[str],
+    ) -> None:
+        self._open = open_session
+        self._profile = profile
+        self._screen = screen
+        self._entry = entry
+        self._rest = store, debug, trusted
+        self._chat: Chat | None = None  # once the session is open
+
+    def run(self, *, at_once: bool) -> None:
+        """Chat until the user leaves; `at_once`: show the prompt while the model loads."""
+        if not at_once:
+            from sirchat.ui.loading import loading_bar
+
+            with loading_bar(self._screen, self._profile.model) as report:
+                session = self._open(report)
+            self._begin(session, session.start()).run()
+            return
+        opening = Opening(self._open, self._entry.prompt.redraw)
+        try:
+            line = self._read(opening)
+        except KeyboardInterrupt:
+            if self._chat is None:
+                raise
+            self._screen.note("Ctrl-D or /exit leaves")
+            self._chat.run()
+            return
+        if line is None or (self._chat is None and line.is_command and line.text in _LEAVING):
+            return
+        chat = self._chat or self._wait(opening)
+        chat.run(line)
+
+    def close(self) -> None:
+        """Save the chat, if it has begun."""
+        if self._chat is not None:
+            self._chat.close()
+
+    def _read(self, opening: Opening) -> Line | None:
+        """The first line; the chat begins above the prompt if it is ready before that."""
+
+        async def take_up() -> None:
+            prompt = self._entry.prompt
+            opening.begin()
+            try:
+                session, events = await asyncio.wrap_future(opening.session)
+                if self._chat is None:
+                    prompt.print_above(lambda: self._begin(session, events))
+            except Exception as error:
+                prompt.give_up(error)
+
+        self._entry.prompt.serve(
+            _EarlyCompleter(opening, self._entry.prompt), lambda: self._toolbar(opening)
+        )
+        self._entry.keyboard.keep_typed()
+        return self._entry.prompt.read(meanwhile=take_up)
+
+    def _wait(self, opening: Opening) -> Chat:
+        """The chat, once the session is open; Ctrl-C raises KeyboardInterrupt."""
+        from sirchat.ui.loading import loading_bar
+
+        with loading_bar(self._screen, self._profile.model) as bar:
+            opening.show_on(bar)
+            opening.begin()  # where the line was there before the prompt
+            session, events = opening.session.result()
+        return self._begin(session, events)
+
+    def _begin(self, session: Session, events: Iterable[Event]) -> Chat:
+        from sirchat.ui.repl import Chat
+
+        chat = Chat(session, self._screen, self._entry, *self._rest)
+        chat.greet(events)
+        self._chat = chat
+        return chat
+
+    def _toolbar(self, opening: Opening) -> str:
+        *_, name = self._profile.model.rstrip("/").rpartition("/")
+        parts = [displayable_line(name), displayable_line(self._profile.policy)]
+        if not follows_model(self._profile, self._profile.model):
+            parts.append(f"budget {self._profile.budget:,}")
+        return " · ".join([*parts, displayable_line(opening.step) or "loading"])
+
+
+class _EarlyCompleter(Completer):
+    """Completes names of files at once; commands, once the session is open."""
+
+    def __init__(self, opening: Opening, prompt: Prompt) -> None:
+        self._opening, self._prompt = opening, prompt
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        begun = path_begun(document.text_before_cursor)
+        return iter(()) if begun is None else complete_path(begun, event)
+
+    async def get_completions_async(
+        self, document: Document, event: CompleteEvent
+    ) -> AsyncGenerator[Completion, None]:
+        if path_begun(document.text_before_cursor) is None:
+            with suppress(Exception):  # the prompt says it
+                await asyncio.wrap_future(self._opening.session)
+        now = self._prompt.completer
+        if now is self:
+            for completion in self.get_completions(document, event):
+                yield completion
+        else:
+            async for completion in now.get_completions_async(document, event):
+                yield completion
