@@ -26,7 +26,7 @@ from sirchat.cli.man import man
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
-from sirchat.cli.signals import end_in_order
+from sirchat.cli.signals import end_in_order, is_ending, show_cursor
 from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -115,7 +115,12 @@ def main() -> None:
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
+        show_cursor()
         _fail("interrupted", 130)
+    except SystemExit as leaving:
+        if is_ending(leaving.code):
+            show_cursor()
+        raise
     except BrokenPipeError:
         # Whoever read the output has left; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

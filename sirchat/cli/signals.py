@@ -1,7 +1,9 @@
 """SIGTERM and SIGHUP end a command in order: files are closed, archives removed."""
 
+import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 _ENDING = ("SIGTERM", "SIGHUP")
@@ -16,6 +18,21 @@ def end_in_order() -> None:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
+
+
+def show_cursor() -> None:
+    """Show the cursor of the terminal; a signal may have come while a progress bar hid it."""
+    for stream in (sys.stderr, sys.stdout):
+        if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            with suppress(OSError):
+                stream.write("\x1b[?25h")
+                stream.flush()
+            return
+
+
+def is_ending(code: object) -> bool:
+    """Whether an exit code says that a signal asked the program to end."""
+    return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
