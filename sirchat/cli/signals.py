@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from threading import Timer
 from types import FrameType
 
 _ENDING = ("SIGTERM", "SIGHUP")
@@ -14,6 +15,7 @@ def end_in_order() -> None:
 
     One that is ignored, as SIGHUP under `nohup`, stays ignored.
     """
+    sys.unraisablehook = _send_again
     for name in _ENDING:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -33,6 +35,20 @@ def show_cursor() -> None:
 def is_ending(code: object) -> bool:
     """Whether an exit code says that a signal asked the program to end."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
+
+
+def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Send a signal once more that came where Python ignores exceptions, such as in a __del__."""
+    code = getattr(ignored.exc_value, "code", None)
+    if is_ending(code):
+        number = int(code)  # type: ignore[arg-type]
+        signal.signal(number - 128, _leave)
+    elif isinstance(ignored.exc_value, KeyboardInterrupt):
+        number = 128 + signal.SIGINT
+    else:
+        sys.__unraisablehook__(ignored)
+        return
+    Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

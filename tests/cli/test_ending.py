@@ -132,6 +132,27 @@ def test_a_signal_while_a_bar_is_drawn_leaves_the_cursor_shown(
     assert "\x1b[?25h" in terminal.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_is_not_lost_where_exceptions_are_ignored(name: str) -> None:
+    program = f"""
+import os, signal, sys, time
+from sirchat.cli.signals import end_in_order
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+end_in_order()
+class Ending:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+Ending()
+try:
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
+
+
 def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
