@@ -115,8 +115,10 @@ def main() -> None:
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
-        show_cursor()
-        _fail("interrupted", 130)
+        try:
+            _fail("interrupted", 130)
+        finally:  # last: a bar's thread may have drawn once more
+            show_cursor()
     except SystemExit as leaving:
         if is_ending(leaving.code):
             show_cursor()

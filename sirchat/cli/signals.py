@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from threading import Timer
 from types import FrameType
@@ -16,6 +17,7 @@ def end_in_order() -> None:
     One that is ignored, as SIGHUP under `nohup`, stays ignored.
     """
     sys.unraisablehook = _send_again
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in _ENDING:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -45,8 +47,9 @@ def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
         signal.signal(number - 128, _leave)
     elif isinstance(ignored.exc_value, KeyboardInterrupt):
         number = 128 + signal.SIGINT
-    else:
-        sys.__unraisablehook__(ignored)
+    else:  # of a library that a signal interrupted; it would be a traceback
+        if "--debug" in sys.argv:
+            sys.__unraisablehook__(ignored)
         return
     Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
 

@@ -264,7 +264,7 @@ def _check_end(command: ForkedCommand, number: signal.Signals, codes: set[int]) 
         return
     last, usual = dict(_CONTROL.findall(command.shown)), {b"25": b"h", b"1049": b"l", b"2004": b"l"}
     if usual | last != usual:
-        raise Wrong(f"the terminal is left in modes {last}")
+        raise Wrong(f"the terminal is left in modes {last}: {command.shown[-600:]!r}")
     if not command.has_modes_of_before:
         raise Wrong("the terminal's attributes are others than before")
 
@@ -282,6 +282,8 @@ def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(
             if MANY:
                 print(wrong[-1], flush=True)  # noqa: T201
         seed += 1
+        if MANY and seed % 20 == 0:
+            print(f"{attack.counts.total()} signals to seed {seed}", flush=True)  # noqa: T201
     if MANY:
         print(f"{attack.counts.total()} signals, {seed - FIRST} commands: {attack.counts}")  # noqa: T201
     assert not wrong, "\n".join(wrong)
