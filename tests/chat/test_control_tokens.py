@@ -15,8 +15,8 @@ from sirchat.saved.session_list import list_sessions
 from sirchat.text.template import Template
 from sirchat.ui.summary import describe_turn
 
-TOKENIZER = babbler().tokenizer
-CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(None))
+TOKENIZER, DECLARED = babbler().tokenizer, babbler().module.generation_config.eos_token_id
+CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(DECLARED))
 END = TOKENIZER.eos_token_id
 WORDS = TOKENIZER.encode("some words", add_special_tokens=False)
 
