@@ -82,6 +82,8 @@ app.command("paths")(show_paths)
 app.command("man")(man)
 app.command()(tutorial)
 
+_LONGEST_PATH = 300  # characters of a path in an error
+
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
 ]
@@ -130,7 +132,7 @@ def main() -> None:
     except OSError as error:
         if debug:
             raise
-        where = f": {error.filename}" if error.filename else ""
+        where = f": {str(error.filename)[:_LONGEST_PATH]}" if error.filename else ""
         _fail(f"{error.strerror or error}{where}", 1)
     except Exception as error:
         if debug:
