@@ -274,7 +274,7 @@ def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "own"))
     attack, wrong, seed = Attack(tmp_path), list[str](), FIRST
-    while attack.counts.total() < (MANY or 4) and len(wrong) < 12:
+    while attack.counts.total() < (MANY or 3) and len(wrong) < 12:
         try:
             attack.run(seed)
         except Wrong as error:
