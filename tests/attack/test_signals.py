@@ -189,7 +189,7 @@ class Attack:
             if not in_terminal:
                 command.close_input()
             if arguments[0] in ("--resume", "tutorial"):
-                command.send("\r" * draw.randrange(6))
+                command.send("\r" * _lines_to_type(draw, command))
             _wait_a_moment(draw, command)
             self._send(command, number, arguments[0], draw)
             codes = {128 + number, 0, 1}  # 1: what it was asked for cannot be done
