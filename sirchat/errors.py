@@ -5,6 +5,7 @@
     │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
     │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
     ├── SessionError        a saved session can't be found, opened, read or written
+    │   └── DamagedSessionError  its file doesn't hold what was written
     ├── UndoError           a turn that can't be undone
     ├── ModelError          the model can't be loaded, or its cache can't be held under a budget
     └── ContextFullError    policy `full` reached the model's context length
@@ -20,6 +21,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are no UTF-8
 
@@ -63,6 +65,15 @@ class TranscriptError(UsageError):
 
 class SessionError(SirchatError):
     """A saved session can't be found, opened, read or written."""
+
+
+class DamagedSessionError(SessionError):
+    """A saved session's file, at `path`, doesn't hold what was written."""
+
+    def __init__(self, path: Path) -> None:
+        hint = f"restore it from a backup, or remove it: sirchat sessions rm {path.stem}"
+        super().__init__(f"{path} is damaged", hint=hint)
+        self.path = path
 
 
 class UndoError(SirchatError):

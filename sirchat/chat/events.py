@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-Finish = Literal["stop", "length", "interrupt", "context", "read"]
-"""Why a turn ended: an end token, the length limit, Ctrl-C, a full context; or it was read."""
+Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
+"""Why a turn ended: an end token, a control token that replies don't have, the length limit,
+Ctrl-C, a full context; or it was read. The control token is neither shown nor held."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Session:
         """Turns text into ids; may be replaced between two turns."""
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self.template.stop_ids(declared)
+        self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = 0
         """Number of conversations begun here; `reset` begins another."""
@@ -363,7 +364,8 @@ class Session:
             interrupted=interrupted,
             lookup=PromptLookup() if self.profile.lookup else None,
         )
-        yield from turn.answer(records, TextStream(self.model.tokenizer), closing)
+        stream = TextStream(self.model.tokenizer)
+        yield from turn.answer(records, stream, closing, self._end_ids)
 
     def _settle(self) -> list[Event]:
         """Close a turn that broke off, so that the conversation is well-formed again."""

@@ -7,7 +7,7 @@ breaks off, they are read before the next turn, so that the conversation stays w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from sirchat.chat.conversation import Conversation, Tally
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
@@ -94,9 +94,11 @@ class OpenTurn:
         records: Iterator[GeneratedToken | EvictedRows | Stopped],
         stream: TextStream,
         closing: Sequence[int],
+        end_ids: Collection[int],
     ) -> Iterator[Event]:
         """Report a reply as the engine generates it, then read its `closing` ids.
 
+        A stop id that is not among the `end_ids` is a control token that ends it.
         If this breaks off, what was said is kept, and the closing ids are owed.
         """
         said: list[str] = []
@@ -105,7 +107,7 @@ class OpenTurn:
         failure: ContextFullError | None = None
         try:
             try:
-                yield from self._generated(records, stream, said)
+                yield from self._generated(records, stream, said, end_ids)
             except ContextFullError as error:
                 self.tally.finish, failure = "context", error
             closed = self.close(closing)
@@ -123,6 +125,7 @@ class OpenTurn:
         records: Iterator[GeneratedToken | EvictedRows | Stopped],
         stream: TextStream,
         said: list[str],
+        end_ids: Collection[int],
     ) -> Iterator[Event]:
         """Report a reply as the engine generates it, and add its text to `said`."""
         for record in self._timed(records):
@@ -133,6 +136,8 @@ class OpenTurn:
                     yield Delta(said[-1])
             elif isinstance(record, EvictedRows):
                 yield self._evicted(record)
+            elif record.reason == "stop" and record.stop_id not in end_ids:
+                self.tally.finish = "control"
             else:
                 self.tally.finish = record.reason
         said.append(stream.flush())

@@ -1,6 +1,7 @@
 """The command line: parses flags, runs commands, and turns errors into exit codes."""
 
 import sys
+from contextlib import suppress
 
 from sirchat.cli.overview import overview
 from sirchat.cli.streams import prepare_streams
@@ -10,6 +11,13 @@ __all__ = ("main",)
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # before the commands are there, which say so themselves
+        sys.exit(_interrupted())
+
+
+def _run() -> None:
     if problem := prepare_streams():
         sys.exit(f"sirchat: {problem}")
     if sys.argv[1:] in (["--help"], ["-h"]):  # needs none of the commands
@@ -22,3 +30,11 @@ def main() -> None:
     from sirchat.cli.app import main as run
 
     run()
+
+
+def _interrupted() -> int:
+    """Say so, where anybody can see it; returns the exit code."""
+    with suppress(OSError):
+        sys.stderr.write("sirchat: interrupted\n")
+        sys.stderr.flush()
+    return 130

@@ -26,7 +26,7 @@ from sirchat.cli.man import man
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
-from sirchat.cli.signals import end_in_order, leave_opening
+from sirchat.cli.signals import end_in_order, is_ending, leave_opening, show_cursor
 from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -82,6 +82,8 @@ app.command("paths")(show_paths)
 app.command("man")(man)
 app.command()(tutorial)
 
+_LONGEST_PATH = 300  # characters of a path in an error
+
 Json = Annotated[
     bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
 ]
@@ -123,7 +125,14 @@ def _run() -> None:
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        try:
+            _fail("interrupted", 130)
+        finally:  # last: a bar's thread may have drawn once more
+            show_cursor()
+    except SystemExit as leaving:
+        if is_ending(leaving.code):
+            show_cursor()
+        raise
     except BrokenPipeError:
         # Whoever read the output has left; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -131,7 +140,7 @@ def _run() -> None:
     except OSError as error:
         if debug:
             raise
-        where = f": {error.filename}" if error.filename else ""
+        where = f": {str(error.filename)[:_LONGEST_PATH]}" if error.filename else ""
         _fail(f"{error.strerror or error}{where}", 1)
     except Exception as error:
         if debug:

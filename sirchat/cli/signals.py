@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from types import FrameType
 
@@ -15,10 +16,42 @@ def end_in_order() -> None:
 
     One that is ignored, as SIGHUP under `nohup`, stays ignored.
     """
+    sys.unraisablehook = _send_again
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in _ENDING:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
+
+
+def show_cursor() -> None:
+    """Show the cursor of the terminal; a signal may have come while a progress bar hid it."""
+    for stream in (sys.stderr, sys.stdout):
+        if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            with suppress(OSError):
+                stream.write("\x1b[?25h")
+                stream.flush()
+            return
+
+
+def is_ending(code: object) -> bool:
+    """Whether an exit code says that a signal asked the program to end."""
+    return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
+
+
+def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Send a signal once more that came where Python ignores exceptions, such as in a __del__."""
+    code = getattr(ignored.exc_value, "code", None)
+    if is_ending(code):
+        number = int(code)  # type: ignore[arg-type]
+        signal.signal(number - 128, _leave)
+    elif isinstance(ignored.exc_value, KeyboardInterrupt):
+        number = 128 + signal.SIGINT
+    else:  # of a library that a signal interrupted; it would be a traceback
+        if "--debug" in sys.argv:
+            sys.__unraisablehook__(ignored)
+        return
+    threading.Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -26,13 +26,22 @@ _SCALARS = [  # YAML 1.2's core schema
 ]
 
 
+_DEEPEST = 50  # brackets within brackets; the reader's time grows with their square
+
+
 class Loader(yaml.SafeLoader):
-    """Reads scalars as in YAML 1.2; refuses duplicate keys, and tags and aliases.
+    """Reads scalars as in YAML 1.2; refuses duplicate keys, deep brackets, and tags and aliases.
 
     Tags name types that values then may not have; a few aliases can stand for gigabytes.
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= _DEEPEST:
+            mark = self.get_mark()
+            raise yaml.scanner.ScannerError(problem="brackets are too deep", problem_mark=mark)
+        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]

@@ -162,7 +162,7 @@ class Engine:
                 raise RuntimeError("nothing has been read yet")
             token_id = sampler.pick(self.logits, self._said_ids, self.ledger.seen)
             if token_id in stop_ids:
-                yield Stopped("stop")
+                yield Stopped("stop", token_id)
                 return
             self.require(1 + reserve)
             budget = self.contents.budget

@@ -107,6 +107,7 @@ class Stopped:
     """Why generation ended: a stop id (which is not in the cache), the length, or an interrupt."""
 
     reason: Literal["stop", "length", "interrupt"]
+    stop_id: int | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sirchat.errors import SessionError
+from sirchat.errors import DamagedSessionError, SessionError
 from sirchat.saved.check_sums import sums_match
 
 APPLICATION = 0x53495243
@@ -103,19 +103,19 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         )
     found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
     if sorted(str(sql) for (sql,) in found) != sorted(TABLES):
-        raise _damaged(path)
+        raise DamagedSessionError(path)
 
 
 def check_whole(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SessionError for a file that fails SQLite's integrity check."""
     if _pragma(connection, "quick_check(1)") != "ok":
-        raise _damaged(path)
+        raise DamagedSessionError(path)
 
 
 def check_sums(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SessionError for a file whose contents are not those that were written."""
     if not sums_match(connection, required=_pragma(connection, "user_version") > 1):
-        raise _damaged(path)
+        raise DamagedSessionError(path)
 
 
 def refuse_missing(path: Path) -> None:
@@ -150,9 +150,9 @@ def session_error(path: Path, error: sqlite3.Error) -> SessionError:
         case sqlite3.SQLITE_NOTADB:
             return no_session(path)
         case sqlite3.SQLITE_CORRUPT:
-            return _damaged(path)
+            return DamagedSessionError(path)
         case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
-            return _damaged(path)
+            return DamagedSessionError(path)
     return SessionError(f"{path} can't be used: {error}")
 
 
@@ -168,17 +168,13 @@ def decoding(path: Path) -> Iterator[None]:
         try:
             yield
         except UNDECODABLE:
-            raise _damaged(path) from None
+            raise DamagedSessionError(path) from None
 
 
 def require(condition: bool) -> None:
     """Raise ValueError, which `decoding` reports as damage, unless a condition is met."""
     if not condition:
         raise ValueError
-
-
-def _damaged(path: Path) -> SessionError:
-    return SessionError(f"{path} is damaged", hint="restore it from a backup, or remove it")
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> Any:

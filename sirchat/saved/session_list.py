@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from sirchat.errors import SessionError, format_value, nearest
+from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
 from sirchat.saved.database import (
     UNDECODABLE,
     check_format,
@@ -95,6 +95,29 @@ def find_session(folder: Path, ident: str) -> Path:
             hint=nearest(ident, [*found, *names.values()]) or _newest(found),
         )
     return found[matches[0]]
+
+
+def open_session(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
+    """Open a session by what `find_session` takes; `last` passes over damaged ones.
+
+    The second value is an error for each of these. Raises SessionError as `find_session` and
+    `SessionStore.open` do.
+    """
+    if ident != "last":
+        return SessionStore.open(find_session(folder, ident)), []
+    sessions, refused = list_sessions(folder)
+    passed = [error for error in refused if isinstance(error, DamagedSessionError)]
+    for one in [one for one in sessions if not one.in_use] or sessions:
+        try:
+            store = SessionStore.open(one.path)
+        except DamagedSessionError as error:
+            passed.append(error)
+        else:
+            later = [error for error in passed if _changed(error.path) >= one.updated]
+            return store, later
+    if passed:
+        raise passed[-1]
+    raise SessionError(f"there is no saved session in {folder}")
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
@@ -219,6 +242,14 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
     except ValueError:
         created = updated
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use, path.stem)
+
+
+def _changed(path: Path) -> datetime:
+    """When a file was last written to; long ago where it is gone."""
+    try:
+        return _local_time(path.stat().st_mtime)
+    except OSError:
+        return _local_time(0)
 
 
 def _local_time(seconds: float) -> datetime:

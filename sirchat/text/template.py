@@ -152,17 +152,22 @@ class Template:
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """Ids that end generation.
+        """Ids that end generation: `end_ids`, and control tokens that no reply has.
 
-        The model's `declared` ones, the tokenizer's end of sequence, the first closing id if it is
-        an added token, and every control token that a reply of this template does not have. Those
-        that begin a turn would make the rest the next speaker's; others, such as padding, are no
-        text, and must not be read as control.
+        Those that begin a turn would make the rest the next speaker's; others, such as padding, are
+        no text, and must not be read as control.
+        """
+        return self.end_ids(declared) | frozenset(self._openers | self._foreign)
+
+    def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
+        """Ids that mean the end of a reply.
+
+        The model's `declared` ones, the tokenizer's end of sequence, and the first closing id if it
+        is an added token.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
-        added = set(self._tokenizer.added_tokens_decoder)
-        ids |= set(self._closing[:1]) & added | self._openers | self._foreign
+        ids |= set(self._closing[:1]) & set(self._tokenizer.added_tokens_decoder)
         return frozenset(int(i) for i in ids if i is not None)
 
     @property

@@ -243,12 +243,15 @@ class Commands:
     def do_stats(self, rest: str) -> None:
         """-: counts and speed of this conversation."""
         end, session = self._session.end(), self._session
+        at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
             f"{end.turns} turns; {end.seen:,} tokens seen, {end.resident:,} of {session.budget:,} "
             f"held, {end.seen - end.resident:,} forgotten; {end.tokens_out:,} said, "
             f"{speed:,.0f} tok/s; policy {session.profile.policy}, "
             f"decay {short(session.profile.decay)}"
+            + f"; {at_control} ended at a control token, which is left out"
+            * bool(at_control)
         )
 
     def do_pin(self, rest: str) -> None:

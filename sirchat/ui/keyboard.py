@@ -70,6 +70,9 @@ class Keyboard:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._restore()
+        if kind is not None:  # a signal may have come while a prompt was being drawn
+            with suppress(OSError):
+                self._write(_PASTE_OFF + _CURSOR_ON)
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from sirchat.chat.events import TurnDone
 _ENDINGS = {
     "length": "cut at the length limit",
     "interrupt": "interrupted",
+    "control": "ended at a control token",
     "context": "context full",
 }
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attacking import attack, mutated, odd_text
-from chatting import tiny
+from chatting import babbler, save_babbler
 from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import read_gguf
@@ -26,10 +26,23 @@ from sirchat.paths import tiny_dir
 _ODD_NUMBERS = [0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 13, 24]
 
 
+@pytest.fixture(autouse=True)
+def _no_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`find_models` looks at the damaged one alone."""
+    monkeypatch.setattr("sirchat.models.listing.BUNDLED", ())
+    monkeypatch.setattr("sirchat.models.listing.PACKAGED", ())
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A healthy GGUF file."""
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "whole.gguf", tiny())
+    """A healthy GGUF file, small so that a damaged copy is soon written."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "whole.gguf", babbler())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A healthy model folder."""
+    return save_babbler(tmp_path_factory.mktemp("models") / "model")
 
 
 def without_bad_advice(path: Path) -> None:
@@ -79,11 +92,8 @@ def test_every_gguf_file_is_loaded_or_refused_in_one_line(tmp_path: Path, whole:
 
 
 @pytest.mark.slow
-def test_every_model_folder_is_loaded_or_refused_in_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-
+def test_every_model_folder_is_loaded_or_refused_in_one_line(folder: Path) -> None:
     def load(random: Random) -> None:
-        shutil.copytree(tiny_dir(), folder, dirs_exist_ok=True)
         name = random.choice(
             [
                 "config.json",
@@ -94,7 +104,7 @@ def test_every_model_folder_is_loaded_or_refused_in_one_line(tmp_path: Path) -> 
             ]
         )
         path = folder / name
-        data = path.read_bytes()
+        whole = data = path.read_bytes()
         if name == "model.safetensors":
             length = 8 + struct.unpack("<Q", data[:8])[0]
             data = mutated(random, data[:length]) + data[length:]
@@ -104,10 +114,13 @@ def test_every_model_folder_is_loaded_or_refused_in_one_line(tmp_path: Path) -> 
         else:
             data = json.dumps(odd_config(random, json.loads(data))).encode()
         path.write_bytes(data)
-        find_models([tmp_path])
-        with suppress(ModelError):
-            shape_of_folder(folder)
-        without_bad_advice(folder)
+        try:
+            find_models([folder.parent])
+            with suppress(ModelError):
+                shape_of_folder(folder)
+            without_bad_advice(folder)
+        finally:
+            path.write_bytes(whole)
 
     attack(load, 12)
 
@@ -132,9 +145,10 @@ PAST: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", PAST)
-def test_a_model_folder_with_an_odd_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_dir(), folder)
+def test_a_model_folder_with_an_odd_file_is_refused_in_one_line(
+    tmp_path: Path, folder: Path, name: str
+) -> None:
+    folder = shutil.copytree(folder, tmp_path / "model")
     PAST[name](folder / name)
     with pytest.raises(ModelError, match="cannot be loaded") as caught:
         load_model(str(folder), device="cpu")

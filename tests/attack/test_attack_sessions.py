@@ -198,7 +198,7 @@ def test_a_chat_with_odd_bytes_is_refused_or_as_it_was(chats: Path, tmp_path: Pa
         assert again[-1] in (None, whole[-1]), "changed in silence"
         chat.take_up()
 
-    attack(resume, 60)
+    attack(resume, 40)
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Pat
             change_a_tensor(random, chat.odd)
         chat.take_up()
 
-    attack(resume, 100)
+    attack(resume, 50)
 
 
 @pytest.mark.parametrize("table", _VIEWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 
@@ -69,3 +70,10 @@ def test_an_error_shows_no_control_character_of_a_value() -> None:
     with pytest.raises(SettingError, match=r"\\u009b2J\\u007f") as caught:
         changed(Profile(), "--set", positions="\x9b2J\x7f")
     refuse_odd_display(str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "{" * 3000, "[{a: " * 3000])
+def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
+    started = time.process_time()
+    parse_option(text)
+    assert time.process_time() - started < 0.05

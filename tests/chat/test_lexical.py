@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 
+import bm25s
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,40 @@ def test_a_turn_is_scored_with_its_neighbours(wanted: str) -> None:
 def test_any_texts_are_scored_by_the_formula(texts: list[str], wanted: str) -> None:
     found = TurnWords().scores(texts, wanted).tolist()
     assert found == pytest.approx(by_the_formula(texts, wanted) if texts else [], rel=1e-5)
+
+
+def by_the_library(texts: list[str], wanted: str) -> list[float]:
+    """The same by bm25s, which counts all words of all turns."""
+    turns, asked = [terms_of(text) for text in texts], terms_of(wanted)
+    numbers = {term: n for n, term in enumerate({term: 0 for turn in turns for term in turn})}
+    known = [numbers[term] for term in asked if term in numbers]
+    if not known:
+        return [0.0] * len(texts)
+    passages = [
+        [numbers[term] for near in turns[max(0, n - 1) : n + 2] for term in near]
+        for n in range(len(turns))
+    ]
+    index = bm25s.BM25()
+    index.index((passages, numbers), show_progress=False, create_empty_token=False)
+    scores: list[float] = index.get_scores_from_ids(known).tolist()
+    return scores
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=texts, wanted=words.map(" ".join))
+def test_the_scores_are_the_librarys_to_the_last_bit(texts: list[str], wanted: str) -> None:
+    assert TurnWords().scores(texts, wanted).tolist() == by_the_library(texts, wanted)
+
+
+def test_a_turn_is_split_once_and_a_search_counts_the_words_asked_for_alone() -> None:
+    texts = [f"{n} some words of a turn, {n * n} of them and {n // 7}" for n in range(4000)]
+    known = TurnWords()
+    known.scores(texts, "words")
+    started = time.process_time()
+    for n in range(10):
+        texts.append(f"one more turn, {n}")
+        known.scores(texts, "the words of turn 49, and some 77 more")
+    assert time.process_time() - started < 1.0
 
 
 @settings(max_examples=60, deadline=None)

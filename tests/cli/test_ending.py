@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from command import run
+from sirchat.cli import main
 from sirchat.memory.archive_folder import ArchiveFolder, sweep
 
 
@@ -102,3 +104,63 @@ def test_an_archives_folder_and_lock_are_private(tmp_path: Path) -> None:
     lock = folder.path.with_name("1.lock")
     assert [one.stat().st_mode & 0o777 for one in (folder.path.parent, folder.path)] == [0o700] * 2
     assert lock.stat().st_mode & 0o777 == 0o600
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(129), 129)]
+)
+def test_a_signal_while_a_bar_is_drawn_leaves_the_cursor_shown(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _Terminal()
+
+    def draw(**options: object) -> None:
+        terminal.write("\x1b[?25l")
+        raise error
+
+    monkeypatch.setattr("sirchat.cli.app.app", draw)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == code
+    assert "\x1b[?25h" in terminal.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_is_not_lost_where_exceptions_are_ignored(name: str) -> None:
+    program = f"""
+import os, signal, sys, time
+from sirchat.cli.signals import end_in_order
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+end_in_order()
+class Ending:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+Ending()
+try:
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
+
+
+def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sirchat.cli.prepare_streams", pressed)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "sirchat: interrupted\n"

@@ -28,7 +28,7 @@ def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
     records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
     until = drawn.index(drawn[4])
     assert [r.id for r in records if isinstance(r, GeneratedToken)] == drawn[:until]
-    assert records[-1] == Stopped("stop")
+    assert records[-1] == Stopped("stop", drawn[4])
     assert engine.ledger.column("token_id").tolist() == [5, *drawn[:until]]
 
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from session_files import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
+from sirchat.errors import SessionError
 from sirchat.saved import session_list
 from sirchat.saved.session_list import (
     export_session,
     find_session,
     list_sessions,
+    open_session,
     remove_session,
 )
 from sirchat.saved.store import SessionStore
@@ -131,6 +133,32 @@ def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
 def test_there_is_no_last_session_in_an_empty_folder(tmp_path: Path) -> None:
     assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
     assert refusal(lambda: find_session(tmp_path, "x")).endswith("(none is saved)")
+
+
+def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
+    tmp_path: Path,
+) -> None:
+    paths = old, whole, flipped, short = [new(tmp_path, "Hello", "Yes") for _ in range(4)]
+    for n, path in enumerate(paths):
+        content = path.read_bytes()
+        if path in (old, flipped):
+            content = content.replace(b"Hello", b"Hellp")
+        path.write_bytes(content[:5000] if path == short else content)
+        os.utime(path, (n + 10, n + 10))
+    before = {path: path.read_bytes() for path in paths}
+    store, damaged = open_session(tmp_path, "last")
+    store.close()
+    assert store.path == whole
+    assert sorted(error.path for error in damaged) == sorted([flipped, short])
+    assert f"sirchat sessions rm {short.stem}" in str(damaged[0])
+    assert {path: path.read_bytes() for path in paths if path != whole} == {
+        path: content for path, content in before.items() if path != whole
+    }
+    with pytest.raises(SessionError, match=f"{flipped} is damaged"):
+        open_session(tmp_path, flipped.stem)
+    whole.unlink()
+    with pytest.raises(SessionError, match="is damaged"):
+        open_session(tmp_path, "last")
 
 
 def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: Path) -> None:

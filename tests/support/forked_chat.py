@@ -10,15 +10,15 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context, reduction
 from typing import Any, NoReturn
 
 from pexpect.fdpexpect import fdspawn
 
 _LAZY = ("transformers.models.llama.modeling_llama",)  # imported when such a model is loaded
-_SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload(
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(
     ["sirchat.cli.app", "sirchat.chat.session", "sirchat.ui.repl", *_LAZY]
 )
 
@@ -34,8 +34,8 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
     ) -> None:
         ours, its = os.openpty()
         termios.tcsetwinsize(its, size)
-        passed = (_Terminal(its), list(arguments), dict(env), os.getcwd())
-        self._process = _SERVER.Process(target=_chat, args=passed, daemon=True)
+        passed = (PassedDescriptor(its), list(arguments), dict(env), os.getcwd())
+        self._process = SERVER.Process(target=_chat, args=passed, daemon=True)
         self._process.start()
         os.close(its)
         super().__init__(ours, timeout=timeout)
@@ -57,8 +57,8 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
         self.signalstatus = -code if code < 0 else None
 
 
-class _Terminal:
-    """The chat's end of a pseudo-terminal, pickled for another process."""
+class PassedDescriptor:
+    """An open file of this process, such as the chat's terminal, pickled for another process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -72,8 +72,21 @@ def _number_of(passed: Any) -> int:
 
 
 def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str) -> NoReturn:
-    """What `python -m sirchat` does after its imports."""
+    """Take the terminal, and run."""
     os.login_tty(terminal)
+    run_sirchat(arguments, env, folder)
+
+
+def run_sirchat(
+    arguments: list[str],
+    env: dict[str, str],
+    folder: str,
+    begun: Callable[[], object] = lambda: None,
+) -> NoReturn:
+    """What `python -m sirchat` does after its imports, with the streams under their numbers.
+
+    `begun` is called when nothing else is left to do.
+    """
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
@@ -88,5 +101,6 @@ def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str)
 
     from sirchat.cli import main
 
+    begun()
     main()
     sys.exit(0)

@@ -1,0 +1,289 @@
+"""Signals at random moments, in terminals and pipes: nothing finished is lost, all is tidied up.
+
+`SIRCHAT_ATTACK=500` sends at least 500. The moment is so many pieces of output after the last line
+that was typed, and some milliseconds: a busy machine changes little about it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attacking import FIRST, MANY
+from chatting import tiny
+from forked_command import ForkedCommand
+from saved_chats import saved
+from sirchat.chat.session import Session
+from sirchat.saved.autosave import take_up
+from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.session_list import list_sessions
+from sirchat.saved.store import SessionStore
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 5.0
+"""Most processor time from a signal to the end."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+_COMMANDS = (
+    "/policy sink",
+    "/stats",
+    "/panel",
+    "/budget 200",
+    "/forgotten",
+    "/why last",
+    "/nosuch",
+)
+_FLAGS = (
+    (),
+    ("--archive", "disk", "--budget", "96"),
+    ("--recall", "on", "--budget", "160"),
+    ("--no-markdown", "--panel", "off"),
+)
+_STATUS = re.compile(rb"tok/s, (?:forgot|holds)")
+_CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
+
+
+class Wrong(AssertionError):
+    """What a signal did, and what it should not have."""
+
+
+class Home:
+    """The folder of one command's files, and what must be in it afterwards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("tmp", "cwd"):
+            (folder / name).mkdir(parents=True)
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
+            "SIRCHAT_HOME": str(folder), "TMPDIR": str(folder / "tmp"), "TERM": "xterm-256color",
+            "PAGER": "cat", "SIRCHAT_MAX_NEW_TOKENS": "24",
+        }  # fmt: skip
+
+    def run(self, *arguments: str, in_terminal: bool) -> ForkedCommand:
+        """Start a command here."""
+        folder = self.folder / "cwd"
+        return ForkedCommand(
+            *arguments, environ=self._environ, folder=folder, in_terminal=in_terminal
+        )
+
+    def check(self, finished: list[str], replies: int, *, is_killed: bool) -> None:
+        """Every chat opens and goes on, with these messages first, and nothing lies about."""
+        sessions = self.folder / "data" / "sessions"
+        listing = list_sessions(sessions)
+        if listing.refused:
+            raise Wrong(f"refused: {listing.refused}")
+        said: list[str] = []
+        told = 0
+        for one in listing.sessions:
+            with SessionStore.open(one.path) as store:
+                said += [turn.text for turn in store.turns() if turn.role == "user"]
+                told += sum(turn.role == "assistant" for turn in store.turns())
+                if store.head() is not None:
+                    again = Session(tiny(), saved_profile(store))
+                    take_up(again, store)
+        if said[: len(finished)] != finished or told < replies:
+            raise Wrong(f"lost: {finished} and {replies} replies were done, {said} {told} saved")
+        if is_killed:
+            return
+        left = [*(self.folder / "tmp").iterdir(), *(self.folder / "data").glob("archives/*")]
+        left += [*sessions.glob("*-journal"), *sessions.glob("*.new")]
+        if left:
+            raise Wrong(f"left behind: {left}")
+
+
+class Attack:
+    """Signals to commands, and a count of them by kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counts = Counter[str]()
+        self.last = ""
+        self._folder = folder
+        self._saved = folder / "saved"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SIRCHAT_HOME", str(self._saved))
+            saved(self._saved / "data" / "sessions", "old", model=tiny())
+        self._talk = folder / "talk.txt"
+        self._talk.write_text("".join(f"USER: words {n}\n" for n in range(60)))
+
+    def run(self, seed: int) -> None:
+        """One command and its signals; raises Wrong."""
+        draw = random.Random(seed)
+        home = Home(self._folder / str(seed))
+        act = draw.choice([self._chat] * 4 + [self._lines] * 2 + [self._other] * 2)
+        act(draw, home, draw.choice(_SIGNALS))
+        shutil.rmtree(home.folder)
+
+    def _chat(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+        with home.run(*draw.choice(_FLAGS), in_terminal=True) as chat:
+            finished, said = list[str](), list[str]()
+            for n in range(_lines_to_type(draw, chat)):
+                if draw.random() < 0.5:
+                    said.append(f"message {n} of a few words")
+                    chat.send(said[-1] + "\r")
+                else:
+                    chat.send(draw.choice(_COMMANDS) + "\r")
+                if number == signal.SIGINT and draw.random() < 0.4:
+                    _wait_a_moment(draw, chat)
+                    self._send(chat, number, "chat", draw)
+                if draw.random() < 0.5 and _is_done_so_far(chat, n):
+                    finished = said.copy()
+            _wait_a_moment(draw, chat)
+            replies = len(_STATUS.findall(chat.shown)) if number != signal.SIGKILL else 0
+            self._send(chat, number, "chat", draw)
+            codes = {128 + number, -number} if not chat.shown else {128 + number}
+            if number == signal.SIGINT and chat.is_alive:
+                while chat.read(0.05):
+                    pass
+                chat.send("\x04")
+                codes |= {0}
+            _check_end(chat, number, codes)
+        if number == signal.SIGINT:  # which stops replies, and may come before a message is read
+            finished = []
+        home.check(finished, replies, is_killed=number == signal.SIGKILL)
+
+    def _lines(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+        """A chat between pipes, or a replay; with --json every line is whole."""
+        as_json = draw.random() < 0.5
+        typed = draw.random() < 0.5
+        flags = [*draw.choice(_FLAGS[:3]), *["--json"] * as_json]
+        arguments = flags if typed else ["replay", str(self._talk), *flags]
+        in_terminal = not typed and draw.random() < 0.4
+        with home.run(*arguments, in_terminal=in_terminal) as command:
+            if typed:
+                command.send("".join(f"words {n}\n" for n in range(draw.randrange(60))))
+                if draw.random() < 0.5:
+                    command.close_input()
+            _wait_a_moment(draw, command)
+            self._send(command, number, " ".join(["replay", *["json"] * as_json]), draw)
+            _check_end(
+                command, number, {128 + number, 0} | ({-number} if not command.shown else set())
+            )
+            if as_json and number != signal.SIGKILL:
+                shown = command.shown.decode().splitlines()
+                for line in (one for one in shown if not in_terminal or one.startswith("{")):
+                    json.loads(line)
+        home.check([], 0, is_killed=number == signal.SIGKILL)
+
+    def _other(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+        """Commands that end of themselves; a saved chat keeps what it had."""
+        shutil.copytree(self._saved / "data", home.folder / "data")
+        arguments = draw.choice([
+            ("ask", "Hello"), ("ask", "--resume", "old", "Hello"), ("--resume", "old"),
+            ("sessions", "list"), ("sessions", "export", "old"), ("tutorial",),
+            ("eval", "recall", "--limit", "3", "--policies", "sink", "--out", "results"),
+            ("eval", "recall", "--limit", "3", "--policies", "sink"),
+            ("compare", str(self._talk), "--policies", "sink,entropy"), ("doctor",), ("models",),
+        ])  # fmt: skip
+        in_terminal = draw.random() < 0.5 or arguments[0] in ("--resume", "tutorial")
+        with home.run(*arguments, in_terminal=in_terminal) as command:
+            if not in_terminal:
+                command.close_input()
+            if arguments[0] in ("--resume", "tutorial"):
+                command.send("\r" * _lines_to_type(draw, command))
+            _wait_a_moment(draw, command)
+            self._send(command, number, arguments[0], draw)
+            codes = {128 + number, 0, 1}  # 1: what it was asked for cannot be done
+            if not command.shown:
+                codes |= {-number}
+            if number == signal.SIGINT and arguments[0] in ("--resume", "tutorial"):
+                while command.read(0.05):
+                    pass
+                command.send("\x04" * 3)
+            _check_end(command, number, codes)
+        (old,) = list_sessions(home.folder / "data" / "sessions").sessions
+        if old.turns < 4:
+            raise Wrong(f"{old.turns} turns are left of 4")
+        home.check([], 0, is_killed=number == signal.SIGKILL)
+
+    def _send(
+        self, command: ForkedCommand, number: signal.Signals, name: str, draw: random.Random
+    ) -> None:
+        self.last = f"{name} {number.name}"
+        self.counts[self.last] += command.is_alive
+        if number == signal.SIGINT and command.is_in_terminal and draw.random() < 0.3:
+            command.send("\x03")
+        else:
+            command.kill(number)
+
+
+def _lines_to_type(draw: random.Random, chat: ForkedCommand) -> int:
+    """How many; none while the chat loads, or it is waited for."""
+    number = draw.choice((0, draw.randrange(12)))
+    end = time.monotonic() + 20
+    while number and not chat.reads_keys and chat.is_alive and time.monotonic() < end:
+        chat.read(0.02)
+    return number
+
+
+def _wait_a_moment(draw: random.Random, command: ForkedCommand) -> None:
+    """Until some output has come, and for some milliseconds."""
+    end = time.monotonic() + 2
+    for _ in range(draw.choice((0, 1, 5, 20, 60))):
+        while not command.read(0.05) and command.is_alive and time.monotonic() < end:
+            pass
+    time.sleep(draw.choice((0, 0.002, 0.05, 0.3)) * draw.random())
+
+
+def _is_done_so_far(chat: ForkedCommand, n: int) -> bool:
+    """Whether the chat has come to a command that is typed now."""
+    mark = f"there is no command /done{n}x"
+    chat.send(f"/done{n}x\r")
+    end = time.monotonic() + 20
+    while mark.encode() not in chat.shown:
+        if not chat.read(0.05) and (not chat.is_alive or time.monotonic() > end):
+            return False
+    return True
+
+
+def _check_end(command: ForkedCommand, number: signal.Signals, codes: set[int]) -> None:
+    """It ends in time with one of these codes, or by SIGKILL, and the terminal is as before."""
+    code = command.ended(SECONDS)
+    shown = command.shown + command.errors
+    if number == signal.SIGINT and b"_begin" in shown and b"/sirchat/cli/" not in shown:
+        return  # it came before the program began
+    if code is None:
+        raise Wrong(f"does not end: {shown[-1500:]!r}")
+    if code not in ({0, 1, -number} if number == signal.SIGKILL else codes):
+        raise Wrong(f"exit code {code}: {shown[-1500:]!r}")
+    for word in (b"Traceback", b"Exception", b"Error:", b"core dumped"):
+        if word in shown:
+            raise Wrong(f"{word.decode()}: {shown[-3000:].decode(errors='replace')}")
+    if left := command.left_processes():
+        raise Wrong(f"processes {left} are left")
+    if number == signal.SIGKILL:
+        return
+    last, usual = dict(_CONTROL.findall(command.shown)), {b"25": b"h", b"1049": b"l", b"2004": b"l"}
+    if usual | last != usual:
+        raise Wrong(f"the terminal is left in modes {last}: {command.shown[-600:]!r}")
+    if not command.has_modes_of_before:
+        raise Wrong("the terminal's attributes are others than before")
+
+
+def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "own"))
+    attack, wrong, seed = Attack(tmp_path), list[str](), FIRST
+    while attack.counts.total() < (MANY or 3) and len(wrong) < 12:
+        try:
+            attack.run(seed)
+        except Wrong as error:
+            wrong.append(f"seed {seed}, {attack.last}: {error}")
+            if MANY:
+                print(wrong[-1], flush=True)  # noqa: T201
+        seed += 1
+        if MANY and seed % 20 == 0:
+            print(f"{attack.counts.total()} signals to seed {seed}", flush=True)  # noqa: T201
+    if MANY:
+        print(f"{attack.counts.total()} signals, {seed - FIRST} commands: {attack.counts}")  # noqa: T201
+    assert not wrong, "\n".join(wrong)

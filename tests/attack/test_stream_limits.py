@@ -1,0 +1,78 @@
+"""Odd standard streams, limits and variables: the right exit code, one line, never a hang.
+
+One of the cases by default, all with `SIRCHAT_ATTACK`: each starts a program. (An input that is a
+folder is refused by Python, before any of sirchat's code.)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attacking import MANY
+
+pytestmark = pytest.mark.slow
+
+_SLOW_READER = (
+    f'{sys.executable} -c "import os, time\nwhile os.read(0, 1): time.sleep(0.0005)" > /dev/null'
+)
+CASES = {
+    "output is a slow reader": (f"$SIRCHAT --quiet replay talk.txt | {_SLOW_READER}", {0}),
+    "json to a slow reader": (f"$SIRCHAT --json < talk.txt | {_SLOW_READER}", {0}),
+    "a slow writer": ("(echo one; sleep 1; echo two; sleep 1) | $SIRCHAT --quiet", {0}),
+    "a reader that leaves": ("$SIRCHAT replay talk.txt | head -1", {0}),
+    "a reader of json that leaves": ("$SIRCHAT replay talk.txt --json | head -c 20", {0}),
+    "errors to a full disk": ("$SIRCHAT replay talk.txt 2> /dev/full", {0, 1}),
+    "errors closed, output full": ("$SIRCHAT replay talk.txt > /dev/full 2>&-", {1}),
+    "everything closed": ("$SIRCHAT ask Hello <&- >&- 2>&-", {1}),
+    "list to a full disk": ("$SIRCHAT models > /dev/full", {1}),
+    "locale C": ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 $SIRCHAT ask 'Say é 你'", {0}),
+    "locale POSIX, a file": (
+        "LC_ALL=POSIX PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 $SIRCHAT replay talk.txt --quiet", {0}
+    ),
+    "too little memory to load": ("ulimit -v 700000; $SIRCHAT ask Hello", {1}),
+    "little memory": ("ulimit -v 1500000; $SIRCHAT ask Hello", {0, 1}),
+    "memory that ends": ("ulimit -v 2500000; $SIRCHAT ask Hello --budget 1900000000", {0, 1, 2}),
+    "small files": ("ulimit -f 8; $SIRCHAT replay talk.txt --archive disk --budget 96", {0, 1}),
+    "no files": ("ulimit -f 0; $SIRCHAT ask Hello > /dev/null", {0, 1}),
+    "an export to a small file": ("ulimit -f 0; $SIRCHAT ask Hello > out.txt", {1}),
+    **{f"{n} open files": (f"ulimit -n {n}; $SIRCHAT ask Hello", {0, 1}) for n in (5, 8, 12, 20)},
+    **{f"{n} open files, an archive": (
+        f"ulimit -n {n}; $SIRCHAT replay talk.txt --archive disk", {0, 1}) for n in (10, 16, 24)},
+}  # fmt: skip
+_FEW = ("12 open files",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "talk.txt").write_text("".join(f"USER: words {n}, é 你\n" for n in range(9)))
+    return tmp_path
+
+
+def shell(folder: Path, line: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line in bash, where `$SIRCHAT` is the program; it fails if any part does."""
+    given = os.environ | {
+        "SIRCHAT_HOME": str(folder / "home"), "SIRCHAT": f"{sys.executable} -m sirchat",
+        "SIRCHAT_MAX_NEW_TOKENS": "8",
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder, env=given | environ, capture_output=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES if MANY else _FEW)
+def test_odd_streams_and_limits_end_in_one_line_at_most(folder: Path, name: str) -> None:
+    line, codes = CASES[name]
+    done = shell(folder, line)
+    told = done.stderr.decode(errors="replace")
+    assert "Traceback" not in told, told
+    assert "Exception ignored" not in told, told
+    assert done.returncode in codes, (done.returncode, told)
+    if done.returncode == 1 and done.stderr:
+        assert len(told.strip().splitlines()[-1]) < 500
+        assert told.strip().splitlines()[-1].startswith("sirchat: "), told

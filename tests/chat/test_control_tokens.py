@@ -1,0 +1,79 @@
+"""A model that generates a control token which replies don't have: left out, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from chatting import babbler, session
+from saved_chats import Chat, resumed
+from sirchat.chat.events import Delta, TurnDone, to_json
+from sirchat.engine.sampling import Sampler
+from sirchat.paths import sessions_dir
+from sirchat.saved.session_list import list_sessions
+from sirchat.text.template import Template
+from sirchat.ui.summary import describe_turn
+
+TOKENIZER, DECLARED = babbler().tokenizer, babbler().module.generation_config.eos_token_id
+CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(DECLARED))
+END = TOKENIZER.eos_token_id
+WORDS = TOKENIZER.encode("some words", add_special_tokens=False)
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the model generates next, and then the end of the reply."""
+    ids: list[int] = []
+
+    def pick(self: Sampler, *arguments: object) -> int:
+        return next(left)
+
+    def endless() -> Iterator[int]:
+        while True:
+            yield ids.pop(0) if ids else END
+
+    left = endless()
+    monkeypatch.setattr(Sampler, "pick", pick)
+    return ids
+
+
+@pytest.mark.parametrize("control", CONTROL)
+def test_it_ends_the_reply_and_is_neither_shown_nor_held(
+    generated: list[int], control: int
+) -> None:
+    usual = session(babbler())
+    generated += [*WORDS, END]
+    list(usual.ask("Hello"))
+    generated += [*WORDS, control]
+    chat = session(babbler())
+    events = list(chat.ask("Hello"))
+    shown = "".join(one.text for one in events if isinstance(one, Delta))
+    (reply,) = (one for one in events if isinstance(one, TurnDone) and one.role == "assistant")
+    assert shown.strip() == reply.text.strip() == "some words"
+    ids = [[row.id for row in one.tokens(range(one.seen))] for one in (chat, usual)]
+    assert ids[0] == ids[1]
+    assert to_json(reply)["finish"] == "control"
+    assert describe_turn(reply, chat.budget).endswith("ended at a control token")
+
+
+def test_an_end_token_ends_a_reply_as_ever(generated: list[int]) -> None:
+    generated += [*WORDS, END]
+    *_, reply = (one for one in session(babbler()).ask("Hello") if isinstance(one, TurnDone))
+    assert reply.finish == "stop"
+
+
+def test_stats_count_such_replies_also_after_a_resume(
+    generated: list[int], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+    chat = Chat()
+    chat.say("Hello")
+    assert "control token" not in chat.do("/stats")
+    generated += [*WORDS, CONTROL[0]]
+    chat.say("Hello again")
+    chat.saved_chat.close()
+    assert "1 ended at a control token, which is left out" in chat.do("/stats")
+    (one,) = list_sessions(sessions_dir()).sessions
+    again, _ = resumed(sessions_dir(), one.id)
+    assert [turn.finish for turn in again.turns] == ["read", "stop", "read", "control"]
