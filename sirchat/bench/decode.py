@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from sirchat.bench.bandwidth import reading, weight_bytes
 from sirchat.bench.llama_cpp import LlamaCpp
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.bench.repeating import repeated_blocks
 from sirchat.bench.static_cache import static_blocks
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
@@ -64,6 +65,19 @@ def bench_decode(
         options,
     )
     yield _against_the_limit(model, options)
+    if model.decode_step is not None and model.decode_step.compiled is not None:
+        yield compare(
+            "decode, compiled against not",
+            lambda: generated_blocks(model, options),
+            lambda: _uncompiled(model.decode_step, generated_blocks(model, options)),
+            options,
+        )
+    yield compare(
+        "decode of a text that was just read, with lookup against without",
+        lambda: repeated_blocks(model, options, _engine(model, options), lookup=True),
+        lambda: repeated_blocks(model, options, _engine(model, options), lookup=False),
+        options,
+    )
     yield compare(
         f"prefill{other}",
         lambda: _our_prefill(model, options),
@@ -94,6 +108,17 @@ def bench_decode(
                 lambda: generated_blocks(model, options, early),
                 options,
             )
+
+
+def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
+    """The same blocks, each without the compiled step."""
+    while True:
+        program, step.compiled = step.compiled, None
+        try:
+            seconds = next(blocks)
+        finally:
+            step.compiled = program
+        yield seconds
 
 
 def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:

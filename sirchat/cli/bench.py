@@ -58,6 +58,12 @@ Quantize = Annotated[
         help="The bare loop has unpacked float32 weights in any case.",
     ),
 ]
+Compile = Annotated[
+    str,
+    typer.Option(
+        help="Whether single tokens are read by a compiled program.", metavar="auto|on|off"
+    ),
+]
 LlamaCppPython = Annotated[
     str | None,
     typer.Option(
@@ -79,6 +85,7 @@ def bench(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
+    compile: Compile = "auto",
     llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
@@ -88,7 +95,7 @@ def bench(
     Without a command, `decode` is measured.
     """
     if context.invoked_subcommand is None:
-        decode(model, cache, rounds, seen, device, dtype, quantize, llama_cpp, json)
+        decode(model, cache, rounds, seen, device, dtype, quantize, compile, llama_cpp, json)
         return
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
@@ -105,6 +112,7 @@ def decode(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
+    compile: Compile = "auto",
     llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
@@ -113,6 +121,7 @@ def decode(
 
     Decode also against `generate` with a static cache, and against reading the weights once.
 
+    Also compiled against not, where there is a program (--compile on makes it).
     With a GGUF model also against llama.cpp, where llama-cpp-python is there.
     """
     numbers = seen.split(",")
@@ -121,13 +130,16 @@ def decode(
     if int(numbers[0]) < cache:
         raise UsageError(f"--seen {seen}: EARLY must be at least --cache, which is {cache}")
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = changed(profile, "--compile", compile=compile)
     from sirchat.bench.decode import bench_decode
     from sirchat.bench.llama_cpp import peer_for
     from sirchat.bench.ratio import BenchOptions
+    from sirchat.models.compiling import use_compiled
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
     with peer_for(profile.model, llama_cpp, cache) as peer:
         loaded = _load(profile)
+        use_compiled(loaded, profile.compile)
         bare = _unpacked(loaded, profile)
         _measure(partial(bench_decode, bare=bare, peer=peer), options, loaded, json)
 
