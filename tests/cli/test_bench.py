@@ -30,6 +30,7 @@ def test_decode_is_measured_by_default(command: list[str]) -> None:
         "decode",
         "decode",
         "decode",
+        "decode",
         "prefill",
         "prefill",
         "decode",

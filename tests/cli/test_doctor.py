@@ -22,7 +22,7 @@ def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:
         assert word in done.stdout
     found = json.loads(run("doctor", "--json", SIRCHAT_HOME=str(tmp_path)).stdout)
     assert {one["problem"] for one in found} == {""}
-    assert [one["name"] for one in found][-2:] == ["model", "speed"]
+    assert [one["name"] for one in found][-3:] == ["model", "compiled step", "speed"]
 
 
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_was_said_and_the_users_name_are_not_in_it(
 
 def test_paths_say_what_lies_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    assert run("paths").stdout.count("nothing yet") == 5
+    assert run("paths").stdout.count("nothing yet") == 6
     chat = session(tiny(), max_new_tokens=4)
     list(chat.ask("Hello."))
     saving = Autosave(chat)
