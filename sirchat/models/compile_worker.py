@@ -22,6 +22,7 @@ def main(path: Path, niceness: int) -> None:
     os.nice(niceness)
     folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+    signal.signal(signal.SIGTERM, lambda *_: _end(folder))
     watch = threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True)
     watch.start()
     try:
@@ -35,9 +36,13 @@ def main(path: Path, niceness: int) -> None:
 
 def _end_with(parent: int, folder: str) -> None:
     while os.getppid() == parent:
-        time.sleep(1)
+        time.sleep(0.2)
+    _end(folder)
+
+
+def _end(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # the compiler, too; the group is its own
 
 
 if __name__ == "__main__":

@@ -123,15 +123,25 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
     try:
         _failure(path).unlink(missing_ok=True)
         private_dir(path.parent)
-        found = subprocess.run(
-            [sys.executable, *worker], input=without_weights(step.graph), capture_output=True
+        process = subprocess.Popen(
+            [sys.executable, *worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
+        try:
+            _, stderr = process.communicate(without_weights(step.graph))
+        except BaseException:  # Ctrl-C: the process removes its files
+            process.terminate()
+            process.wait()
+            raise
     except OSError as error:
         return error.strerror or str(error)
-    if found.returncode == 0 and path.exists():
+    if process.returncode == 0 and path.exists():
         return ""
-    said = found.stderr.decode(errors="replace").strip().splitlines()
-    _fail(path, said[-1] if said else f"exit status {found.returncode}")
+    said = stderr.decode(errors="replace").strip().splitlines()
+    _fail(path, said[-1] if said else f"exit status {process.returncode}")
     return _problem(path)
 
 

@@ -58,6 +58,7 @@ def chat(
             first.run(at_once=store is None and screen.terminal is not None)
         finally:
             first.close()
+        first.say_where()
 
 
 class _FirstPrompt:
@@ -107,6 +108,11 @@ class _FirstPrompt:
         """Save the chat, if it has begun."""
         if self._chat is not None:
             self._chat.close()
+
+    def say_where(self) -> None:
+        """Say where the chat is kept, once it is closed."""
+        if self._chat is not None:
+            self._chat.say_where()
 
     def _read(self, opening: Opening) -> Line | None:
         """The first line; the chat begins above the prompt if it is ready before that."""

@@ -69,8 +69,6 @@ class Chat:
                     self._keyboard.keep_typed()
                     line = self._prompt.read()
                 if line is None or not self._act_on(line):
-                    self.close()
-                    self._saved_chat.say_where()
                     return
                 with Interrupt():  # ignores a Ctrl-C that comes after the reply
                     self._saved_chat.update()
@@ -81,6 +79,10 @@ class Chat:
     def close(self) -> None:
         """Save what is not saved yet, and release the saved chat's file."""
         self._saved_chat.close()
+
+    def say_where(self) -> None:
+        """Say where the chat is kept, once it is closed."""
+        self._saved_chat.say_where()
 
     def _commands_of(self, session: Session) -> Commands:
         return Commands(

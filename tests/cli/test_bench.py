@@ -169,8 +169,7 @@ def test_a_start_is_timed_in_fresh_processes(tmp_path: Path) -> None:
     assert load["other"] == paste["other"] == 0.5
     assert first["ours"] > load["ours"] > 0
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
-    (alone, *_) = results("start", "--rounds", "1")
-    assert alone["other"] is alone["ratio"] is None
+    assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
 
 
 def test_a_start_that_fails_is_said_in_one_line() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +187,21 @@ def test_a_chat_has_it_made_in_the_background(
     assert step_of(model).compiled is not None
     assert compiling.compiled_in_words(model) == "yes"
     assert compiling.compile_in_background(model) is None
+
+
+def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
+    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "sirchat", "ask", "Hello", "--compile", "on"]
+    asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
+    folder = tmp_path / "state" / "compiled"
+    end = time.monotonic() + 60
+    while not list(folder.glob("making-*/*")) and time.monotonic() < end:
+        time.sleep(0.05)
+    asking.send_signal(signal.SIGINT)
+    assert asking.stderr is not None
+    said = asking.stderr.read().decode()
+    assert (asking.wait(20), "Traceback" in said) == (130, False)
+    assert not list(folder.iterdir())
 
 
 def test_without_a_compiler_auto_leaves_it_and_on_says_so(
