@@ -77,7 +77,7 @@ def open_saved(
 
 
 _AT_ONCE = (
-    *("model", "device", "dtype", "quantize", "save", "save_kv"),
+    *("model", "device", "dtype", "quantize", "compile", "save", "save_kv"),
     *("panel", "theme", "markdown", "thinking"),
 )
 """Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""

@@ -26,8 +26,10 @@ WITHOUT_EFFECT = (
     "save",
     "save_kv",
     "threads",
+    "compile",
+    "lookup",
 )
-"""Settings that no result depends on."""
+"""Settings that no result depends on, but for rounding."""
 
 
 @runtime_checkable

@@ -65,6 +65,10 @@ def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
         assert "policy entropy" in stats
         chat.say("/exit")
         assert chat.ended() == 0
+    again, bare = ("--resume", "last", "--compile", "auto"), {"CXX": "no-such-compiler"}
+    with Terminal(*again, home=tmp_path, environ=bare) as chat:
+        assert "compile is auto" in chat.ask("/set compile")
+        assert chat.leave() == 0
     with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
         assert chat.ended() == 2
         assert "seed" in chat.text

@@ -186,6 +186,8 @@ def test_no_setting_that_a_result_depends_on_is_left_out_of_its_name(tmp_path: P
         "panel": "off",
         "theme": "none",
         "markdown": False,
+        "compile": "off",
+        "lookup": False,
     }.items():
         assert name in WITHOUT_EFFECT
         study = noted(SINK.model_copy(update={name: value}))
