@@ -26,7 +26,7 @@ from sirchat.cli.man import man
 from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
 from sirchat.cli.replay import replay_transcript
-from sirchat.cli.signals import end_in_order, is_ending, leave_opening, show_cursor
+from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
 from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -108,6 +108,8 @@ def main() -> None:
     except SystemExit as leaving:
         leave_opening(leaving)
         raise
+    finally:
+        leave_terminal()
 
 
 def _run() -> None:
@@ -125,14 +127,7 @@ def _run() -> None:
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
-        try:
-            _fail("interrupted", 130)
-        finally:  # last: a bar's thread may have drawn once more
-            show_cursor()
-    except SystemExit as leaving:
-        if is_ending(leaving.code):
-            show_cursor()
-        raise
+        _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read the output has left; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,8 +24,21 @@ def end_in_order() -> None:
             signal.signal(number, _leave)
 
 
-def show_cursor() -> None:
-    """Show the cursor of the terminal; a signal may have come while a progress bar hid it."""
+def leave_terminal() -> None:
+    """Show the cursor, which a progress bar may have hidden and a signal kept it from showing.
+
+    However a command ends, this is the last that it does: from here on Ctrl-C ends the process at
+    once, and not in a traceback.
+    """
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "rich.live" in sys.modules:
+        _show_cursor()
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, _leave_at_once)
+
+
+def _show_cursor() -> None:
     for stream in (sys.stderr, sys.stdout):
         if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             with suppress(OSError):
@@ -34,7 +47,7 @@ def show_cursor() -> None:
             return
 
 
-def is_ending(code: object) -> bool:
+def _is_ending(code: object) -> bool:
     """Whether an exit code says that a signal asked the program to end."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
 
@@ -42,7 +55,7 @@ def is_ending(code: object) -> bool:
 def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
     """Send a signal once more that came where Python ignores exceptions, such as in a __del__."""
     code = getattr(ignored.exc_value, "code", None)
-    if is_ending(code):
+    if _is_ending(code):
         number = int(code)  # type: ignore[arg-type]
         signal.signal(number - 128, _leave)
     elif isinstance(ignored.exc_value, KeyboardInterrupt):
@@ -59,11 +72,19 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(128 + number)
+
+
 def leave_opening(leaving: SystemExit) -> None:
     """End at once if a thread still loads a model: Python can't stop it in order."""
     opening = sys.modules.get("sirchat.ui.opening")  # not imported, so not running
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
         return
+    leave_terminal()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

@@ -112,9 +112,16 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(129), 129)]
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit(129), 129),
+        (SystemExit(0), 0),
+        (RuntimeError("of a library that a signal interrupted"), 1),
+    ],
 )
-def test_a_signal_while_a_bar_is_drawn_leaves_the_cursor_shown(
+def test_however_a_command_ends_while_a_bar_is_drawn_the_cursor_is_shown(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = _Terminal()
@@ -126,8 +133,12 @@ def test_a_signal_while_a_bar_is_drawn_leaves_the_cursor_shown(
     monkeypatch.setattr("sirchat.cli.app.app", draw)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(SystemExit) as left:
-        main()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert left.value.code == code
     assert "\x1b[?25h" in terminal.getvalue()
 

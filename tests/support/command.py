@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -23,6 +24,7 @@ class Done:
 def run(*arguments: str, text: str = "", **variables: str) -> Done:
     """Run `sirchat ARGUMENTS` with `text` as standard input and these environment variables."""
     out, err = io.StringIO(), io.StringIO()
+    pressed = signal.getsignal(signal.SIGINT)
     stdin = io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")), "utf-8")
     with (
         patch.object(sys, "argv", ["sirchat", *arguments]),
@@ -36,4 +38,6 @@ def run(*arguments: str, text: str = "", **variables: str) -> Done:
             code = 0
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else 1
+        finally:
+            signal.signal(signal.SIGINT, pressed)  # a command changes it as it ends
     return Done(code, out.getvalue(), err.getvalue())
