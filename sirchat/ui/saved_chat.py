@@ -13,7 +13,13 @@ from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, take_up
 from sirchat.saved.names import same_name
 from sirchat.saved.saved_settings import saved_profile
-from sirchat.saved.session_list import SavedSession, find_session, free_name, list_sessions
+from sirchat.saved.session_list import (
+    SavedSession,
+    find_session,
+    free_name,
+    list_sessions,
+    open_session,
+)
 from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.screen import Screen
 from sirchat.ui.sessions_table import draw_sessions
@@ -100,13 +106,16 @@ class SavedChat:
     def load(self, ident: str) -> Session | None:
         """Leave the chat for a saved one, and return its session; None if it is this chat.
 
-        Raises SessionError or SettingError; the current chat is then unchanged.
+        `last` passes over damaged ones, and names them. Raises SessionError or SettingError; the
+        current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
             self._screen.note(f"this chat is session {path.stem}")
             return None
-        store = SessionStore.open(path)
+        store, damaged = open_session(sessions_dir(), ident)
+        for error in damaged:
+            self._screen.note(f"{error}; loading {store.name or store.id}")
         try:
             session = self._resumed(store)
             saving = Autosave(session, store)

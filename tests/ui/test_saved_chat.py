@@ -220,6 +220,16 @@ def test_load_last_is_the_last_of_the_others(folder: Path) -> None:
     assert "this chat is session" in chat.do("/load new")
 
 
+def test_load_last_passes_over_a_damaged_chat_and_names_it(folder: Path) -> None:
+    whole, damaged = saved(folder, "whole"), saved(folder, "later")
+    path = find_session(folder, damaged)
+    said = SAYINGS[0].encode()
+    path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
+    told = " ".join(Chat().do("/load last").split())
+    assert f"{path.name} is damaged" in told
+    assert f"this is session {whole}" in told
+
+
 def test_where_nothing_is_saved_load_says_so() -> None:
     chat = Chat()
     assert "no chat is saved" in chat.do("/load")
