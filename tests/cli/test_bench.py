@@ -13,6 +13,7 @@ import pytest
 from chatting import tiny
 from command import run
 from gguf_file import write_gguf
+from hostile_folder import hostile_modules
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -154,8 +155,12 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
 
 
-def test_a_start_is_timed_in_fresh_processes(tmp_path: Path) -> None:
+def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gguf")
+    hostile_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
     model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
@@ -170,6 +175,7 @@ def test_a_start_is_timed_in_fresh_processes(tmp_path: Path) -> None:
     assert first["ours"] > load["ours"] > 0
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
     assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_start_that_fails_is_said_in_one_line() -> None:

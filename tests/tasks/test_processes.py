@@ -14,6 +14,7 @@ import pytest
 
 from command import run
 from fatal_study import Fatal
+from hostile_folder import hostile_modules
 from sirchat.errors import SettingError, SirchatError
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.tasks.processes import run_in_processes
@@ -105,9 +106,10 @@ def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_pat
     with subprocess.Popen(
         [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
-        end, most = time.monotonic() + 60, set[int]()
-        while len(most) < 3 or time.monotonic() < end - 45:
-            most = family(process.pid) if len(family(process.pid)) > len(most) else most
+        end, most, all_there = time.monotonic() + 60, set[int](), 0.0
+        while len(most) < 3 or time.monotonic() < all_there + 4:
+            if len(family(process.pid)) > len(most):
+                most, all_there = family(process.pid), time.monotonic()
             assert listening(family(process.pid)) == set()
             assert time.monotonic() < end
             time.sleep(0.1)
@@ -120,17 +122,15 @@ def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_pat
 
 @pytest.mark.slow
 def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_path: Path) -> None:
-    for name in ("pickle", "socket", "statistics"):
-        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    hostile_modules(tmp_path)
     (tmp_path / "mine.py").write_text(
         "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
     )
     command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
     study = ["eval", "recall", "--ray", "local", "--limit", "2", "--policies", "mine:Mine,sink"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
-    for words in (study, ["bench", "start", "--rounds", "1"]):
-        done = subprocess.run(
-            [*command, *words], cwd=tmp_path, env=environ, capture_output=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "ran").exists()
+    done = subprocess.run(
+        [*command, *study], cwd=tmp_path, env=environ, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()

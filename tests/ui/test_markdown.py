@@ -65,11 +65,11 @@ def _shown(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize(("part", "columns"), list(enumerate([60, 100, 160])))
 def test_what_was_streamed_is_the_document_rendered_at_once(
-    terminal: FakeTerminal, columns: int
+    terminal: FakeTerminal, part: int, columns: int
 ) -> None:
-    for number, document in enumerate(documents(DOCUMENTS if columns == 100 else 50)):
+    for number, document in enumerate(documents(DOCUMENTS)[part::3]):
         _shown(terminal, [document], "off", columns)
         at_once = _cells(terminal)
         _shown(terminal, pieces(document, number), "off", columns)
