@@ -8,7 +8,7 @@ import typer
 
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, load, profile_of
-from sirchat.cli.study_flags import Json, Policies, Sweep, command_line, settings_of
+from sirchat.cli.study_flags import Json, Policies, Sweep, command_line, repeatable, settings_of
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, parse_value
@@ -57,7 +57,7 @@ def compare(
 
     Ctrl-C ends it after the round under way, and shows what was compared until then.
     """
-    profile = profile_of(flags)
+    profile = repeatable(profile_of(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)
     if html is not None:

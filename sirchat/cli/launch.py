@@ -77,19 +77,8 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
     """Load the model of a profile; `report` is called with its progress."""
     with insistent():
         from sirchat.memory.archive_folder import sweep
-        from sirchat.models.compiling import use_compiled
-        from sirchat.models.model import load_model
+        from sirchat.models.of_profile import load_of
 
     sweep(archives_dir())
     gc.freeze()  # what was imported stays: searching it would hold up the keys that are typed
-    model = load_model(
-        profile.model,
-        device=profile.device,
-        dtype=profile.dtype,
-        threads=profile.threads,
-        quantize=profile.quantize,
-        trust_remote_code=trust,
-        progress=report,
-    )
-    use_compiled(model, profile.compile, report)
-    return model
+    return load_of(profile, trust_remote_code=trust, progress=report)

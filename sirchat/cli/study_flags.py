@@ -92,7 +92,7 @@ def study(
         def command(flags: dict[str, Any], **values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON}
             cells = {key: values.pop(key) for key in grid}
-            profile = profile_of(flags)
+            profile = repeatable(profile_of(flags))
             made = build(_compared(profile, **cells) if grid else profile, **values)
             _run(made, profile, **common)
 
@@ -103,6 +103,16 @@ def study(
         app.command(name)(with_settings(command))
 
     return register
+
+
+def repeatable(profile: Profile) -> Profile:
+    """The profile of a study: whether an earlier chat compiled the model changes no number of it.
+
+    A compiled step rounds otherwise than the model. It is used where it was asked for.
+    """
+    if "compile" in profile.model_fields_set:
+        return profile
+    return profile.model_copy(update={"compile": "off"})
 
 
 def settings_of(

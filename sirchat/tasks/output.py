@@ -121,7 +121,8 @@ def _heading(report: Report, head: Record) -> tuple[str, str]:
     model = f"{head['task']}: {head['model']} ({head['revision'][:12]}) on {head['device']}"
     versions = f"sirchat {head['sirchat']}, torch {head['torch']}"
     threads = [head["threads"]] if head.get("threads") else []
-    what = ", ".join([model, head["dtype"], *threads, *report.header])
+    compiled = ["compiled step"] if head.get("compiled") else []
+    what = ", ".join([model, head["dtype"], *threads, *compiled, *report.header])
     return f"{what}; {versions}, transformers {head['transformers']}", head["command"]
 
 

@@ -72,6 +72,7 @@ class Report:
 
 def provenance(model: LoadedModel, task: str, command: str) -> Record:
     """What is needed to repeat an evaluation: command, model and versions, for its JSON record."""
+    step = model.decode_step
     return {
         "task": task,
         "command": command,
@@ -80,6 +81,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "device": str(model.device),
         "dtype": model.precision,
         "threads": threads_in_words(model.device),
+        "compiled": step is not None and step.compiled is not None,
         "sirchat": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

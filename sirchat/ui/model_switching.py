@@ -15,10 +15,10 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import resolve
 from sirchat.config.values import as_typed
 from sirchat.models.bars import Progress
-from sirchat.models.compiling import use_compiled
 from sirchat.models.freed_memory import give_back
 from sirchat.models.listing import model_names
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.model import LoadedModel
+from sirchat.models.of_profile import load_of
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.loading import loading_bar
 from sirchat.ui.models_table import in_bytes
@@ -114,16 +114,7 @@ class ModelSwitching:
     def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._former is not None and self._former.session.model.name == name:
             return self._former.session.model
-        model = load_model(
-            name,
-            device=profile.device,
-            dtype=profile.dtype,
-            threads=profile.threads,
-            quantize=profile.quantize,
-            progress=report,
-        )
-        use_compiled(model, profile.compile, report)
-        return model
+        return load_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The settings of the chat; those that followed the old model follow the new one."""

@@ -13,7 +13,7 @@ import torch
 
 from chatting import babbler, tiny, with_anchors
 from command import run
-from sirchat.cli.study_flags import settings_of
+from sirchat.cli.study_flags import repeatable, settings_of
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
@@ -109,6 +109,18 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
     assert "| two |  |" in text
     for part in ("tiny", "cpu", "float32", "torch", "transformers", "seed 0"):
         assert part in text.splitlines()[0]
+
+
+def test_whether_an_earlier_chat_compiled_the_model_changes_no_study() -> None:
+    assert Profile().compile == "auto"
+    assert repeatable(Profile()).compile == "off"
+    assert [repeatable(Profile(compile=how)).compile for how in ("auto", "on")] == ["auto", "on"]
+    head = provenance(tiny(), "test", "")
+    assert head["compiled"] is False
+    assert "compiled step" not in markdown(REPORT, head)
+    assert "1 thread, compiled step, seed 0" in markdown(
+        REPORT, head | {"compiled": True, "threads": "1 thread"}
+    )
 
 
 def test_a_share_without_an_interval_has_none_in_json() -> None:
