@@ -1,8 +1,9 @@
 """A conversation of a million tokens with live commands: `python -m tests.soak --tokens 1000000`.
 
 After every event the cache must be within the budget. Each hundred thousand tokens a line says how
-fast reading was and how much memory the process has; at the end they are compared. Recall stays
-off: its search takes longer as there is more to search.
+fast reading was and how much memory the process has; at the end they are compared. The last of them
+have the words and commands of the first, so that their speeds can be. Recall stays off: its search
+takes longer as there is more to search.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=100_000)
     asked = parser.parse_args()
-    draw = random.Random(asked.seed)
+    draw, last = random.Random(asked.seed), asked.tokens // asked.every - 1
     profile = Profile(budget=256, max_new_tokens=20, archive_limit="8MiB", seed=asked.seed)
     chat = Session(load_model("tiny"), profile)
     found: list[tuple[float, int]] = []
@@ -94,7 +95,7 @@ def main() -> None:
                 _command(chat, draw)
                 refused -= 1
             _check(chat)
-        if chat.seen - begun >= asked.every:
+        if chat.seen >= (len(found) + 1) * asked.every:
             gc.collect()
             seconds = time.process_time() - start
             found.append(((chat.seen - begun) / seconds, _resident_bytes()))
@@ -103,6 +104,11 @@ def main() -> None:
                 f"{found[-1][1] / 2**20:,.0f} MiB; {commands} commands, {refused} refused",
                 flush=True,
             )
+            if len(found) == last:
+                draw.seed(asked.seed)
+                chat.switch(
+                    "soak", policy=profile.policy, budget=profile.budget, decay=profile.decay
+                )
             begun, start = chat.seen, time.process_time()
     grown = found[-1][1] - found[0][1]
     allowed = _SLACK + _BYTES_A_ROW * chat.seen

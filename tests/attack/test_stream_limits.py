@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from attacking import MANY
+from sirchat.saved.session_list import list_sessions
+from terminal import Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +47,8 @@ CASES = {
         f"ulimit -n {n}; $SIRCHAT replay talk.txt --archive disk", {0, 1}) for n in (10, 16, 24)},
 }  # fmt: skip
 _FEW = ("12 open files",)
+LIMITED_CHATS = {"-f 8": False, "-f 20": False, "-n 9": True, "-n 12": True}
+"""Limits of a chat, and whether it can be saved under them."""
 
 
 @pytest.fixture
@@ -76,3 +80,20 @@ def test_odd_streams_and_limits_end_in_one_line_at_most(folder: Path, name: str)
     if done.returncode == 1 and done.stderr:
         assert len(told.strip().splitlines()[-1]) < 500
         assert told.strip().splitlines()[-1].startswith("sirchat: "), told
+
+
+@pytest.mark.parametrize("limit", LIMITED_CHATS if MANY else ("-f 20",))
+def test_a_chat_goes_on_under_a_limit_and_says_if_it_is_not_saved(
+    tmp_path: Path, limit: str
+) -> None:
+    line = f"ulimit {limit}; exec {sys.executable} -m sirchat --max-new-tokens 8"
+    with Terminal("bash", "-c", line, home=tmp_path) as chat:
+        chat.ask("My name is Anna.")
+        chat.ask("I live in Rome.")
+        assert "4 turns" in chat.ask("/stats")
+        assert chat.leave() == 0
+        is_saved = LIMITED_CHATS[limit]
+        assert ("the chat is not saved any more" in chat.text) is not is_saved
+        assert ("goes on with it" in chat.text) is is_saved
+    listing = list_sessions(tmp_path / "data" / "sessions")
+    assert [one.turns for one in listing.sessions if one.turns] == [4] * is_saved
