@@ -163,6 +163,7 @@ class Ledger:
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
         self._recalled = np.zeros(0, np.int64)
+        self._pinned: NDArray[np.int64] | None = None  # None where it must be looked up anew
 
     @property
     def recalled(self) -> NDArray[np.int64]:
@@ -188,7 +189,10 @@ class Ledger:
     @property
     def pinned_positions(self) -> NDArray[np.int64]:
         """Stream positions, ascending, of all pinned rows."""
-        return np.flatnonzero(self.column("flags") & Flag.PINNED)
+        if self._pinned is None:
+            self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
+            self._pinned.flags.writeable = False
+        return self._pinned
 
     def append(
         self,
@@ -216,6 +220,8 @@ class Ledger:
             self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
         self._held_count += len(ids)
         self.seen = end
+        if any(flag & int(Flag.PINNED) for flag in flags):
+            self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
         """Give the first token, which has no surprisal, the maximum of the first `count` tokens."""
@@ -280,7 +286,7 @@ class Ledger:
         self._held[: len(held)] = held
         self._held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self._recalled = np.zeros(0, np.int64)
+        self._recalled, self._pinned = np.zeros(0, np.int64), None
         if recalled is not None:
             self.recall(recalled)
 
@@ -293,7 +299,7 @@ class Ledger:
         """Keep nothing of what these rows were; they must be neither held nor archived."""
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
-        rows["flags"][positions] = Flag.ERASED
+        rows["flags"][positions], self._pinned = Flag.ERASED, None
         self.attention.erase(positions)
         rows["state"][positions] = State.GONE
 
@@ -301,7 +307,7 @@ class Ledger:
         """Forget that anything was read after the first `seen` tokens; none of it may be held."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
-        self.seen, self.log_decay = seen, log_decay
+        self.seen, self.log_decay, self._pinned = seen, log_decay, None
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
         """Pin these rows, or let them go."""
@@ -311,7 +317,7 @@ class Ledger:
         """Set a flag of these rows, or clear it."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
-        self._rows["flags"][at] = flags | flag if on else flags & ~flag
+        self._rows["flags"][at], self._pinned = flags | flag if on else flags & ~flag, None
 
     def pin_only(self, positions: NDArray[np.int64]) -> None:
         """Pin these rows and unpin all others."""

@@ -53,6 +53,43 @@ def test_every_column_is_what_was_appended_and_held_rows_are_what_was_kept(
     check(ledger, rows, held)
 
 
+positions = st.sets(st.integers(0, 40))
+pinning = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.lists(token, max_size=8)),
+        st.tuples(st.sampled_from(["pin", "unpin", "pin_only", "erase"]), positions),
+        st.tuples(st.sampled_from(["truncate", "load"]), st.integers(0, 40)),
+    ),
+    max_size=12,
+)
+
+
+@given(pinning)
+def test_what_is_pinned_is_known_whatever_happened(plan: list[tuple[str, Any]]) -> None:
+    ledger = Ledger()
+    for step, what in plan:
+        before = ledger.pinned_positions
+        if step == "append":
+            append(ledger, what, turn=0)
+            if not any(row["flags"] & Flag.PINNED for row in what):
+                assert ledger.pinned_positions is before  # a long stream is not searched for it
+        elif step == "truncate":
+            ledger.truncate(min(what, ledger.seen), 0.0)
+        elif step == "load":
+            ledger.load(ledger.rows()[: min(what, ledger.seen)], np.zeros(0, np.int64), 0.0)
+        else:
+            at = np.array(sorted(one for one in what if one < ledger.seen), np.int64)
+            match step:
+                case "pin" | "unpin":
+                    ledger.pin(at, step == "pin")
+                case "pin_only":
+                    ledger.pin_only(at)
+                case _:
+                    ledger.erase(at)
+        is_pinned = [bool(flags & Flag.PINNED) for flags in ledger.column("flags").tolist()]
+        assert ledger.pinned_positions.tolist() == np.flatnonzero(is_pinned).tolist()
+
+
 def check(ledger: Ledger, rows: list[dict[str, Any]], held: list[int]) -> None:
     assert ledger.seen == len(rows)
     assert ledger.held_count == len(held)
