@@ -9,6 +9,7 @@ less than 0.1. Otherwise the factor is 1, so that early facts outlive any amount
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 
 import numpy as np
@@ -32,10 +33,9 @@ def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -
     first = max(1, last - _MAX_ROUNDS)
     if last - first < _MIN_ROUNDS:
         return 1.0
-    bounds = np.searchsorted(rounds, np.arange(first, last + 2))
-    *before, now = (
-        _round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds.tolist())
-    )
+    # numpy's own search would first copy the column, which is a million tokens long at some time.
+    bounds = [bisect_left(rounds, one) for one in range(first, last + 2)]
+    *before, now = (_round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds))
     threshold = _THRESHOLD * sum(before) / len(before)
     return min(1.0, max(_MIN_FACTOR, threshold / now)) if now else 1.0
 

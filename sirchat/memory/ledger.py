@@ -9,6 +9,7 @@ switched at any moment.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any, Literal
@@ -331,7 +332,7 @@ class Ledger:
         """
         self.log_decay += math.log(decay)
         if spared is not None:
-            start = int(np.searchsorted(self.column("round"), spared))
+            start = bisect_left(self.column("round"), spared)  # numpy's search copies the column
             self._rows["birth_decay"][start : self.seen] = self.log_decay
             self.attention.spare_from_decay(start, self.log_decay)
 
