@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import FrameType
 
 _ENDING = ("SIGTERM", "SIGHUP")
+_SECONDS = 1.0  # until it is checked that a signal has begun to end the program
 
 
 def end_in_order() -> None:
@@ -16,18 +17,63 @@ def end_in_order() -> None:
 
     One that is ignored, as SIGHUP under `nohup`, stays ignored.
     """
-    sys.unraisablehook = _send_again
+    leave = _Leave()
+    sys.unraisablehook = leave.send_again
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in _ENDING:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _leave)
+            signal.signal(number, leave)
+
+
+class _Leave:
+    """Handles the signals: the first one ends the program in order, the next one at once."""
+
+    def __init__(self) -> None:
+        self._is_leaving = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._is_leaving:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._is_leaving = True
+        watch = threading.Timer(_SECONDS, self._insist, (number,))
+        watch.daemon = True
+        with suppress(RuntimeError):  # no thread can be started any more: it is ending
+            watch.start()
+        sys.exit(128 + number)
+
+    def _insist(self, number: int) -> None:
+        """Send a signal again if the program goes on: a library may have caught its SystemExit."""
+        handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
+        while error is not None:  # what is raised while it ends has the SystemExit as its context
+            if isinstance(error, SystemExit):
+                return
+            error = error.__context__
+        self._is_leaving = False
+        os.kill(os.getpid(), number)
+
+    def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
+        """Send a signal again that came where Python ignores exceptions, such as in a __del__."""
+        code = getattr(ignored.exc_value, "code", None)
+        if _is_ending(code):
+            number = int(code)  # type: ignore[arg-type]
+            self._is_leaving = False
+        elif isinstance(ignored.exc_value, KeyboardInterrupt):
+            number = 128 + signal.SIGINT
+        else:  # of a library that a signal interrupted; it would be a traceback
+            if "--debug" in sys.argv:
+                sys.__unraisablehook__(ignored)
+            return
+        threading.Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
 
 
 def leave_terminal() -> None:
     """Show the cursor, which a progress bar may have hidden and a signal kept it from showing.
 
-    However a command ends, this is the last that it does: from here on Ctrl-C ends the process at
+    However a command ends, this is the last that it does: from here on a signal ends the process at
     once, and not in a traceback.
     """
     with suppress(ValueError):  # not in the main thread
@@ -36,6 +82,9 @@ def leave_terminal() -> None:
         _show_cursor()
     with suppress(ValueError):
         signal.signal(signal.SIGINT, _leave_at_once)
+        for name in _ENDING:
+            if isinstance(signal.getsignal(getattr(signal, name, 0)), _Leave):
+                signal.signal(getattr(signal, name), _leave_at_once)
 
 
 def _show_cursor() -> None:
@@ -50,26 +99,6 @@ def _show_cursor() -> None:
 def _is_ending(code: object) -> bool:
     """Whether an exit code says that a signal asked the program to end."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
-
-
-def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
-    """Send a signal once more that came where Python ignores exceptions, such as in a __del__."""
-    code = getattr(ignored.exc_value, "code", None)
-    if _is_ending(code):
-        number = int(code)  # type: ignore[arg-type]
-        signal.signal(number - 128, _leave)
-    elif isinstance(ignored.exc_value, KeyboardInterrupt):
-        number = 128 + signal.SIGINT
-    else:  # of a library that a signal interrupted; it would be a traceback
-        if "--debug" in sys.argv:
-            sys.__unraisablehook__(ignored)
-        return
-    threading.Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # the next one ends it at once
-    sys.exit(128 + number)
 
 
 def _leave_at_once(number: int, frame: FrameType | None) -> None:

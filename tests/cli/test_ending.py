@@ -164,6 +164,45 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_a_library_swallows_is_sent_again(name: str) -> None:
+    program = f"""
+import os, signal, time
+from contextlib import suppress
+from sirchat.cli.signals import end_in_order
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+end_in_order()
+with suppress(BaseException):
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(30)
+time.sleep(30)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_long_to_end_is_not_disturbed() -> None:
+    program = """
+import os, signal, time
+from sirchat.cli.signals import end_in_order
+end_in_order()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+finally:
+    try:
+        raise KeyError("of what is closed")
+    except KeyError:
+        time.sleep(2)
+    time.sleep(1)
+    print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (143, b"closed\n", b"")
+
+
 def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
