@@ -138,7 +138,7 @@ def main() -> None:
     grown, allowed = resident[-1] - resident[0], _SLACK + _BYTES_A_ROW * soak.chat.seen
     print(f"memory: {grown / 2**20:,.0f} MiB more, allowed {allowed / 2**20:,.0f}")  # noqa: T201
     ratio = _compared(soak, Soak(model, asked.seed))
-    print(f"speed over that of a new conversation: {ratio:.2f}")  # noqa: T201
+    print(f"speed over that of a new conversation: {ratio:.3f}")  # noqa: T201
     if grown > allowed or ratio < 1 / 1.05:
         sys.exit(1)
 

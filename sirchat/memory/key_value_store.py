@@ -104,8 +104,12 @@ class KeyValueStore:
 
     def reachable(self) -> Positions:
         """Stream positions [n], ascending, of all rows held or archived that may be held."""
-        is_retired = self.ledger.column("flags") & Flag.RETIRED != 0
-        return np.flatnonzero((self.ledger.column("state") != State.GONE) & ~is_retired)
+        ledger, stored = self.ledger, self._archive.positions  # fewer than the whole stream
+        stored = stored[stored < ledger.seen]
+        archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
+        found: Positions = np.union1d(ledger.held_positions, archived)
+        is_retired = ledger.column("flags")[found] & Flag.RETIRED != 0
+        return found[~is_retired]
 
     def keep(self, rows: Tensor) -> Positions:
         """Evict all held rows but `rows` [k]; returns the stream positions evicted."""

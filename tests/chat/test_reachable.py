@@ -1,0 +1,42 @@
+"""What may be held again is found without a look at the whole stream."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from chatting import tiny
+from sirchat import Profile, Session
+from sirchat.errors import UndoError
+from sirchat.memory.ledger import Flag, State
+
+
+@pytest.mark.parametrize("recall", ["hybrid", "off"])
+@pytest.mark.parametrize("limit", ["200KiB", "64MiB"])
+def test_it_is_what_a_look_at_every_token_finds(
+    limit: str, recall: Literal["hybrid", "off"]
+) -> None:
+    draw = random.Random(limit + recall)
+    chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
+    for n in range(14):
+        list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
+        list(chat.read_reply("Yes. " * draw.randint(1, 9)))
+        match draw.randrange(5):
+            case 0:
+                chat.switch("test", budget=draw.choice((80, 160)))
+            case 1:
+                chat.switch("test", recall=draw.choice(("hybrid", "off")))
+            case 2:
+                with suppress(UndoError):  # what the turn pushed out may be gone
+                    chat.undo()
+            case 3:
+                chat.switch("test", system=f"You are number {n}.")
+        ledger = chat._engine.ledger
+        is_gone = ledger.column("state") == State.GONE
+        is_retired = ledger.column("flags") & Flag.RETIRED != 0
+        wanted = np.flatnonzero(~(is_gone | is_retired))
+        assert chat._engine.store.reachable().tolist() == wanted.tolist()
