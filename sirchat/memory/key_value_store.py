@@ -107,9 +107,10 @@ class KeyValueStore:
         ledger, stored = self.ledger, self._archive.positions  # fewer than the whole stream
         stored = stored[stored < ledger.seen]
         archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
-        found: Positions = np.union1d(ledger.held_positions, archived)
+        found = np.union1d(ledger.held_positions, archived)
         is_retired = ledger.column("flags")[found] & Flag.RETIRED != 0
-        return found[~is_retired]
+        allowed: Positions = found[~is_retired]
+        return allowed
 
     def keep(self, rows: Tensor) -> Positions:
         """Evict all held rows but `rows` [k]; returns the stream positions evicted."""
