@@ -26,6 +26,9 @@ from sirchat.ui.text import displayable
 _FENCE = '"""'
 
 _PROMPT = FormattedText([("class:prompt", "> ")])
+_CLOSED = "Event loop is closed"
+"""What asyncio says to a Ctrl-C in the instant in which a prompt closes."""
+
 _EDIT = FormattedText([("class:prompt", "edit> ")])
 
 _STYLE = Style.from_dict(
@@ -131,9 +134,11 @@ class Prompt:
                 text = self._prompt.prompt(pre_run=begin)
             except EOFError:
                 return None
-            except KeyboardInterrupt:
-                if self._entered is None:
+            except (KeyboardInterrupt, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and str(error) != _CLOSED:
                     raise
+                if self._entered is None:
+                    raise KeyboardInterrupt from None
                 text, stopped = self._entered, True  # the prompt was about to close
             line = self._parsed(text)
             if line.text.strip():

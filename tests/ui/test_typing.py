@@ -176,14 +176,17 @@ def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(tmp_path: Path) 
         assert chat.leave() == 0
 
 
-def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Event loop is closed")])
+def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with create_pipe_input() as keys:
         prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
         closes = PromptSession.prompt
 
         def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
             closes(self, *args, **options)
-            raise KeyboardInterrupt
+            raise error
 
         keys.send_text("Hello.\r")
         assert prompt.read() == Line("Hello.", is_command=False)
