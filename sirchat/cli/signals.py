@@ -102,10 +102,15 @@ def _is_ending(code: object) -> bool:
 
 
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    _exit(128 + number)
+
+
+def _exit(code: int) -> None:
+    """End the process now; what was printed is shown."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(128 + number)
+    os._exit(code)
 
 
 def leave_opening(leaving: SystemExit) -> None:
@@ -114,7 +119,4 @@ def leave_opening(leaving: SystemExit) -> None:
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
         return
     leave_terminal()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(leaving.code if isinstance(leaving.code, int) else 0)
+    _exit(leaving.code if isinstance(leaving.code, int) else 0)

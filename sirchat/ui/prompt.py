@@ -26,10 +26,10 @@ from sirchat.ui.text import displayable
 _FENCE = '"""'
 
 _PROMPT = FormattedText([("class:prompt", "> ")])
+_EDIT = FormattedText([("class:prompt", "edit> ")])
+
 _CLOSED = "Event loop is closed"
 """What asyncio says to a Ctrl-C in the instant in which a prompt closes."""
-
-_EDIT = FormattedText([("class:prompt", "edit> ")])
 
 _STYLE = Style.from_dict(
     {
