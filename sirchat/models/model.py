@@ -290,7 +290,7 @@ def load_model(
             options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
             raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
-        found = _from_gguf(source, target, dtype, quantize, progress, **gguf) if gguf else None
+        found = gguf_parts(source, target, dtype, quantize, progress, **gguf) if gguf else None
         if quantize == "packed" and found is None:
             raise ModelError(
                 f"the weights of {name!r} can't stay packed",
@@ -326,7 +326,7 @@ def finished(module: Any, quantize: Quantize) -> Any:
     return module.eval()
 
 
-def _from_gguf(
+def gguf_parts(
     folder: str,
     device: torch.device,
     dtype: DtypeName,
@@ -334,7 +334,7 @@ def _from_gguf(
     progress: Progress | None,
     gguf_file: str,
 ) -> tuple[Any, Any] | None:
-    """Model and tokenizer of a GGUF file; None if only transformers can read it."""
+    """The module, on the CPU, and tokenizer of a GGUF file; None if only transformers reads it."""
     file = read_gguf(Path(folder) / gguf_file)
     from sirchat.models.gguf import loading  # needs the extra
 

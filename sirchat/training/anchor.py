@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from sirchat.errors import SettingError, UsageError
-from sirchat.models.model import unloadable
+from sirchat.models.model import gguf_parts, unloadable
 from sirchat.models.names import locate
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
@@ -157,6 +157,10 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
     source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
     try:
+        if where and not options.scratch:
+            cpu = torch.device("cpu")
+            if found := gguf_parts(source, cpu, "float32", "none", None, **where):
+                return found
         tokenizer = AutoTokenizer.from_pretrained(source, **more)
         if options.scratch and not checkpoint:
             config = AutoConfig.from_pretrained(source, **more)
