@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,6 +123,7 @@ class Prompt:
         """
 
         def begin() -> None:
+            _leave_signals_alone()
             if meanwhile is not None:
                 self._prompt.app.create_background_task(meanwhile())
 
@@ -153,7 +155,7 @@ class Prompt:
         self._signs.begin()
         self._is_editing = True
         try:
-            return self._prompt.prompt(_EDIT, default=text)
+            return self._prompt.prompt(_EDIT, default=text, pre_run=_leave_signals_alone)
         except (EOFError, KeyboardInterrupt):
             return self._entered or ""
         finally:
@@ -301,6 +303,18 @@ class Prompt:
             self._is_pasting = False
         if begins:  # set last: every change of the text is compared with it
             self._pasted = data
+
+
+def _leave_signals_alone() -> None:
+    """Let a signal that ends the program in one of the prompt's tasks do so without a traceback."""
+    loop = asyncio.get_running_loop()
+    usual = loop.get_exception_handler() or type(loop).default_exception_handler
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt):
+            usual(loop, context)
+
+    loop.set_exception_handler(handle)
 
 
 class _Filtered(Processor):

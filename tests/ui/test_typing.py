@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,19 @@ def test_an_interrupt_that_comes_as_the_prompt_has_closed_is_no_exception() -> N
             prompt._prompt.app.key_processor.send_sigint()
 
         asyncio.run(as_the_event_loop_ends())
+
+
+def test_a_signal_that_ends_the_program_in_a_task_of_the_prompt_is_no_exception(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def is_ended() -> None:
+        sys.exit(143)
+
+    with create_pipe_input() as keys:
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
+        with pytest.raises(SystemExit, match="143"):
+            prompt.read(meanwhile=is_ended)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, home: Path) -> None:
