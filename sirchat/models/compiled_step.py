@@ -108,7 +108,11 @@ def build(pickled: bytes, path: Path) -> None:
         ),
         strict=False,
     )
-    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,
+        "aot_inductor.precompile_headers": False,  # they would serve this program alone
+    }
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs=options
     )

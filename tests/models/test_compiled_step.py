@@ -38,6 +38,7 @@ pytestmark = [
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else torch tries each for 8 seconds
         yield
 
 
