@@ -26,9 +26,14 @@ from pathlib import Path
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are no UTF-8
 
 
+_LONGEST = 1000
+"""Characters of a message; libraries quote whole values from a file."""
+
+
 def _on_one_line(text: str) -> str:
-    """The text without line ends, and with escapes for what a terminal would obey."""
-    return _CONTROLS.sub(_escape, " ".join(text.split()))
+    """The text without line ends, with escapes for what a terminal would obey, and not too long."""
+    line = _CONTROLS.sub(_escape, " ".join(text.split()))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -156,6 +156,17 @@ def test_a_model_folder_with_an_odd_file_is_refused_in_one_line(
     assert "pip install" not in str(caught.value)
 
 
+def test_what_a_library_quotes_of_a_file_makes_no_long_message(
+    tmp_path: Path, folder: Path
+) -> None:
+    folder = shutil.copytree(folder, tmp_path / "model")
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": "a" * 5000}))
+    with pytest.raises(ModelError, match="cannot be loaded: invalid type") as caught:
+        load_model(str(folder), device="cpu")
+    assert len(str(caught.value)) == 1000
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_dir(), folder)
