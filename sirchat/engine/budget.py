@@ -24,6 +24,9 @@ Positions = NDArray[np.int64]
 _LEAST = 8
 """Fewest rows that sinks and pins must leave to the policy."""
 
+_AT_ONCE = 1024
+"""Most ids of several chunks that are read at once: Ctrl-C is answered between two passes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Budget:
@@ -99,8 +102,19 @@ class Budget:
 
     @property
     def chunk_size(self) -> int:
-        """Most ids that are read at once: E/4, and no more than the policy has room for."""
+        """Ids for which room is made at once: E/4, and no more than the policy has room for."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
+
+    def at_once(self, pinned: bool) -> int:
+        """Most ids that are read in one pass: as many chunks as there is room for, at least one.
+
+        What is evicted doesn't depend on it. Pinned ids change the size of the next chunk.
+        """
+        size = self.chunk_size
+        if pinned or self.compacts_at_anchors:
+            return size
+        free = min(self.policy_bound - self.policy_rows, _AT_ONCE)
+        return size * max(1, free // size)
 
     def most_protected(self, at: Positions | None = None) -> int:
         """Most rows of the current round that are protected: half of the room for the newest.

@@ -116,7 +116,7 @@ class Engine:
     def feed(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
-        """Read ids, chunk by chunk; the engine is in a consistent state at every yield.
+        """Read ids, some at once; the engine is in a consistent state at every yield.
 
         Raises ContextFullError, with nothing read, if they do not fit and nothing may be evicted.
         """
@@ -126,7 +126,7 @@ class Engine:
         done = 0
         while done < len(ids):
             budget = self.contents.budget
-            most = min(len(ids), done + budget.chunk_size)
+            most = min(len(ids), done + budget.at_once(pinned))
             end = budget.end_at_anchor(whole.flags, done, most)
             yield from self.make_room(end - done)
             self._read(whole.part(done, end))
@@ -368,5 +368,8 @@ class Engine:
             wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
             self.cache.reserve(min(budget.hard_bound, wanted))
         self.contents.note_pass()
+        opening = budget.chunk_size if self.ledger.seen == 0 else 0
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
         self._reader.read(chunk, visible, self.settings.attention_stats)
+        if opening:
+            self.ledger.rank_first_token(min(opening, len(chunk)))

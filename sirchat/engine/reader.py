@@ -148,7 +148,6 @@ class Reader:
                 None if an anchor sees all rows like any other token.
             stats: which attention is counted; None for none.
         """
-        opens = self._ledger.seen == 0
         start = 0
         with self._tracker(stats) as tracker:
             while start < len(chunk):
@@ -166,8 +165,6 @@ class Reader:
                 self._record(part, found)
                 tracker.add(observer)
                 start += len(part)
-        if opens:
-            self._ledger.rank_first_token(len(chunk))
 
     def read_again(
         self,

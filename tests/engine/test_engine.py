@@ -172,13 +172,30 @@ def whole_of(engine: Engine) -> tuple[Any, ...]:
     return ledger.seen, held, ledger.log_decay, values, logits
 
 
-def test_chunks_are_a_quarter_of_the_room_and_each_finds_its_place() -> None:
+def test_chunks_are_a_quarter_of_the_room_and_those_that_find_room_are_read_at_once() -> None:
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget=68, sinks=4))  # E = 64
     records = feed(engine, some_ids(100))
-    assert [len(ids) for ids in model.passes] == [16] * 6 + [4]
+    assert [len(ids) for ids in model.passes] == [4 * 16, 16, 16, 4]
     assert [len(gone) for gone in evicted(records)] == [64 + 16 - 68, 16, 4]
-    assert [r.done for r in records if isinstance(r, ReadProgress)] == [16, 32, 48, 64, 80, 96, 100]
+    assert [r.done for r in records if isinstance(r, ReadProgress)] == [64, 80, 96, 100]
+
+
+@pytest.mark.parametrize("name", ["entropy", "salience", "h2o", "reservoir", "interval", "window"])
+def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after_some_turns() -> tuple[Any, ...]:
+        engine = Engine(BigramModel(), CacheSettings(policy_class(name)(), budget=48, sinks=2))
+        gone = []
+        for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
+            gone += evicted(feed(engine, some_ids(count), turn=turn))
+            engine.close_round()
+        return gone, whole_of(engine)
+
+    at_once = after_some_turns()
+    monkeypatch.setattr("sirchat.engine.budget._AT_ONCE", 1)
+    assert after_some_turns() == at_once
 
 
 def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
@@ -205,7 +222,7 @@ def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
     model.passes.clear()
     feed(engine, some_ids(400), turn=2)
     assert engine.ledger.held_positions[:20].tolist() == list(range(20))
-    assert {len(ids) for ids in model.passes} == {(48 - 20) // 4, 400 % 7}
+    assert {len(ids) for ids in model.passes[1:]} == {(48 - 20) // 4, 400 % 7}
 
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
