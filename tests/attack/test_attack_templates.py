@@ -81,9 +81,8 @@ def test_a_template_that_takes_too_much_is_refused_in_one_line(name: str) -> Non
     it = with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL)
 
     def refuse(_: Random) -> None:
-        with pytest.raises(ModelError) as caught:
-            render(it, "x")
-        raise caught.value
+        render(it, "x")
+        raise ValueError("it was rendered")
 
     attack(refuse, 1)
 
