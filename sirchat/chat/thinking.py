@@ -35,3 +35,40 @@ def thought(reply: str, *, is_open: bool = False) -> str:
     if not found and (is_open or reply.lstrip().startswith(OPEN)):
         found = reply  # it was cut off
     return found.replace(OPEN, "").replace(CLOSE, "").strip()
+
+
+class Answer:
+    """What follows a reply's reasoning, while the reply is generated.
+
+    Args:
+        is_open: whether the reply begins amid reasoning, for the template wrote its tag.
+
+    Attributes:
+        thinks: whether what has come so far is reasoning; None while that is not known.
+        has_thought: whether the reply began with reasoning.
+    """
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.thinks: bool | None = is_open or None
+        self.has_thought = is_open
+        self._held = ""
+        self._has_begun = False
+
+    def push(self, text: str) -> str:
+        """Add text of the reply; returns what of the answer it brought."""
+        self._held += text
+        if self.thinks is None and not OPEN.startswith(start := self._held.lstrip()):
+            self.thinks = self.has_thought = start.startswith(OPEN)
+        if self.thinks and CLOSE in self._held:
+            self.thinks, self._held = False, self._held.partition(CLOSE)[2]
+        if self.thinks is not False:
+            return ""
+        if self.has_thought and not self._has_begun:  # blank lines follow the tag
+            self._held = self._held.lstrip()
+            self._has_begun = bool(self._held)
+        answer, self._held = self._held, ""
+        return answer
+
+    def end(self) -> str:
+        """The rest of the answer, at the end of the reply."""
+        return self._held if self.thinks is None else ""

@@ -233,8 +233,8 @@ class Profile(BaseModel):
     )
     thinking: Literal["show", "fold", "hide"] = Field(
         default="show",
-        description="A reply's reasoning (<think>) in a terminal: dimmed, as one line, or not at "
-        "all.",
+        description="A reply's reasoning (<think>): in full, as one line, or not at all; `ask` "
+        "prints it in full, leaves it out with a note, or without.",
     )
 
     @field_validator("description", "model", "policy", "system")

@@ -10,6 +10,7 @@ import pytest
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
+from sirchat.chat.thinking import Answer
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, take_up
@@ -87,3 +88,29 @@ def test_it_stays_forgotten_when_the_chat_is_resumed(
     again.switch("/budget", budget=300)
     assert _held(again) == _held(chat)
     assert "called" not in _held(again)
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_open", "answer"),
+    [
+        (f"{THOUGHT}\n\nHello,\n\n<think>.", False, "Hello,\n\n<think>."),
+        (f"\n {THOUGHT}Hello.", False, "Hello."),
+        ("so he is</think>\nHello.", True, "Hello."),
+        ("Hello, <think>a</think>.", False, "Hello, <think>a</think>."),
+        ("\n\nHello.", False, "\n\nHello."),
+        ("<thin", False, "<thin"),
+        ("<think>cut off", False, ""),
+        ("cut off", True, ""),
+        ("", False, ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_an_answer_is_the_reply_without_its_reasoning_however_it_comes(
+    reply: str, is_open: bool, answer: str, size: int
+) -> None:
+    it = Answer(is_open=is_open)
+    pieces = [it.push(reply[at : at + size]) for at in range(0, len(reply), size)]
+    assert "".join([*pieces, it.end()]) == answer
+    assert it.has_thought == (is_open or reply.strip().startswith("<think>"))
+    if size == 1 and not it.has_thought and reply.startswith("Hello"):
+        assert pieces == list(reply)  # nothing is held back

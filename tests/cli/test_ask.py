@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from command import run
+from sirchat.engine.sampling import Sampler
+from speaking import saying
 from terminal import Terminal
 
 
@@ -28,6 +30,22 @@ def test_only_the_reply_is_printed() -> None:
     assert "ASSISTANT" not in done.stdout
     assert done.stdout.endswith("\n")
     assert done.stdout.strip() == run("ask", "Tell me a joke.").stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("thinking", "printed", "noted"),
+    [
+        ("show", "<think>Anna?</think>\n\nHello.\n", ""),
+        ("fold", "Hello.\n", "the reasoning was left out; --thinking show prints it\n"),
+        ("hide", "Hello.\n", ""),
+    ],
+)
+def test_reasoning_is_left_out_if_asked_for(
+    thinking: str, printed: str, noted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    done = run("ask", "Hi.", "--thinking", thinking)
+    assert (done.stdout, done.stderr) == (printed, noted)
 
 
 def test_what_is_piped_in_stands_before_the_question() -> None:

@@ -19,8 +19,8 @@ SECONDS = 0.004
 """Pause before each token, so that a reply is seen in many states."""
 
 
-def _say(text: str) -> None:
-    """Let every reply be this text, in tokens of the bundled tokenizer."""
+def saying(text: str) -> Callable[..., int]:
+    """A `Sampler.pick` with which every reply is this text, in tokens of the bundled tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
@@ -32,10 +32,11 @@ def _say(text: str) -> None:
         said[id(self)] = said.get(id(self), -1) + 1
         return int(ids[said[id(self)] % len(ids)])
 
-    Sampler.pick = pick  # type: ignore[method-assign]
+    return pick
 
 
 if __name__ == "__main__":
-    _say(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
+    said = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
+    Sampler.pick = saying(said)  # type: ignore[method-assign]
     sys.argv[0] = "sirchat"
     main()
