@@ -37,7 +37,7 @@ def thought(reply: str, *, is_open: bool = False) -> str:
     return found.replace(OPEN, "").replace(CLOSE, "").strip()
 
 
-class Answer:
+class FinalAnswer:
     """What follows a reply's reasoning, while the reply is generated.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.thinking import Answer
+from sirchat.chat.thinking import FinalAnswer
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.replay import ReplayOptions, play
 from sirchat.ui.screen import Screen
@@ -24,7 +24,7 @@ class _Reply:
     def __init__(self, session: Session, screen: Screen) -> None:
         self._screen = screen
         self._thinking = session.profile.thinking
-        self._answer = Answer(is_open=session.template.opens_reasoning)
+        self._answer = FinalAnswer(is_open=session.template.opens_reasoning)
 
     def show(self, event: Event) -> None:
         match event:

@@ -10,7 +10,7 @@ import pytest
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
-from sirchat.chat.thinking import Answer
+from sirchat.chat.thinking import FinalAnswer
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, take_up
@@ -108,7 +108,7 @@ def test_it_stays_forgotten_when_the_chat_is_resumed(
 def test_an_answer_is_the_reply_without_its_reasoning_however_it_comes(
     reply: str, is_open: bool, answer: str, size: int
 ) -> None:
-    it = Answer(is_open=is_open)
+    it = FinalAnswer(is_open=is_open)
     pieces = [it.push(reply[at : at + size]) for at in range(0, len(reply), size)]
     assert "".join([*pieces, it.end()]) == answer
     assert it.has_thought == (is_open or reply.strip().startswith("<think>"))
