@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -123,16 +124,17 @@ class Engine:
         self._round = at.round
         self.require(len(ids))
         whole = self._chunk(ids, roles, at, pinned)
-        done = 0
-        while done < len(ids):
-            budget = self.contents.budget
-            most = min(len(ids), done + budget.at_once(pinned))
-            end = budget.end_at_anchor(whole.flags, done, most)
-            yield from self.make_room(end - done)
-            self._read(whole.part(done, end))
-            done = end
-            yield from self._compact_at_anchor()
-            yield ReadProgress(done, len(ids))
+        done, is_one = 0, len(ids) <= self.contents.budget.at_once(pinned)
+        with nullcontext() if is_one else self._model.several_passes():
+            while done < len(ids):
+                budget = self.contents.budget
+                most = min(len(ids), done + budget.at_once(pinned))
+                end = budget.end_at_anchor(whole.flags, done, most)
+                yield from self.make_room(end - done)
+                self._read(whole.part(done, end))
+                done = end
+                yield from self._compact_at_anchor()
+                yield ReadProgress(done, len(ids))
 
     def generate(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +64,9 @@ class CausalModel(AttendingModel, Protocol):
         observer: AttentionObserver | None = None,
     ) -> PassResult:
         """The same where only surprisal and the last logits are needed."""
+
+    def several_passes(self) -> AbstractContextManager[None]:
+        """Is entered where several passes of many ids follow, so that they share some work."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from sirchat.models.gguf.header import read_gguf
 from sirchat.models.head_scores import can_score, surprisal_at
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
-from sirchat.models.packed import can_pack_four_bits, packed_buffers
+from sirchat.models.packed import can_pack_four_bits, packed_buffers, unpacked_once
 from sirchat.models.packing import pack_module
 from sirchat.models.probe import (
     context_length,
@@ -181,6 +181,10 @@ class LoadedModel:
         """
         with self._observed_by(observer):
             return self._logits(ids, cache, visible, positions)
+
+    def several_passes(self) -> AbstractContextManager[None]:
+        """To be entered where several passes of many ids follow: weights are unpacked once."""
+        return unpacked_once(self.module)
 
     def read(
         self,

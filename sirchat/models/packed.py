@@ -2,13 +2,15 @@
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results come back in the type of the input. They are made for few rows at a time. Where more are
-read at once, the weights are unpacked for this one product, which takes less time.
+read at once, the weights are unpacked for this one product, which takes less time; or once for
+several passes, within `unpacked_once`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Self
 
@@ -20,6 +22,8 @@ GROUP = 32
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
+_FEW = 8  # the same for weights that are unpacked already
+_MOST_UNPACKED = 2**29  # bytes of weights that may be unpacked for several passes
 _LIKELIEST = 16  # logits of a row that are float32
 _AT_ONCE = 32  # rows of logits
 
@@ -32,12 +36,25 @@ class PackedLinear(nn.Module, ABC):
         bias: [N], or None.
         joined: in a tuple, lest its buffers count twice: the layer whose weights are this one's and
             those of others that have the same input; see `packing.settle`.
+        unpacks_once: whether the weights, once unpacked, are kept for the next pass.
     """
 
     in_features: int
     out_features: int
     bias: nn.Parameter | None
     joined: tuple[PackedLinear] | None = None
+    unpacks_once = False
+    _kept: Tensor | None = None
+
+    @abstractmethod
+    def unpacked(self) -> Tensor:
+        """The weights as bfloat16 [K, N], of eight bits without their scales."""
+
+    def _at_hand(self) -> Tensor:
+        """The same, kept if several passes need them."""
+        found = self.unpacked() if self._kept is None else self._kept
+        self._kept = found if self.unpacks_once else None
+        return found
 
     @abstractmethod
     def of_row(self, x: Tensor) -> Tensor:
@@ -100,8 +117,8 @@ class Int4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
-        y = self.of_row(flat) if len(flat) <= _FEW_4 else flat @ self.unpacked()
-        return _like(y, x, self.bias)
+        is_short = len(flat) <= (_FEW if self.unpacks_once else _FEW_4)
+        return _like(self.of_row(flat) if is_short else flat @ self._at_hand(), x, self.bias)
 
     def of_row(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
@@ -110,7 +127,6 @@ class Int4Linear(PackedLinear):
         return y
 
     def unpacked(self) -> Tensor:
-        """The weights as bfloat16, transposed: [K, N]."""
         columns, rows = self.in_features, self.out_features
         blocks = self.packed.view(-1, columns, _BLOCK // 2)  # [N / 64, K, 32], two rows a byte
         out = torch.empty(columns, rows, dtype=torch.bfloat16)
@@ -147,11 +163,11 @@ class Int8Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
-        if len(flat) <= _FEW_8:
-            y = self.of_row(flat)
-        else:
-            y = nn.functional.linear(flat, self.q.bfloat16()) * self.scale
+        y = self.of_row(flat) if len(flat) <= _FEW_8 else flat @ self._at_hand() * self.scale
         return _like(y, x, self.bias)
+
+    def unpacked(self) -> Tensor:
+        return self.q.bfloat16().T
 
     @classmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
@@ -240,6 +256,29 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = ((most - minimum) / 15).clamp_min(1e-12)
     q = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
     return q.to(torch.uint8).view_as(weight), scale, minimum
+
+
+@contextmanager
+def unpacked_once(module: nn.Module) -> Iterator[None]:
+    """Within this, packed layers unpack their weights once for all passes of many rows.
+
+    Nothing happens where that would take more than 512 MiB. The output head is left out: few rows
+    of it are computed at once.
+    """
+    layers = [
+        one
+        for one in module.modules()
+        if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
+    ]
+    if 2 * sum(one.in_features * one.out_features for one in layers) > _MOST_UNPACKED:
+        layers = []
+    for one in layers:
+        one.unpacks_once = True
+    try:
+        yield
+    finally:
+        for one in layers:
+            one.unpacks_once, one._kept = False, None
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sirchat.models.packed import (
     SharedEmbedding,
     eight_bits,
     four_bits,
+    unpacked_once,
 )
 from sirchat.models.packing import WeightStore
 
@@ -104,6 +106,47 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pytest.importorskip("gguf")
     path = tmp_path_factory.mktemp("gguf") / f"tiny-{request.param}.gguf"
     return write_gguf(path, tiny(), request.param)
+
+
+def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that have been unpacked since."""
+    calls, unpack = list[int](), kind.unpacked
+
+    def unpacked(layer: Any) -> torch.Tensor:
+        calls.append(id(layer))
+        weights: torch.Tensor = unpack(layer)
+        return weights
+
+    monkeypatch.setattr(kind, "unpacked", unpacked)
+    return calls
+
+
+@pytest.mark.parametrize("most", [2**29, 1000])
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
+    kind: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.models.packed._MOST_UNPACKED", most)
+    weight, x = torch.randn(64, 96), torch.randn(3, 40, 96)
+    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)
+    for _ in range(2):
+        calls.clear()
+        with unpacked_once(torch.nn.Sequential(layer)):
+            assert all(torch.equal(layer(one), two) for one, two in zip(x, wanted, strict=True))
+        assert len(calls) == (1 if most > 1000 else 3)
+    layer(x[0])
+    assert layer._kept is None
+
+
+def test_a_text_longer_than_the_budget_unpacks_the_weights_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _counted_unpacking(Int8Linear, monkeypatch)
+    chat = session(load_model(str(file), quantize="packed"), budget=128)
+    list(chat.read_user("My name is Anna, and it rains in Lisbon. " * 40))
+    assert chat.seen > 3 * 128
+    assert len(calls) == len(set(calls))
 
 
 def size(model: LoadedModel) -> int:

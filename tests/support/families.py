@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -177,6 +178,9 @@ class BigramModel:
             cache.update(rows, rows, layer)
         self.passes.append(list(ids))
         return self.table[torch.tensor(ids)]
+
+    def several_passes(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)
