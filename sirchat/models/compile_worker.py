@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
 def main(path: Path, niceness: int) -> None:
     """Compile what standard input describes to the file `path`, which appears when it is whole."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
-    os.nice(niceness)
+    give_way(niceness)
     folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, lambda *_: _end(folder))
@@ -32,6 +33,15 @@ def main(path: Path, niceness: int) -> None:
         os.replace(Path(folder) / path.name, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def give_way(niceness: int) -> None:
+    """Lower the priority, so much that a reply meanwhile is not held up."""
+    os.nice(niceness)
+    if niceness and os.path.exists("/proc/self/autogroup"):
+        # Linux shares processors among sessions first, each with a priority of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
 
 
 def _end_with(parent: int, folder: str) -> None:

@@ -73,7 +73,7 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
         return None
 
     def work() -> None:
-        if not _make(step, path, niceness=10):
+        if not _make(step, path, niceness=19):
             _use(step, path)
 
     thread = threading.Thread(target=work, name="compiling", daemon=True)

@@ -190,6 +190,18 @@ def test_a_chat_has_it_made_in_the_background(
     assert compiling.compile_in_background(model) is None
 
 
+def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session() -> None:
+    code = "from sirchat.models.compile_worker import give_way; give_way(19); import os; "
+    code += "print(os.nice(0), open('/proc/self/autogroup').read())"
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("the system has no priorities of sessions")
+    done = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True
+    )
+    nice, *group = done.stdout.split()
+    assert (nice, group[-2:]) == ("19", ["nice", "19"])
+
+
 def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
     environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "sirchat", "ask", "Hello", "--compile", "on"]
