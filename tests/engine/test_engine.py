@@ -181,17 +181,17 @@ def test_chunks_are_a_quarter_of_the_room_and_those_that_find_room_are_read_at_o
     assert [r.done for r in records if isinstance(r, ReadProgress)] == [64, 80, 96, 100]
 
 
-@pytest.mark.parametrize("name", ["entropy", "salience", "h2o", "reservoir", "interval", "window"])
+@pytest.mark.parametrize("name", policy_names())
 def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def after_some_turns() -> tuple[Any, ...]:
-        engine = Engine(BigramModel(), CacheSettings(policy_class(name)(), budget=48, sinks=2))
-        gone = []
+        settings = CacheSettings(policy_class(name)(), budget=48, sinks=2)
+        engine, gone = Engine(loaded("llama"), settings), []
         for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
             gone += evicted(feed(engine, some_ids(count), turn=turn))
             engine.close_round()
-        return gone, whole_of(engine)
+        return gone, engine.ledger.held_positions.tolist()
 
     at_once = after_some_turns()
     monkeypatch.setattr("sirchat.engine.budget._AT_ONCE", 1)
