@@ -44,12 +44,11 @@ class FinalAnswer:
         is_open: whether the reply begins amid reasoning, for the template wrote its tag.
 
     Attributes:
-        thinks: whether what has come so far is reasoning; None while that is not known.
         has_thought: whether the reply began with reasoning.
     """
 
     def __init__(self, *, is_open: bool = False) -> None:
-        self.thinks: bool | None = is_open or None
+        self._thinks: bool | None = is_open or None  # None: not known yet
         self.has_thought = is_open
         self._held = ""
         self._has_begun = False
@@ -57,11 +56,11 @@ class FinalAnswer:
     def push(self, text: str) -> str:
         """Add text of the reply; returns what of the answer it brought."""
         self._held += text
-        if self.thinks is None and not OPEN.startswith(start := self._held.lstrip()):
-            self.thinks = self.has_thought = start.startswith(OPEN)
-        if self.thinks and CLOSE in self._held:
-            self.thinks, self._held = False, self._held.partition(CLOSE)[2]
-        if self.thinks is not False:
+        if self._thinks is None and not OPEN.startswith(start := self._held.lstrip()):
+            self._thinks = self.has_thought = start.startswith(OPEN)
+        if self._thinks and CLOSE in self._held:
+            self._thinks, self._held = False, self._held.partition(CLOSE)[2]
+        if self._thinks is not False:
             return ""
         if self.has_thought and not self._has_begun:  # blank lines follow the tag
             self._held = self._held.lstrip()
@@ -71,4 +70,4 @@ class FinalAnswer:
 
     def end(self) -> str:
         """The rest of the answer, at the end of the reply."""
-        return self._held if self.thinks is None else ""
+        return self._held if self._thinks is None else ""

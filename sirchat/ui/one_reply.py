@@ -23,19 +23,21 @@ def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -
 class _Reply:
     def __init__(self, session: Session, screen: Screen) -> None:
         self._screen = screen
-        self._thinking = session.profile.thinking
-        self._answer = FinalAnswer(is_open=session.template.opens_reasoning)
+        self._folds = session.profile.thinking == "fold"
+        self._answer: FinalAnswer | None = None  # None: all of the reply is printed
+        if session.profile.thinking != "show":
+            self._answer = FinalAnswer(is_open=session.template.opens_reasoning)
 
     def show(self, event: Event) -> None:
         match event:
             case Delta():
-                shows_all = self._thinking == "show"
-                self._screen.stream(event.text if shows_all else self._answer.push(event.text))
+                answer = self._answer
+                self._screen.stream(answer.push(event.text) if answer else event.text)
             case TurnDone(role="assistant"):
-                if self._thinking != "show":
+                if self._answer:
                     self._screen.stream(self._answer.end())
                 self._screen.line()
-                if self._answer.has_thought and self._thinking == "fold":
+                if self._answer and self._answer.has_thought and self._folds:
                     self._screen.note("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
                     self._screen.note("cut at the length limit; --max-new-tokens raises it")
