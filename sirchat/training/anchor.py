@@ -7,6 +7,7 @@ with our own masks and loss; the model's code is unchanged.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,6 +220,17 @@ def _steps(options: AnchorOptions) -> int | None:
 @quiet_libraries()
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
     """Train, and write model and loss history to the options' `out`; calls `show` for each step."""
+    accelerator = _train(training, show)
+    # A process that leaves while another still talks to it may hang or be aborted.
+    accelerator.wait_for_everyone()
+    # So may one whose threads still talk as Python ends: they live as long as the wrapped model.
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def _train(training: Training, show: Callable[[Step], None]) -> Any:
+    """Train and write everything; returns the trainer's accelerator, by which processes meet."""
     options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
     before = checkpoint_losses(checkpoint) if checkpoint else []
@@ -245,9 +257,7 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
         trained = trained.to(torch.bfloat16) if options.bf16 else trained
         trained.save_pretrained(options.out)
         training.tokenizer.save_pretrained(options.out)
-    # A process that leaves while another still talks to it may hang or be aborted.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    return trainer.accelerator
 
 
 def is_first() -> bool:
