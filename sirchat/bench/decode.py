@@ -18,6 +18,7 @@ from sirchat.bench.bandwidth import reading, weight_bytes
 from sirchat.bench.llama_cpp import LlamaCpp
 from sirchat.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
 from sirchat.bench.repeating import repeated_blocks
+from sirchat.bench.sirllm import DECAY, SirLLM, turns
 from sirchat.bench.static_cache import static_blocks
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
@@ -40,6 +41,7 @@ def bench_decode(
     *,
     bare: LoadedModel | None = None,
     peer: LlamaCpp | None = None,
+    sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
     """Measure decode (against its limit, too), prefill, the archive, and a long stream.
 
@@ -50,8 +52,11 @@ def bench_decode(
         options: sizes.
         bare: the model of the bare loop, if not the same one.
         peer: llama.cpp with the same model, to be compared too.
+        sirllm: SirLLM's released code, to be compared too.
     """
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
+    if sirllm is not None:  # what is wrong with it is said before minutes have passed
+        sirllm.load(plain, options.cache)
     yield compare(
         f"decode{other}",
         lambda: generated_blocks(model, options),
@@ -93,6 +98,13 @@ def bench_decode(
     )
     if peer is not None:
         yield from _against_llama_cpp(model, options, peer)
+    if sirllm is not None:
+        yield compare(
+            "reading turns under a full budget, against SirLLM's code",
+            lambda: _our_turns(model, options),
+            lambda: sirllm.reading(plain, options),
+            options,
+        )
     yield compare(
         "decode with an archive against without",
         lambda: generated_blocks(model, options),
@@ -224,6 +236,22 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
         yield timed(block, model) / len(ids)
 
 
+def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of blocks of turns, read at a full cache, without end."""
+    engine, number = _engine(model, options), 0
+
+    def read(count: int) -> None:
+        nonlocal number
+        for ids in turns(model, options, count):
+            number += 1
+            for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn=number, round=number)):
+                pass
+
+    read(2 * options.cache)
+    while True:
+        yield timed(partial(read, options.block), model) / options.block
+
+
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Seconds per token of reading the same ids in one pass, with the last token's logits only."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
@@ -258,7 +286,7 @@ def _engine(
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
 ) -> Engine:
-    settings = CacheSettings(policy=policy, budget=options.cache, decay=0.9, archive=archive)
+    settings = CacheSettings(policy=policy, budget=options.cache, decay=DECAY, archive=archive)
     if model.tokenizer is None:
         return Engine(model, settings)
     return build_engine(model, settings)

@@ -5,11 +5,9 @@ llama-cpp-python runs in a process of its own, with this Python or another one t
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +16,12 @@ import torch
 
 from sirchat.bench.ratio import BenchOptions, some_ids
 from sirchat.bench.shapes import SHAPES
+from sirchat.bench.worker import Worker
 from sirchat.errors import SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.models.names import locate
 
-_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
+_PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
 
 
 class LlamaCpp:
@@ -55,7 +54,7 @@ class LlamaCpp:
         self._made = path, rows, python
         self.note = ""
         for self._rearranges in tries:
-            self._process = _started(python)
+            self._worker = Worker(python, _PROGRAM)
             try:
                 self.load = self.seconds(*load, self._rearranges)
                 self.seconds("read", [1, 2, 3])
@@ -74,16 +73,7 @@ class LlamaCpp:
 
         Raises ChildProcessError if the process ends at it.
         """
-        pipes = self._process
-        assert pipes.stdin is not None
-        assert pipes.stdout is not None
-        with suppress(BrokenPipeError):
-            pipes.stdin.write(json.dumps(command) + "\n")
-            pipes.stdin.flush()
-        answer = pipes.stdout.readline()
-        if not answer:
-            raise ChildProcessError(f"it ended with {pipes.wait()} at {command[0]!r}")
-        return float(answer)
+        return self._worker.ask(*command)
 
     def again(self) -> LlamaCpp:
         """A new process with the same model, loaded in the way that worked."""
@@ -91,8 +81,7 @@ class LlamaCpp:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        self._worker.close()
 
     def __enter__(self) -> LlamaCpp:
         return self
@@ -117,19 +106,6 @@ class LlamaCpp:
         """Seconds per token of reading ids into an empty cache, without end."""
         while True:
             yield self.seconds("read", list(ids)) / len(ids)
-
-
-def _started(python: str) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            [python, str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    except OSError as error:
-        raise SettingError(f"{python!r} can't be run: {error.strerror}") from None
 
 
 def gguf_of(name: str) -> Path | None:

@@ -73,6 +73,14 @@ LlamaCppPython = Annotated[
         "default this one, if it has it.",
     ),
 ]
+SirLLMPython = Annotated[
+    str | None,
+    typer.Option(
+        "--sirllm",
+        metavar="PYTHON",
+        help="Compare with SirLLM's released code: a Python that has it, and transformers 4.33.",
+    ),
+]
 
 
 @bench_app.callback()
@@ -87,6 +95,7 @@ def bench(
     quantize: Quantize = "auto",
     compile: Compile = "auto",
     llama_cpp: LlamaCppPython = None,
+    sirllm: SirLLMPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -95,7 +104,8 @@ def bench(
     Without a command, `decode` is measured.
     """
     if context.invoked_subcommand is None:
-        decode(model, cache, rounds, seen, device, dtype, quantize, compile, llama_cpp, json)
+        how = device, dtype, quantize, compile
+        decode(model, cache, rounds, seen, *how, llama_cpp, sirllm, json)
         return
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
@@ -114,6 +124,7 @@ def decode(
     quantize: Quantize = "auto",
     compile: Compile = "auto",
     llama_cpp: LlamaCppPython = None,
+    sirllm: SirLLMPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -122,7 +133,8 @@ def decode(
     Decode also against `generate` with a static cache, and against reading the weights once.
 
     Also compiled against not, where there is a program (--compile on makes it).
-    With a GGUF model also against llama.cpp, where llama-cpp-python is there.
+    With a GGUF model also against llama.cpp, where llama-cpp-python is there; with --sirllm reading
+    also against SirLLM's released code.
     """
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
@@ -134,14 +146,15 @@ def decode(
     from sirchat.bench.decode import bench_decode
     from sirchat.bench.llama_cpp import peer_for
     from sirchat.bench.ratio import BenchOptions
+    from sirchat.bench.sirllm import sirllm_by
     from sirchat.models.compiling import use_compiled
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
-    with peer_for(profile.model, llama_cpp, cache) as peer:
+    with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
         loaded = _load(profile)
         use_compiled(loaded, profile.compile)
         bare = _unpacked(loaded, profile)
-        _measure(partial(bench_decode, bare=bare, peer=peer), options, loaded, json)
+        _measure(partial(bench_decode, bare=bare, peer=peer, sirllm=code), options, loaded, json)
 
 
 @bench_app.command()

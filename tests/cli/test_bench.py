@@ -12,8 +12,13 @@ import pytest
 
 from chatting import tiny
 from command import run
+from families import loaded
 from gguf_file import write_gguf
 from hostile_folder import hostile_modules
+from sirchat.bench.ratio import BenchOptions, some_ids
+from sirchat.bench.shapes import bench_model
+from sirchat.bench.sirllm import SirLLM
+from sirchat.errors import SettingError
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -153,6 +158,89 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
     assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
+
+
+def test_sirllms_code_is_timed_on_turns_of_the_same_size(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=False), encoding="utf-8")
+    python.chmod(0o700)
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
+    found = results("decode", "--sirllm", str(python), *sizes)
+    (turns,) = [r for r in found if "SirLLM" in r["name"]]
+    assert turns["other_ms"] == pytest.approx(500 / 8)
+    assert 0 < turns["ours_ms"] < 500
+
+
+SIR_LLM = """
+from types import SimpleNamespace
+log = open({log!r}, "w", buffering=1)
+
+class Cache:
+    def evict_for_space_token_entropy(self, past, entropy, coming):
+        print("evict", len(past), entropy, coming, file=log)
+        return past[1:], entropy[1:]
+
+class Evaluator:
+    def __init__(self, model, tokenizer, options): ...
+    def _greedy_generate_token_entropy(self, ids, continue_len, past, entropy):
+        (ids,) = ids.tolist()
+        print("read", ids, continue_len, file=log)
+        return (past or []) + ids, [8.0] * len(ids), None
+
+def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
+    print("load", model.vocab_size, start_size, recent_size, token_entropy_size, file=log)
+    print("printed by the library")
+    return Cache()
+"""
+"""In the place of SirLLM's code: it forgets the first token, and notes what it is called with."""
+
+
+def test_sirllms_code_evicts_and_decays_before_each_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "sir_llm"
+    package.mkdir()
+    text = SIR_LLM.format(log=str(tmp_path / "log"))
+    for name in ("__init__", "enable_streaming_llm"):
+        (package / f"{name}.py").write_text(text if name != "__init__" else "", encoding="utf-8")
+    (package / "eval_utils.py").write_text(
+        "from sir_llm.enable_streaming_llm import Evaluator", encoding="utf-8"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model = bench_model("tiny", "cpu", "float32")
+    with SirLLM(sys.executable) as code:
+        code.load(model, held=20)
+        blocks = code.reading(model, BenchOptions(cache=16, rounds=2))
+        assert next(blocks) > 0
+    ids = some_ids(model, 16)
+    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
+        f"load {model.vocab_size} 4 0 16",
+        f"read {ids[:8]} 1",
+        f"evict 8 {[8.0] * 8} 8",
+        f"read {ids[8:]} 1",
+        f"evict 15 {[7.2] * 7 + [8.0] * 8} 8",
+        f"read {ids[:8]} 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("/no/such/python", ["/no/such/python"]),
+        ("/bin/false", ["/bin/false", "transformers==4.33.0"]),
+    ],
+)
+def test_without_sirllms_code_there_is_one_line(python: str, words: list[str]) -> None:
+    done = run("bench", "decode", "--sirllm", python, "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_sirllms_code_is_not_compared_with_models_that_it_can_not_read() -> None:
+    with SirLLM(sys.executable) as code, pytest.raises(SettingError, match="qwen3"):
+        code.load(loaded("qwen3"), held=20)
 
 
 def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(

@@ -1,0 +1,86 @@
+"""Runs SirLLM's released code for `sirllm.py`, in another process and another Python.
+
+It stands alone: nothing of sirchat is imported, and nothing of theirs is copied. Reads commands, a
+JSON list a line, from stdin, and answers each with a number of seconds: ["load", configuration,
+device, dtype, threads, tokens held, decay], and ["read", turns] behind what is there, where a turn
+is a list of ids.
+
+The loop is that of their `streaming_inference_token_entropy`, with one option a question.
+"""
+
+import json
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+START = 4
+"""Sinks, the default of their program."""
+
+
+class Loop:
+    """A Llama model with random weights, read turn by turn.
+
+    `configuration` is of transformers' LlamaConfig, `dtype` a name of torch, `decay` the factor of
+    each turn.
+    """
+
+    def __init__(
+        self,
+        configuration: dict[str, Any],
+        device: str,
+        dtype: str,
+        threads: int,
+        held: int,
+        decay: float,
+    ):
+        import torch
+        from sir_llm.enable_streaming_llm import enable_streaming_llm
+        from sir_llm.eval_utils import Evaluator
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.set_num_threads(threads)
+        model = LlamaForCausalLM(LlamaConfig(**configuration)).eval()
+        model = model.to(device, getattr(torch, dtype))
+        self._tensor, self._decay = partial(torch.tensor, device=device), decay
+        self._cache = enable_streaming_llm(model, START, 0, held - START)
+        tokenizer = SimpleNamespace(decode=lambda ids: "")  # only to compare the option's text
+        options = SimpleNamespace(model_name_or_path="", decay_ratio=decay)
+        self._evaluator = Evaluator(model, tokenizer, options)
+        self._past: Any = None
+        self._entropy: Any = None
+
+    def read(self, turns: list[list[int]]) -> None:
+        """Read turns, making room before each."""
+        import numpy as np
+
+        for ids in turns:
+            if self._entropy is not None:
+                self._past, self._entropy = self._cache.evict_for_space_token_entropy(
+                    self._past, self._entropy, len(ids)
+                )
+                self._entropy = (np.array(self._entropy) * self._decay).tolist()
+            self._past, new, _ = self._evaluator._greedy_generate_token_entropy(
+                self._tensor([ids]), 1, self._past, self._entropy
+            )
+            self._entropy = (self._entropy or []) + new
+
+
+def main() -> None:
+    """Answer commands until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # theirs prints
+    loop: Any = None
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        start = time.perf_counter()
+        if name == "load":
+            loop = Loop(*arguments)
+        elif name == "read":
+            loop.read(*arguments)
+        answers.write(f"{time.perf_counter() - start}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
