@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -24,7 +23,7 @@ from sirchat.models.names import locate
 _PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
 
 
-class LlamaCpp:
+class LlamaCpp(Worker):
     """One process of llama-cpp-python with a loaded model; a context manager.
 
     Some builds crash in the matrix instructions (AMX) of CPUs that have them; then it runs without
@@ -50,62 +49,41 @@ class LlamaCpp:
         python: str = sys.executable,
         tries: Sequence[bool] = (True, False),
     ) -> None:
+        super().__init__(python, _PROGRAM)
         load = ["load", str(path), torch.get_num_threads(), rows]
         self._made = path, rows, python
         self.note = ""
         for self._rearranges in tries:
-            self._worker = Worker(python, _PROGRAM)
             try:
-                self.load = self.seconds(*load, self._rearranges)
-                self.seconds("read", [1, 2, 3])
+                self.load = self.ask(*load, self._rearranges)
+                self.ask("read", [1, 2, 3])
                 return
             except ChildProcessError as error:
-                self.close()
                 problem = str(error)
+            self.restart()
             self.note = "llama.cpp without rearranged weights, with which it crashed here"
+        self.close()
         raise SettingError(
             f"{python} can't run llama-cpp-python on {path.name}: {problem}",
             hint="pip install llama-cpp-python there",
         )
 
-    def seconds(self, *command: object) -> float:
-        """How long a command takes (or bytes, for `resident` and `peak`).
-
-        Raises ChildProcessError if the process ends at it.
-        """
-        return self._worker.ask(*command)
-
     def again(self) -> LlamaCpp:
         """A new process with the same model, loaded in the way that worked."""
         return LlamaCpp(*self._made, tries=[self._rearranges])
-
-    def close(self) -> None:
-        """End the process."""
-        self._worker.close()
-
-    def __enter__(self) -> LlamaCpp:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         """Seconds per token of blocks that end at the cache's length, without end."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
-            self.seconds("read", start)
-            yield self.seconds("decode", block) / options.block
+            self.ask("read", start)
+            yield self.ask("decode", block) / options.block
 
     def reading(self, ids: Sequence[int]) -> Iterator[float]:
         """Seconds per token of reading ids into an empty cache, without end."""
         while True:
-            yield self.seconds("read", list(ids)) / len(ids)
+            yield self.ask("read", list(ids)) / len(ids)
 
 
 def gguf_of(name: str) -> Path | None:

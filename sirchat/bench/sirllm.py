@@ -8,7 +8,7 @@ whole turns, with the surprisal of each token, and evicts before each of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ _SIZES = (
 """Settings of transformers 4.33, too, on which time depends."""
 
 
-class SirLLM:
+class SirLLM(Worker):
     """SirLLM's code in a process of its own, with a model of random weights; a context manager.
 
     Time doesn't depend on the weights.
@@ -45,14 +45,8 @@ class SirLLM:
     """
 
     def __init__(self, python: str) -> None:
-        self._python, self._ending = python, ExitStack()
-        self._worker = self._ending.enter_context(Worker(python, _PROGRAM))
-
-    def __enter__(self) -> SirLLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ending.close()
+        super().__init__(python, _PROGRAM)
+        self._python = python
 
     def load(self, model: LoadedModel, held: int) -> None:
         """Make a model of the same shape, on the same device, which holds so many tokens.
@@ -68,7 +62,7 @@ class SirLLM:
         sizes = {name: getattr(config, name) for name in _SIZES}
         try:
             where = str(model.device), str(model.dtype).removeprefix("torch.")
-            self._worker.ask("load", sizes, *where, torch.get_num_threads(), held, DECAY)
+            self.ask("load", sizes, *where, torch.get_num_threads(), held, DECAY)
         except ChildProcessError as error:
             raise SettingError(
                 f"{self._python} can't run SirLLM's code: {error}",
@@ -77,9 +71,9 @@ class SirLLM:
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         """Seconds per token of blocks of turns, read at a full cache, without end; after `load`."""
-        self._worker.ask("read", turns(model, options, options.cache))
+        self.ask("read", turns(model, options, options.cache))
         while True:
-            yield self._worker.ask("read", turns(model, options, options.block)) / options.block
+            yield self.ask("read", turns(model, options, options.block)) / options.block
 
 
 def turns(model: LoadedModel, options: BenchOptions, count: int) -> list[list[int]]:

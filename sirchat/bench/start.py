@@ -94,10 +94,10 @@ def _ours(arguments: Sequence[str]) -> StartFigures:
 def _other(peer: LlamaCpp) -> StartFigures:
     begun = time.perf_counter()
     with peer.again() as fresh:
-        fresh.seconds("read", list(range(10, 10 + SHORT)))
+        fresh.ask("read", list(range(10, 10 + SHORT)))
         first = time.perf_counter() - begun
-        resident, peak = int(fresh.seconds("resident")), int(fresh.seconds("peak"))
-        paste = fresh.seconds("read", list(range(10, 10 + LONG)))
+        resident, peak = int(fresh.ask("resident")), int(fresh.ask("peak"))
+        paste = fresh.ask("read", list(range(10, 10 + LONG)))
         return StartFigures(load=fresh.load, first=first, paste=paste, resident=resident, peak=peak)
 
 

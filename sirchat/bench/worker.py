@@ -7,6 +7,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from sirchat.errors import SettingError
 
@@ -22,16 +23,17 @@ class Worker:
     """
 
     def __init__(self, python: str, program: Path) -> None:
+        self._command = [python, str(program)]
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(
-                [python, str(program)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
+            return subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True
             )
         except OSError as error:
-            raise SettingError(f"{python!r} can't be run: {error.strerror}") from None
+            raise SettingError(f"{self._command[0]!r} can't be run: {error.strerror}") from None
 
     def ask(self, *command: object) -> float:
         """The answer to a command; raises ChildProcessError if the process ends at it."""
@@ -46,12 +48,17 @@ class Worker:
             raise ChildProcessError(f"it ended with {pipes.wait()} at {command[0]!r}")
         return float(answer)
 
+    def restart(self) -> None:
+        """End the process, and start another one."""
+        self.close()
+        self._process = self._started()
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.communicate()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
