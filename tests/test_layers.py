@@ -20,14 +20,11 @@ MAY_IMPORT = {
     "config": {"memory"},
     "models": {"text", "config", "memory"},
     "engine": {"models", "memory"},
-    "world": set(),
-    "training": {"world", *MODELS},
     "chat": CHAT,
     "saved": {"chat", *CHAT},
-    "ui": {"training", *SAVED},
-    "tasks": {"training", "world", *SAVED},
-    "bench": {"ui", "tasks", "training", "world", *SAVED},
-    "cli": {"bench", "ui", "tasks", "training", *SAVED},
+    "ui": SAVED,
+    "cli": {"ui", *SAVED},
+    "lab": {"cli", "ui", *SAVED},
 }
 """The packages that each package may import, beside itself, `errors` and `paths`."""
 
@@ -111,6 +108,11 @@ def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     heavy = {name for name in loaded_with("sirchat.cli.app") if name.split(".")[0] in HEAVY}
     assert not heavy
+
+
+def test_only_the_registry_of_commands_names_the_laboratory() -> None:
+    naming = {name for name in SOURCES if "sirchat.lab" in SOURCES[name]}
+    assert {name for name in naming if not within(name, "sirchat.lab")} == {"sirchat.cli.registry"}
 
 
 def test_listing_policies_loads_none_of_them() -> None:

@@ -3,7 +3,7 @@
 import sys
 from contextlib import suppress
 
-from sirchat.cli.overview import overview
+from sirchat.cli.registry import overview
 from sirchat.cli.streams import prepare_streams
 
 __all__ = ("main",)

@@ -7,32 +7,57 @@ inside the functions that need them, so that `--help` and completion are fast.
 import os
 import sys
 from contextlib import suppress
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from sirchat import __version__
 from sirchat.cli.ask import ask_once
 from sirchat.cli.chat import open_chat
-from sirchat.cli.compare import compare
 from sirchat.cli.doctor import doctor
-from sirchat.cli.examples import with_example
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
-from sirchat.cli.lazy import LazyGroup
 from sirchat.cli.man import man
-from sirchat.cli.overview import COMMANDS, overview
 from sirchat.cli.paths import show_paths
+from sirchat.cli.registry import commands, lazy_commands, overview, with_example
 from sirchat.cli.replay import replay_transcript
 from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
 from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
-_GROUPS = ("sessions", "models", "policies", "profiles", "eval", "bench", "train")
-"""Groups of commands: `NAME_app` in the module of that name."""
+
+class LazyCommand(TyperGroup):
+    """A command or a group of commands, `NAME_app` of `module`, imported when it is used."""
+
+    def __init__(self, name: str, module: str, help: str) -> None:
+        super().__init__(name=name, help=help)
+        self._module = module
+
+    @cached_property
+    def _command(self) -> Any:
+        command: Any = get_command(getattr(import_module(self._module), f"{self.name}_app"))
+        command.name = self.name
+        for name, own in getattr(command, "commands", {}).items():
+            with_example(own, f"{self.name} {name}")
+        return with_example(command, str(self.name))
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """The context of the command itself, which then runs."""
+        return self._command.make_context(*args, **options)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the group's commands."""
+        return list(getattr(self._command, "commands", ()))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The group's command of that name."""
+        return self._command.get_command(ctx, cmd_name)
 
 
 class _Commands(TyperGroup):
@@ -40,9 +65,9 @@ class _Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name in _GROUPS:
-            lazy = LazyGroup(name, f"sirchat.cli.{name}", f"{name}_app", COMMANDS[name])
-            self.add_command(lazy)
+        lines = commands()
+        for name, module in lazy_commands().items():
+            self.add_command(LazyCommand(name, module, lines[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write one screen; `--help-settings` writes the rest."""
@@ -76,7 +101,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(compare)
 app.command()(doctor)
 app.command("paths")(show_paths)
 app.command("man")(man)
@@ -145,7 +169,8 @@ def _run() -> None:
 
 def _with_defaults(arguments: list[str]) -> list[str]:
     """`--resume` alone, in front of any command, means the last session."""
-    own = next((n for n, one in enumerate(arguments) if one in COMMANDS), len(arguments))
+    names = commands()
+    own = next((n for n, one in enumerate(arguments) if one in names), len(arguments))
     front = arguments[:own]
     for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
         if one == "--resume" and then.startswith("-"):

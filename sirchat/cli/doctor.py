@@ -19,7 +19,7 @@ def doctor(
     """
     require(model)
     with quick_start():
-        from sirchat.bench.doctor import examine
+        from sirchat.models.doctor import examine
 
     found = []
     for one in examine(model):

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import typer
 
 from sirchat import __version__
-from sirchat.cli.examples import EXAMPLES
-from sirchat.cli.overview import GROUPS
+from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
 
 _NAME = "endless chat with local language models, under a budget of memory"
@@ -34,7 +33,7 @@ def _page() -> Iterator[str]:
     for line in ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ..."):
         yield from (".nf", _escaped(line), ".fi")
     yield from (".SH DESCRIPTION", *map(_escaped, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
-    for commands in GROUPS.values():
+    for commands in groups().values():
         for name, meaning in commands.items():
             yield from (".TP", f".B {name}", _escaped(f"{meaning}; for example:"), ".br")
             yield _escaped(EXAMPLES[name])

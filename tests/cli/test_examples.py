@@ -15,8 +15,7 @@ from typer.main import get_command
 
 from command import run
 from sirchat.cli.app import app
-from sirchat.cli.examples import EXAMPLES
-from sirchat.cli.overview import COMMANDS
+from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 
 
@@ -60,7 +59,7 @@ def test_help_opens_with_the_example() -> None:
 
 def test_the_manual_page_names_every_command_and_setting() -> None:
     page = run("man").stdout.replace("\\-", "-")
-    assert all(f".B {name}\n" in page for name in COMMANDS)
+    assert all(f".B {name}\n" in page for name in commands())
     flags = {f"--{name.replace('_', '-')}" for name in Profile.model_fields}
     flags -= {"--description", "--policy-options"}
     assert all(f".B {flag}\n" in page for flag in flags)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from sirchat.cli.eval import eval_app
 from sirchat.config.profile_files import list_profiles
+from sirchat.lab.commands.eval import eval_app
 from sirchat.memory.contract import contract_violations
 from sirchat.memory.policies import ALIASES, policy_names
 from sirchat.ui.commands import Commands
@@ -89,7 +89,7 @@ def test_shipped_profiles_are_named() -> None:
 
 
 def test_the_table_of_studies_is_complete() -> None:
-    table = section(text_of(PACKAGE / "tasks" / "README.md"), "The studies")
+    table = section(text_of(PACKAGE / "lab" / "studies" / "README.md"), "The studies")
     named = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
     assert set(named) == set(vars(get_command(eval_app))["commands"])
 

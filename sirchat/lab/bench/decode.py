@@ -1,0 +1,292 @@
+"""Decode and prefill, with everything on, against a bare transformers loop with DynamicCache.
+
+Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
+tokenizer, flags sentence ends and decodes to text. The bare side only picks the next id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from sirchat.chat.settings import build_engine
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.lab.bench.bandwidth import reading, weight_bytes
+from sirchat.lab.bench.llama_cpp import LlamaCpp
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.lab.bench.repeating import repeated_blocks
+from sirchat.lab.bench.sirllm import DECAY, SirLLM, turns
+from sirchat.lab.bench.static_cache import static_blocks
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.models.model import LoadedModel
+from sirchat.text.detokenizer import TextStream
+
+_TURN = TurnRef(turn=0, round=0)
+_ARCHIVE = 2**30  # bytes, the default
+_POLICY = Entropy()
+
+
+def bench_decode(
+    model: LoadedModel,
+    options: BenchOptions,
+    *,
+    bare: LoadedModel | None = None,
+    peer: LlamaCpp | None = None,
+    sirllm: SirLLM | None = None,
+) -> Iterator[Ratio]:
+    """Measure decode (against its limit, too), prefill, the archive, and a long stream.
+
+    The last one for each number of `options.seen` that is above the first.
+
+    Args:
+        model: what is measured.
+        options: sizes.
+        bare: the model of the bare loop, if not the same one.
+        peer: llama.cpp with the same model, to be compared too.
+        sirllm: SirLLM's released code, to be compared too.
+    """
+    plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
+    if sirllm is not None:  # what is wrong with it is said before minutes have passed
+        sirllm.load(plain, options.cache)
+    yield compare(
+        f"decode{other}",
+        lambda: generated_blocks(model, options),
+        lambda: _bare(plain, options),
+        options,
+    )
+    yield compare(
+        "decode against generate with a static cache",
+        lambda: generated_blocks(model, options),
+        lambda: static_blocks(plain, options),
+        options,
+    )
+    yield _against_the_limit(model, options)
+    if model.decode_step is not None and model.decode_step.compiled is not None:
+        yield compare(
+            "decode, compiled against not",
+            lambda: generated_blocks(model, options),
+            lambda: _uncompiled(model.decode_step, generated_blocks(model, options)),
+            options,
+        )
+    yield compare(
+        "decode of a text that was just read, with lookup against without",
+        lambda: repeated_blocks(model, options, _engine(model, options), lookup=True),
+        lambda: repeated_blocks(model, options, _engine(model, options), lookup=False),
+        options,
+    )
+    yield compare(
+        f"prefill{other}",
+        lambda: _our_prefill(model, options),
+        lambda: _bare_prefill(plain, options),
+        options,
+    )
+    small = replace(options, cache=max(64, options.cache // 4))
+    yield compare(
+        f"prefill under a budget of {small.cache:,} against one of {options.cache:,}",
+        lambda: _our_prefill(model, small, options.cache),
+        lambda: _our_prefill(model, options),
+        options,
+    )
+    if peer is not None:
+        yield from _against_llama_cpp(model, options, peer)
+    if sirllm is not None:
+        yield compare(
+            "reading turns under a full budget, against SirLLM's code",
+            lambda: _our_turns(model, options),
+            lambda: sirllm.reading(plain, options),
+            options,
+        )
+    yield compare(
+        "decode with an archive against without",
+        lambda: generated_blocks(model, options),
+        lambda: generated_blocks(model, options, archive=0),
+        options,
+    )
+    early, *later = options.seen
+    for late in later:
+        if late > early:
+            yield compare(
+                f"decode after {late:,} tokens against after {early:,}",
+                partial(generated_blocks, model, options, late),
+                lambda: generated_blocks(model, options, early),
+                options,
+            )
+
+
+def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
+    """The same blocks, each without the compiled step."""
+    while True:
+        program, step.compiled = step.compiled, None
+        try:
+            seconds = next(blocks)
+        finally:
+            step.compiled = program
+        yield seconds
+
+
+def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
+    """A decode step against reading its weights once."""
+    size = weight_bytes(model)
+    measured = compare(
+        "decode against reading the weights once",
+        lambda: generated_blocks(model, options),
+        lambda: reading(size, model, options),
+        options,
+    )
+    ours, limit = (size / ms / 1e6 for ms in (measured.ours_ms, measured.other_ms))
+    return replace(
+        measured,
+        note=f"{size / 2**20:,.0f} MiB of weights a token: decoding reads {ours:.1f} GB/s, "
+        f"a matrix-vector product of that size {limit:.1f} GB/s",
+    )
+
+
+def _against_llama_cpp(
+    model: LoadedModel, options: BenchOptions, peer: LlamaCpp
+) -> Iterator[Ratio]:
+    decoding = compare(
+        "decode against llama.cpp",
+        lambda: generated_blocks(model, options),
+        lambda: peer.decoding(model, options),
+        options,
+    )
+    yield replace(decoding, note=peer.note)
+    yield compare(
+        "prefill against llama.cpp",
+        lambda: _our_prefill(model, options),
+        lambda: peer.reading(some_ids(model, options.cache)),
+        options,
+    )
+
+
+def generated_blocks(
+    model: LoadedModel,
+    options: BenchOptions,
+    seen: int = 0,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
+) -> Iterator[float]:
+    """Seconds per token of blocks of generation that contain one eviction each, without end.
+
+    `seen` tokens are read first (twice the cache, by default); `archive` is a limit in bytes.
+    """
+    engine = _engine(model, options, archive, policy)
+    ids = some_ids(model, seen or 2 * options.cache)
+    for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+        pass
+    sampler = Sampler(Sampling())
+
+    text = TextStream(model.tokenizer) if model.tokenizer is not None else None
+
+    def block() -> None:
+        records = engine.generate(
+            sampler, _TURN, stop_ids=frozenset(), max_new_tokens=options.block
+        )
+        for record in records:
+            if text is not None and isinstance(record, GeneratedToken):
+                text.push(record.id)
+
+    # Fill the cache, so that every timed block begins with a full one and makes room once.
+    while engine.resident < options.cache:
+        for _ in engine.generate(sampler, _TURN, stop_ids=frozenset(), max_new_tokens=1):
+            pass
+    while True:
+        yield timed(block, model) / options.block
+
+
+def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of blocks of a plain greedy loop that ends at the same cache length."""
+    prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
+
+    while True:
+        cache = DynamicCache(config=model.module.config)
+        with torch.inference_mode():
+            output = model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+            start_id = int(output.logits[0, -1].argmax())
+
+        def block(cache: Any = cache, token: int = start_id) -> None:
+            with torch.inference_mode():
+                for _ in range(options.block):
+                    ids = torch.tensor([[token]], device=model.device)
+                    logits = model.module(input_ids=ids, past_key_values=cache).logits
+                    token = int(logits[0, -1].argmax())
+
+        yield timed(block, model) / options.block
+
+
+def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
+    """Seconds per token of reading `count` ids, by default a full cache, with all that we do."""
+    ids = some_ids(model, count or options.cache)
+    while True:
+        engine = _engine(model, options)
+
+        def block(engine: Engine = engine) -> None:
+            for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+                pass
+
+        yield timed(block, model) / len(ids)
+
+
+def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of blocks of turns, read at a full cache, without end."""
+    engine, number = _engine(model, options), 0
+
+    def read(count: int) -> None:
+        nonlocal number
+        for ids in turns(model, options, count):
+            number += 1
+            for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn=number, round=number)):
+                pass
+
+    read(2 * options.cache)
+    while True:
+        yield timed(partial(read, options.block), model) / options.block
+
+
+def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Seconds per token of reading the same ids in one pass, with the last token's logits only."""
+    prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
+    while True:
+        cache = DynamicCache(config=model.module.config)
+
+        def block(cache: Any = cache) -> None:
+            with torch.inference_mode():
+                model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+
+        yield timed(block, model) / options.cache
+
+
+def first_token(model: LoadedModel, options: BenchOptions, count: int) -> float:
+    """Seconds to read `count` ids into an empty cache and to generate a token."""
+    engine, ids = _engine(model, options), some_ids(model, count)
+
+    def block() -> None:
+        for _ in engine.feed(ids, [Role.USER] * count, _TURN):
+            pass
+        for _ in engine.generate(
+            Sampler(Sampling()), _TURN, stop_ids=frozenset(), max_new_tokens=1
+        ):
+            pass
+
+    return timed(block, model)
+
+
+def _engine(
+    model: LoadedModel,
+    options: BenchOptions,
+    archive: int = _ARCHIVE,
+    policy: Policy = _POLICY,
+) -> Engine:
+    settings = CacheSettings(policy=policy, budget=options.cache, decay=DECAY, archive=archive)
+    if model.tokenizer is None:
+        return Engine(model, settings)
+    return build_engine(model, settings)

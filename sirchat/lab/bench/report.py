@@ -1,0 +1,87 @@
+"""Print what `sirchat bench` measured, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from sirchat.lab.bench.archive import ArchiveUse
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
+from sirchat.lab.bench.start import StartMeasure
+from sirchat.models.model import LoadedModel
+from sirchat.models.threads import threads_in_words
+
+
+def print_ratios(
+    measured: Iterable[Ratio], model: LoadedModel, options: BenchOptions, *, as_json: bool
+) -> None:
+    """Run a benchmark that yields ratios and print them to stdout; progress goes to stderr."""
+    notes = Console(stderr=True, highlight=False)
+    results = []
+    with notes.status("measuring", spinner="line"):
+        for result in measured:
+            results.append(result)
+            notes.print(f"{result.name}: {result.median:.3f}", style="dim")
+    if as_json:
+        _print_json(bench_record(results, model, options))
+        return
+    table = Table("measured", "ours", "other", "ratio", "quartiles", box=None)
+    for r in results:
+        ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
+        table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
+    console = Console()
+    threads = threads_in_words(model.device)
+    where = f"{model.name} on {model.device}{', ' * bool(threads)}{threads}"
+    title = f"{where}, cache {options.cache}, {options.rounds} pairs"
+    console.print(title, markup=False)
+    console.print(table)
+    for note in (r.note for r in results if r.note):
+        console.print(note)
+
+
+def print_archive(
+    measured: Iterable[ArchiveUse], model: LoadedModel, tokens: int, *, as_json: bool
+) -> None:
+    """Run the benchmark of the archive over `tokens` tokens and print the result to stdout."""
+    notes = Console(stderr=True, highlight=False)
+    with notes.status("reading", spinner="line"):
+        results = list(measured)
+    if as_json:
+        _print_json({"model": model.name, "results": [asdict(one) for one in results]})
+        return
+    table = Table("archive", "limit", "most archived", "most on disk", "memory grew", box=None)
+    for one in results:
+        grew = "unknown" if one.memory is None else _mib(one.memory)
+        table.add_row(one.place, _mib(one.limit), _mib(one.archive), _mib(one.disk), grew)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{model.name} on {model.device}, {tokens:,} tokens", markup=False)
+    console.print(table)
+
+
+def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
+    """Print what starting `model` took, to stdout."""
+    if as_json:
+        _print_json({"model": model, "results": [asdict(one) for one in measured], "note": note})
+        return
+    table = Table("start", "ours", "llama.cpp", "ratio", box=None)
+    for one in measured:
+        other = "" if one.other is None else f"{one.other:,.2f} {one.unit}"
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+        table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio)
+    console = Console(highlight=False)
+    console.print(model, markup=False)
+    console.print(table)
+    if note:
+        console.print(note)
+
+
+def _print_json(record: dict[str, object]) -> None:
+    Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

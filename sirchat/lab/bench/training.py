@@ -1,0 +1,74 @@
+"""A training step with anchors: time and memory of its attention masks, dense or in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.lab.training.ansan import block_mask, visible
+from sirchat.models.model import LoadedModel
+
+Mask = Literal["none", "dense", "blocks"]
+
+_SEQUENCE = 20
+"""Distance from one anchor to the next, in tokens."""
+
+
+def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
+    """Time a step on a row of `tokens`: forward and backward in bfloat16, AdamW in float32.
+
+    Compares a dense mask with none and, on a GPU, a block mask with the dense one.
+    """
+    model.module.float()  # as `sirchat train anchor` holds weights
+    on_gpu = model.device.type == "cuda"
+    pairs: list[tuple[Mask, Mask]] = [("dense", "none")]
+    pairs += [("blocks", "dense")] if on_gpu else []
+    for ours, other in pairs:
+        name = f"a training step of {tokens:,} tokens, mask {ours} against {other}"
+        one, two = (partial(_steps, model, tokens, mask) for mask in (ours, other))
+        found = compare(name, one, two, options)
+        note = ""
+        if on_gpu:
+            peaks = [
+                f"{mask} {_peak(model, tokens, mask) / 2**30:.1f} GiB" for mask in (ours, other)
+            ]
+            note = f"memory at its peak: {', '.join(peaks)}"
+        yield replace(found, note=note)
+
+
+def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
+    """Seconds per token of one training step after the other, without end."""
+    module = model.module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    ids = torch.tensor([some_ids(model, tokens)], device=model.device)
+    is_anchor = (torch.arange(tokens, device=model.device) % _SEQUENCE == _SEQUENCE - 1)[None]
+
+    def step() -> None:
+        seen = None
+        if mask == "dense":
+            seen = visible(is_anchor, sinks=1)
+        elif mask == "blocks":
+            seen = block_mask(is_anchor, torch.zeros_like(ids), sinks=1)
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            logits = module(input_ids=ids, attention_mask=seen, use_cache=False).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    while True:
+        module.set_attn_implementation("flex_attention" if mask == "blocks" else "sdpa")
+        yield timed(step, model) / tokens
+
+
+def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
+    """Peak GPU memory of a step in bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    next(_steps(model, tokens, mask))
+    return torch.cuda.max_memory_allocated()

@@ -1,0 +1,309 @@
+"""The `sirchat bench` commands: speed and memory, measured side by side with something else."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from sirchat.cli.launch import Debug, misplaced_flag
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile, parse_size
+from sirchat.config.profile_files import resolve
+from sirchat.errors import UsageError
+from sirchat.lab.commands.study_flags import Json
+
+if TYPE_CHECKING:
+    from sirchat.lab.bench.ratio import BenchOptions, Ratio
+    from sirchat.models.model import LoadedModel
+
+_MOVED = {
+    "--panel": "panel",
+    "--attention": "attention",
+    "--index": "index",
+    "--limits": "archive --tokens N",
+    "--training": "training --tokens N",
+}
+"""Flags that `sirchat bench` once had, and the subcommands that replace them."""
+
+
+class _BenchGroup(TyperGroup):
+    """Refuses the flags that are gone, with an error that names the subcommand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for flag in (one.partition("=")[0] for one in args):
+            if flag in _MOVED:
+                raise UsageError(
+                    f"{flag} is a subcommand now", hint=f"sirchat bench {_MOVED[flag]}"
+                )
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(cls=_BenchGroup, invoke_without_command=True)
+
+Model = Annotated[str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 8b.")]
+Cache = Annotated[int, typer.Option(help="Tokens held while decoding.", min=64)]
+Rounds = Annotated[int, typer.Option(help="Pairs of blocks that are timed.", min=2)]
+Seen = Annotated[
+    str,
+    typer.Option(metavar="EARLY,LATE[,...]", help="Tokens seen before the last comparisons."),
+]
+Device = Annotated[str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")]
+Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|packed|int8|int4",
+        help="The bare loop has unpacked float32 weights in any case.",
+    ),
+]
+Compile = Annotated[
+    str,
+    typer.Option(
+        help="Whether single tokens are read by a compiled program.", metavar="auto|on|off"
+    ),
+]
+LlamaCppPython = Annotated[
+    str | None,
+    typer.Option(
+        "--llama-cpp",
+        metavar="PYTHON",
+        help="Compare with llama.cpp on the same GGUF file: a Python that has llama-cpp-python. By "
+        "default this one, if it has it.",
+    ),
+]
+SirLLMPython = Annotated[
+    str | None,
+    typer.Option(
+        "--sirllm",
+        metavar="PYTHON",
+        help="Compare with SirLLM's released code: a Python that has it, and transformers 4.33.",
+    ),
+]
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    model: Model = "tiny",
+    cache: Cache = 1024,
+    rounds: Rounds = 15,
+    seen: Seen = "2000,100000",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    compile: Compile = "auto",
+    llama_cpp: LlamaCppPython = None,
+    sirllm: SirLLMPython = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster).
+
+    Without a command, `decode` is measured.
+    """
+    if context.invoked_subcommand is None:
+        how = device, dtype, quantize, compile
+        decode(model, cache, rounds, seen, *how, llama_cpp, sirllm, json)
+        return
+    for name in context.params:  # a flag before the subcommand would have no effect
+        source = context.get_parameter_source(name)
+        if name != "debug" and source is not None and source.name == "COMMANDLINE":
+            raise misplaced_flag(f"--{name}", context.invoked_subcommand)
+
+
+@bench_app.command()
+def decode(
+    model: Model = "tiny",
+    cache: Cache = 1024,
+    rounds: Rounds = 15,
+    seen: Seen = "2000,100000",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    compile: Compile = "auto",
+    llama_cpp: LlamaCppPython = None,
+    sirllm: SirLLMPython = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure decode and prefill, with an archive and without, early and late in a stream.
+
+    Decode also against `generate` with a static cache, and against reading the weights once.
+
+    Also compiled against not, where there is a program (--compile on makes it).
+    With a GGUF model also against llama.cpp, where llama-cpp-python is there; with --sirllm reading
+    also against SirLLM's released code.
+    """
+    numbers = seen.split(",")
+    if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
+        raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
+    if int(numbers[0]) < cache:
+        raise UsageError(f"--seen {seen}: EARLY must be at least --cache, which is {cache}")
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = changed(profile, "--compile", compile=compile)
+    from sirchat.lab.bench.decode import bench_decode
+    from sirchat.lab.bench.llama_cpp import peer_for
+    from sirchat.lab.bench.ratio import BenchOptions
+    from sirchat.lab.bench.sirllm import sirllm_by
+    from sirchat.models.compiling import use_compiled
+
+    options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
+    with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
+        loaded = _load(profile)
+        use_compiled(loaded, profile.compile)
+        bare = _unpacked(loaded, profile)
+        _measure(partial(bench_decode, bare=bare, peer=peer, sirllm=code), options, loaded, json)
+
+
+@bench_app.command()
+def start(
+    model: Model = "tiny",
+    rounds: Annotated[int, typer.Option(help="Starts that are timed.", min=1)] = 5,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    llama_cpp: LlamaCppPython = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a start in a fresh process: loading, the first token, a long paste, memory.
+
+    With a GGUF model also against llama.cpp, where llama-cpp-python is there.
+    """
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    from sirchat.lab.bench.llama_cpp import peer_for
+    from sirchat.lab.bench.report import print_start
+    from sirchat.lab.bench.start import LONG, bench_start
+
+    with peer_for(profile.model, llama_cpp, LONG) as peer:
+        how = (profile.model, profile.device, profile.dtype, profile.quantize)
+        measured = bench_start(*how, rounds, peer)
+        print_start(measured, profile.model, peer.note if peer else "", as_json=json)
+
+
+@bench_app.command()
+def panel(
+    model: Model = "tiny",
+    cache: Cache = 1024,
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the live panel, on against off."""
+    profile = _profile(model, device, dtype)
+    from sirchat.lab.bench.panel import bench_panel
+    from sirchat.lab.bench.ratio import BenchOptions
+
+    _measure(bench_panel, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
+
+
+@bench_app.command()
+def attention(
+    model: Model = "tiny",
+    cache: Cache = 1024,
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what counting attention costs."""
+    profile = _profile(model, device, dtype)
+    from sirchat.lab.bench.attention import bench_attention
+    from sirchat.lab.bench.ratio import BenchOptions
+
+    _measure(bench_attention, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
+
+
+@bench_app.command()
+def index(
+    archived: Annotated[
+        int, typer.Option(min=10_000, help="Archived tokens to search.")
+    ] = 1_000_000,
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure searches of the archive by index, against exact ones; by `tiny`."""
+    profile = _profile("tiny", device, dtype)
+    from sirchat.lab.bench.index import bench_index
+    from sirchat.lab.bench.ratio import BenchOptions
+
+    _measure(partial(bench_index, rows=archived), BenchOptions(rounds=rounds), _load(profile), json)
+
+
+@bench_app.command()
+def archive(
+    tokens: Annotated[int, typer.Option(help="Tokens to read.", min=1)],
+    archive_limit: Annotated[str, typer.Option(help="Limit of the archive.")] = "256MiB",
+    model: Model = "tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what the archive takes over so many tokens, in memory and on disk."""
+    profile = _profile(model, device, dtype)
+    profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
+    from sirchat.lab.bench.archive import bench_archive
+    from sirchat.lab.bench.report import print_archive
+
+    loaded = _load(profile)
+    limit = parse_size(profile.archive_limit) or 0
+    print_archive(bench_archive(loaded, tokens, limit), loaded, tokens, as_json=json)
+
+
+@bench_app.command()
+def training(
+    tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)],
+    model: Model = "tiny",
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a training step with anchors, its masks against none."""
+    profile = _profile(model, device, dtype)
+    from sirchat.lab.bench.ratio import BenchOptions
+    from sirchat.lab.bench.training import bench_training
+
+    _measure(
+        partial(bench_training, tokens=tokens), BenchOptions(rounds=rounds), _load(profile), json
+    )
+
+
+def _profile(model: str, device: str, dtype: str) -> Profile:
+    """The user's default settings, with these; raises SettingError for one that is not allowed."""
+    return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
+
+
+def _measure(
+    benchmark: "Callable[[LoadedModel, BenchOptions], Iterator[Ratio]]",
+    options: "BenchOptions",
+    model: "LoadedModel",
+    json: bool,
+) -> None:
+    """Run a benchmark that yields ratios, and print them."""
+    from sirchat.lab.bench.report import print_ratios
+
+    print_ratios(benchmark(model, options), model, options, as_json=json)
+
+
+def _load(profile: Profile) -> "LoadedModel":
+    from sirchat.lab.bench.shapes import bench_model
+
+    return bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
+
+
+def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
+    """The model with float32 weights, for a bare loop; None if it is just that, or on a GPU."""
+    if model.device.type != "cpu" or model.precision == "float32":
+        return None
+    return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

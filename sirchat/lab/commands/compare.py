@@ -1,0 +1,169 @@
+"""The `sirchat compare` command: one transcript under several settings."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sirchat.cli.flags import with_settings
+from sirchat.cli.launch import Debug, Trust, load, profile_of
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed, parse_value
+from sirchat.errors import TranscriptError, UsageError
+from sirchat.lab.commands.study_flags import (
+    Json,
+    Policies,
+    Sweep,
+    command_line,
+    repeatable,
+    settings_of,
+)
+from sirchat.paths import open_private
+from sirchat.ui.text import displayable, displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.lab.studies.side_by_side.compared import Comparison
+    from sirchat.lab.studies.side_by_side.rounds import Rounds
+    from sirchat.models.model import LoadedModel
+
+
+compare_app = typer.Typer()
+
+
+@compare_app.command()
+@with_settings
+def compare(
+    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
+    flags: dict[str, Any],
+    policies: Policies = "full,salience,entropy,sink",
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Budgets to compare; default: --budget.", metavar="N,M,..."),
+    ] = None,
+    decays: Annotated[
+        str | None,
+        typer.Option(help="Decays to compare; default: --decay.", metavar="X,Y,..."),
+    ] = None,
+    sweep: Sweep = None,
+    own: Annotated[
+        bool,
+        typer.Option(
+            "--continue", help="Go on with each setting's own answers, not the transcript's."
+        ),
+    ] = False,
+    format: Annotated[
+        str,
+        typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
+    ] = "auto",
+    json: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures, too.", metavar="PATH")
+    ] = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Replay a transcript under several settings: answers, retention, agreement with full.
+
+    Ctrl-C ends it after the round under way, and shows what was compared until then.
+    """
+    profile = repeatable(profile_of(flags))
+    settings = _settings(profile, policies, budgets, decays, sweep or [])
+    transcript, name = _transcript(file, format)
+    if html is not None:
+        _write(html, "", "a")  # a path that can't be written costs no run
+    model = load(profile, trust_remote_code)
+    found, interrupted = _run(model, settings, transcript, name, own)
+    if not found.transcript.rounds:
+        raise KeyboardInterrupt
+    from sirchat.lab.studies.report import provenance
+    from sirchat.lab.studies.side_by_side.report import record_of
+
+    record = record_of(found, provenance(model, "compare", command_line()))
+    if html is not None:
+        from sirchat.lab.studies.side_by_side.page import page_of
+
+        _write(html, page_of(record))
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(record))
+    else:
+        _print(found)
+    for note in found.notes:
+        typer.echo(displayable_line(f"sirchat: {note}"), err=True)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _settings(
+    profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
+) -> tuple[Profile, ...]:
+    """The settings to compare: those of policy `full` first, then those that the flags name."""
+    budgets = str(profile.budget) if budgets is None else budgets
+    decays = as_typed(profile.decay) if decays is None else decays
+    for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
+        for value in values.split(","):  # checked one by one, so that the error names the flag
+            changed(profile, flag, **{key: parse_value(key, value)})
+    return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
+
+
+def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
+    """The transcript's rounds, and the name that messages give the file."""
+    from sirchat.lab.studies.side_by_side.rounds import rounds_of
+    from sirchat.text.transcript import one_conversation, read_transcript
+
+    name = "standard input" if str(file) == "-" else str(file)
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    turns = one_conversation(read_transcript(data, name, format), name)
+    return rounds_of(list(turns), name), name
+
+
+def _run(
+    model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
+) -> "tuple[Comparison, bool]":
+    """The comparison, and whether Ctrl-C ended it; shows a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sirchat.lab.studies.side_by_side.compare import compare
+    from sirchat.ui.interrupt import Interrupt
+
+    console = Console(stderr=True, highlight=False)
+    with (
+        Interrupt() as stopped,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("comparing", total=len(rounds.rounds) * len(settings))
+
+        def advance() -> None:
+            bar.update(task, advance=1, description="finishing this round" if stopped() else None)
+
+        found = compare(
+            model, settings, rounds, file=name, own=own, advance=advance, stopped=stopped
+        )
+    return found, stopped()
+
+
+def _print(found: "Comparison") -> None:
+    from rich.console import Console
+
+    from sirchat.lab.studies.side_by_side.report import draw
+
+    console = Console(highlight=False)
+    for part in draw(found, displayable):
+        console.print(part)
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with open_private(path, mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(
+            f"--html {path} cannot be written: {error.strerror}", hint="give a file's path"
+        ) from error

@@ -1,0 +1,282 @@
+"""The `sirchat eval` commands, and those that measure what a model under a policy remembers.
+
+Each function builds a study from its own options; the flags of all studies are added to it.
+"""
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from sirchat.lab.commands.eval_mechanisms import mechanisms_app
+from sirchat.lab.commands.lm_eval import lm_eval_app
+from sirchat.lab.commands.study_flags import Compared, Defaults, study, whole_numbers
+
+if TYPE_CHECKING:
+    from sirchat.lab.studies.choice import Scoring
+    from sirchat.lab.studies.recall import Ask
+    from sirchat.lab.studies.study import Study
+
+eval_app = typer.Typer(
+    help="Measure what a model under a policy still remembers.", no_args_is_help=True
+)
+eval_app.add_typer(mechanisms_app)
+eval_app.add_typer(lm_eval_app)
+
+_PAPERS = "full,entropy,sink,random,interval,reservoir"
+
+Scored = Annotated[
+    str,
+    typer.Option(
+        help="How an option is taken; text: by the sum over its tokens, no letters.",
+        metavar="paper|text|released|reply",
+    ),
+]
+FactCounts = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
+Distances = Annotated[
+    str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="The folder of SirLLM's released files, or a file like them; else questions of ours.",
+        metavar="PATH",
+    ),
+]
+
+
+@study(eval_app, "recall", Defaults("full,entropy,sink", limit=300))
+def recall(
+    compared: Compared,
+    between: Annotated[
+        str, typer.Option(help="Rounds between fact and question.", metavar="N,M,...")
+    ] = "20",
+    before: Annotated[int, typer.Option(help="Rounds before the fact.", min=0)] = 0,
+    ask: Annotated[
+        str, typer.Option(help="What is asked for.", metavar="told|corrected|untold")
+    ] = "told",
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of fact, with commas; default: all.", metavar="A,B,...")
+    ] = "",
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Answer the rounds between, too, and score them.")
+    ] = False,
+) -> "Study":
+    """Tell a fact, talk of other things, ask for it: the share of exact answers."""
+    from sirchat.lab.studies.recall import KIND_NAMES, RecallStudy
+
+    chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
+    distances = whole_numbers("between", between)
+    return RecallStudy(
+        **compared,
+        between=distances,
+        before=before,
+        kinds=chosen,
+        ask=cast("Ask", ask),
+        generate=generate,
+    )
+
+
+@study(
+    eval_app,
+    "facts",
+    Defaults("entropy,sink", budgets="128", limit=300, of="Questions for each cell."),
+)
+def facts(
+    compared: Compared,
+    facts: FactCounts = "1,4,8",
+    between: Distances = "20,60",
+) -> "Study":
+    """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
+    from sirchat.lab.studies.facts import Facts
+
+    return Facts(
+        **compared,
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+    )
+
+
+@study(
+    eval_app,
+    "policies",
+    Defaults(
+        "salience,entropy,sink,random,reservoir,h2o,tova,snapkv",
+        budgets="96,128,256,512",
+        limit=300,
+        of="Questions for each cell.",
+    ),
+)
+def policies(
+    compared: Compared,
+    parts: Annotated[
+        str, typer.Option(help="What is asked; all of it unless named here.", metavar="A,B,...")
+    ] = "ablation,grocery,rock-paper-scissors,facts",
+    facts: FactCounts = "1,4,8",
+    between: Distances = "20,60",
+    at: Annotated[int, typer.Option(help="Budget of ablation, lists and games.", min=1)] = 128,
+    data: Data = None,
+) -> "Study":
+    """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
+    from sirchat.lab.studies.policies import Policies
+
+    return Policies(
+        **compared,
+        parts=tuple(parts.split(",")),
+        facts=whole_numbers("facts", facts),
+        between=whole_numbers("between", between),
+        at=at,
+        data=data,
+    )
+
+
+@study(
+    eval_app, "topics", Defaults("entropy", budgets="128", decays="1,0.95,0.9,0.8,auto", limit=75)
+)
+def topics(
+    compared: Compared,
+    topics: Annotated[int, typer.Option(help="Topics that follow each other.", min=1)] = 3,
+    facts: Annotated[int, typer.Option(help="Facts told of each.", min=1)] = 4,
+    between: Annotated[int, typer.Option(help="Rounds of small talk behind them.", min=0)] = 20,
+) -> "Study":
+    """Change the topic: the share of exact answers about the last one, and the first."""
+    from sirchat.lab.studies.topics import Topics
+
+    return Topics(**compared, topics=topics, facts=facts, between=between)
+
+
+@study(
+    eval_app,
+    "chatter",
+    Defaults("full,entropy,sink", budgets="256", of="Questions for each length."),
+)
+def chatter(
+    compared: Compared,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Real talk: SirLLM's DailyDialog, LoCoMo, Realtalk, or a transcript.",
+            metavar="PATH",
+        ),
+    ],
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a conversation.", metavar="N,M,...")
+    ] = "1000",
+    facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
+) -> "Study":
+    """Tell facts amid real talk, ask for each: right of four, nats, tokens held."""
+    from sirchat.lab.studies.chatter.study import Chatter
+
+    return Chatter(**compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts)
+
+
+@study(eval_app, "dailydialog", Defaults(_PAPERS))
+def dailydialog(
+    compared: Compared,
+    scoring: Scored = "paper",
+    data: Data = None,
+) -> "Study":
+    """SirLLM's DailyDialog: conversations of multiple-choice questions."""
+    return _multiple_choice(compared, "dailydialog", scoring, (), data)
+
+
+@study(eval_app, "grocery", Defaults(_PAPERS))
+def grocery(
+    compared: Compared,
+    scoring: Scored = "paper",
+    shots: Annotated[
+        str, typer.Option(help="Few-shot rows beside the policies.", metavar="1,2,3")
+    ] = "",
+    data: Data = None,
+) -> "Study":
+    """SirLLM's Grocery Shopping: what to buy, 20 questions, which of four it was."""
+    counts = whole_numbers("shots", shots) if shots else ()
+    return _multiple_choice(compared, "grocery", scoring, counts, data)
+
+
+@study(
+    eval_app,
+    "rock-paper-scissors",
+    Defaults(
+        "entropy,sink", budgets="1024", decays="0.9", limit=10, of="Matches against each player."
+    ),
+)
+def rock_paper_scissors(
+    compared: Compared,
+    rounds: Annotated[int, typer.Option(help="Rounds of a match.", min=1)] = 300,
+    scoring: Scored = "paper",
+    data: Data = None,
+) -> "Study":
+    """Play against three players who prefer a move each; the share of rounds won."""
+    from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
+
+    return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
+
+
+@study(
+    eval_app, "perplexity", Defaults("full,window,sink,entropy", limit=20_000, of="Tokens to read.")
+)
+def perplexity(
+    compared: Compared,
+    text: Annotated[
+        str | None, typer.Option(help="A text file; else talk of our own.", metavar="FILE")
+    ] = None,
+    readings: Annotated[
+        int, typer.Option(help="Times to read it, each from further on.", min=1)
+    ] = 1,
+) -> "Study":
+    """Read a long text: what a token costs, in nats, as the text goes on."""
+    from sirchat.lab.studies.perplexity import Perplexity
+
+    return Perplexity(**compared, text=text, readings=readings)
+
+
+@study(
+    eval_app,
+    "locomo",
+    Defaults("window,sink,entropy", budgets="512", limit=50, of="Questions for each conversation."),
+)
+def locomo(
+    compared: Compared,
+    data: Annotated[
+        str, typer.Option(help="LoCoMo's locomo10.json, or Realtalk's files.", metavar="PATH")
+    ],
+    conversations: Annotated[
+        str, typer.Option(help="Numbers of conversations, from 0; default: all.", metavar="N,M,...")
+    ] = "",
+    reply_tokens: Annotated[
+        int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
+    ] = 24,
+    measures: Annotated[
+        str,
+        typer.Option(
+            help="Recall measures to compare, with commas; default: that of --recall.",
+            metavar="A,B,...",
+        ),
+    ] = "",
+    counts: Annotated[
+        str, typer.Option(help="How many tokens they bring back.", metavar="N,M,...")
+    ] = "100,200,400",
+) -> "Study":
+    """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""
+    from sirchat.lab.studies.locomo import Locomo
+
+    if not measures and compared["settings"][0].recall != "off":
+        measures = compared["settings"][0].recall
+    return Locomo(
+        **compared,
+        data=data,
+        conversations=whole_numbers("conversations", conversations) if conversations else (),
+        reply_tokens=reply_tokens,
+        measures=tuple(measures.split(",")) if measures else (),
+        counts=whole_numbers("counts", counts),
+    )
+
+
+def _multiple_choice(
+    compared: Compared, task: str, scoring: str, shots: tuple[int, ...], data: str | None
+) -> "Study":
+    from sirchat.lab.studies.multiple_choice import MultipleChoice
+
+    return MultipleChoice(
+        **compared, task=task, scoring=cast("Scoring", scoring), shots=shots, data=data
+    )

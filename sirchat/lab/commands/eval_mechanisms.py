@@ -1,0 +1,172 @@
+"""The `sirchat eval` commands that study one mechanism: anchors, attention, draws or recall."""
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import parse_value
+from sirchat.lab.commands.study_flags import Compared, Defaults, study, whole_numbers
+
+if TYPE_CHECKING:
+    from sirchat.lab.studies.study import Study
+    from sirchat.text.anchors import Per
+
+mechanisms_app = typer.Typer()
+
+Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
+Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
+
+
+@study(
+    mechanisms_app,
+    "context",
+    Defaults("full,anchor", budgets="2048", limit=50, of="Conversations."),
+)
+def context(
+    compared: Compared,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of context.", metavar="N,M,...")
+    ] = "128,256,512,1024,2048",
+) -> "Study":
+    """Read conversations: perplexity by the length of the context."""
+    from sirchat.lab.studies.context import Context
+
+    return Context(**compared, lengths=whole_numbers("lengths", lengths))
+
+
+@study(
+    mechanisms_app,
+    "demonstrations",
+    Defaults(
+        "full,anchor", budgets="1024", limit=50, of="Sets of demonstrations for each setting."
+    ),
+)
+def demonstrations(
+    compared: Compared,
+    shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
+    questions: Annotated[int, typer.Option(help="Questions behind each set.", min=1)] = 4,
+    places: Annotated[
+        str,
+        typer.Option(
+            help="Where anchors are put, beside where the model has them.",
+            metavar="tokens,random,...",
+        ),
+    ] = "",
+) -> "Study":
+    """Ask behind demonstrations that are read once: accuracy, cache and speed of anchors."""
+    from sirchat.lab.studies.demonstrations import Demonstrations
+
+    put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
+    return Demonstrations(
+        **compared, shots=whole_numbers("shots", shots), questions=questions, places=put
+    )
+
+
+@study(mechanisms_app, "anchor-attention", None)
+def anchor_attention(
+    profile: Profile,
+    limit: Conversations = 50,
+    facts: Annotated[int, typer.Option(help="Facts told in each.")] = 5,
+) -> "Study":
+    """Tell facts and ask for one: which rounds' anchors its answer attends to."""
+    from sirchat.lab.studies.anchor_attention import AnchorAttention
+
+    return AnchorAttention(profile, limit=limit, facts=facts)
+
+
+@study(mechanisms_app, "attention", None)
+def attention(
+    profile: Profile,
+    limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
+    tokens: Annotated[int, typer.Option(help="Tokens read of each text.")] = 40,
+    text: Annotated[
+        str | None, typer.Option(help="A file with a text a line; else talk of our own.")
+    ] = None,
+) -> "Study":
+    """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
+    from sirchat.lab.studies.attention import AttentionStudy
+
+    return AttentionStudy(profile, limit=limit, tokens=tokens, text=text)
+
+
+@study(
+    mechanisms_app,
+    "uniformity",
+    Defaults("reservoir,random", budgets="96", limit=300, of="Lots for each setting."),
+)
+def uniformity(
+    compared: Compared,
+    rounds: Annotated[int, typer.Option(help="Rounds of the stream.", min=1)] = 8,
+) -> "Study":
+    """Read one stream with many lots: how often each tenth of it is still held."""
+    from sirchat.lab.studies.uniformity import Uniformity
+
+    return Uniformity(**compared, rounds=rounds)
+
+
+@study(mechanisms_app, "retrieval", None)
+def retrieval(
+    profile: Profile,
+    task: Annotated[
+        str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
+    ] = "facts-12",
+    limit: Conversations = 200,
+    base: Annotated[str, typer.Option(help="Base budgets in tokens.", metavar="N,M,...")] = "72",
+    counts: Annotated[
+        str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
+    ] = "10,20,50,100,200",
+    measures: Annotated[
+        str, typer.Option(help="Measures to compare, with commas.", metavar="A,B,...")
+    ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
+    weights: Annotated[
+        str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
+    ] = "none,surprisal",
+    spans: Annotated[
+        str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
+    ] = "0,2",
+    soft: Annotated[
+        str, typer.Option(help="Roots shared with neighbours, or not.", metavar="off,on")
+    ] = "off,on",
+    data: Annotated[
+        str | None, typer.Option(help="A file of conversations, instead of a task's.")
+    ] = None,
+) -> "Study":
+    """Let a small budget forget, bring tokens back by each measure: the share of exact answers."""
+    from sirchat.lab.studies.retrieval import Retrieval
+
+    return Retrieval(
+        profile,
+        task=task,
+        limit=limit,
+        bases=whole_numbers("base", base),
+        counts=whole_numbers("counts", counts),
+        measures=tuple(measures.split(",")),
+        weights=tuple(weights.split(",")),
+        spans=whole_numbers("spans", spans),
+        soft=tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),
+        data=data,
+    )
+
+
+@study(mechanisms_app, "privacy", None)
+def privacy(
+    profile: Profile,
+    task: Annotated[
+        str, typer.Option(help="What is told.", metavar="facts-12|facts-40|stories-10|...")
+    ] = "facts-12",
+    limit: Conversations = 100,
+    base: Base = 72,
+    counts: Annotated[
+        str, typer.Option(help="How many tokens come back; 0 for none.", metavar="N,M,...")
+    ] = "0,10,20,50,100,200",
+) -> "Study":
+    """Bring back more and more: how much of an old turn is let out, and what it is good for."""
+    from sirchat.lab.studies.privacy import Privacy
+
+    if profile.recall == "off":
+        profile = changed(profile, "eval", recall="on")
+    return Privacy(
+        profile, task=task, limit=limit, base=base, counts=whole_numbers("counts", counts)
+    )

@@ -1,0 +1,269 @@
+"""The flags that every study has: settings to compare, repeats, where results and work go."""
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
+
+import typer
+
+from sirchat.cli.flags import with_settings
+from sirchat.cli.launch import Debug, Trust, load, profile_of
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import is_option, parse_option, parse_value
+from sirchat.errors import SettingError, format_value
+from sirchat.memory.policies import import_typed, policy_class
+
+if TYPE_CHECKING:
+    from sirchat.lab.studies.study import Study
+    from sirchat.models.model import LoadedModel
+
+Policies = Annotated[str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")]
+Budgets = Annotated[str, typer.Option(help="Budgets to compare, with commas.", metavar="N,M,...")]
+Decays = Annotated[str, typer.Option(help="Decays to compare, with commas.", metavar="X,Y,...")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Values of a setting, or of an option of a policy, to compare; can be repeated.",
+        metavar="KEY=A,B,...",
+    ),
+]
+Repeats = Annotated[
+    int, typer.Option(help="How often a policy that draws lots is run, with other lots.", min=1)
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="A folder for results as they come, and for the report.", metavar="DIR"),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the work over a Ray cluster: its address, or auto; local: over processes of "
+        "this machine, without Ray.",
+        metavar="ADDRESS",
+    ),
+]
+Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster, or processes.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
+
+
+_POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
+"""Settings that some policies do not use."""
+
+
+class Compared(TypedDict):
+    """The fields that every study has that compares settings."""
+
+    settings: tuple[Profile, ...]
+    limit: int
+    seed: int
+    repeats: int
+
+
+class Defaults(NamedTuple):
+    """Default values of the flags that choose what a study compares; `of` is the help of limit."""
+
+    policies: str = "entropy,sink"
+    budgets: str = "256"
+    decays: str = "1"
+    limit: int = 200
+    of: str = "Conversations for each setting."
+
+
+def study(
+    app: typer.Typer, name: str, compares: Defaults | None
+) -> Callable[[Callable[..., "Study"]], None]:
+    """Register a function that builds a study as the command `name` of `app`.
+
+    The function's first parameter gets the settings to compare, with `compares` as the defaults of
+    their flags, or the profile where that is None. Its other parameters are the command's options.
+    """
+
+    def register(build: Callable[..., "Study"]) -> None:
+        own = list(inspect.signature(build).parameters.values())[1:]
+        grid = _grid_parameters(compares) if compares is not None else {}
+
+        def command(flags: dict[str, Any], **values: Any) -> None:
+            common = {key: values.pop(key) for key in _COMMON}
+            cells = {key: values.pop(key) for key in grid}
+            profile = repeatable(profile_of(flags))
+            made = build(_compared(profile, **cells) if grid else profile, **values)
+            _run(made, profile, **common)
+
+        parameters = [_keyword("flags", dict[str, Any]), *grid.values(), *own, *_COMMON.values()]
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__doc__ = build.__doc__
+        app.command(name)(with_settings(command))
+
+    return register
+
+
+def repeatable(profile: Profile) -> Profile:
+    """The profile of a study: whether an earlier chat compiled the model changes no number of it.
+
+    A compiled step rounds otherwise than the model. It is used where it was asked for.
+    """
+    if "compile" in profile.model_fields_set:
+        return profile
+    return profile.model_copy(update={"compile": "off"})
+
+
+def settings_of(
+    profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
+) -> tuple[Profile, ...]:
+    """A profile for each row of a comparison; settings that its policy does not use are left out.
+
+    The profile's policy options go to every policy that has them. Raises SettingError for a value
+    that is not allowed, and for a sweep or an option of an unknown name.
+    """
+    swept = dict(_swept(one) for one in sweep)
+    axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
+    settings: list[Profile] = []
+    for values in product(*(axes | swept).values()):
+        given = dict(zip(axes | swept, values, strict=True))
+        own = _settings_used(given, profile.policy_options)
+        setting = changed(profile, "eval", **own)
+        if setting not in settings:
+            settings.append(setting)
+    if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
+        raise SettingError(f"sweep: none of {policies} has a setting or option {unused[0]}")
+    given_names = {name for one in settings for name in one.policy_options}
+    if unused := [key for key in profile.policy_options if key not in given_names]:
+        raise SettingError(f"--option: none of {policies} has an option {unused[0]}")
+    return tuple(settings)
+
+
+def _swept(text: str) -> tuple[str, list[str]]:
+    """The name and the values in `recent=16,32`; the name may be a policy option's."""
+    key, equals, values = text.partition("=")
+    if not equals or not key or not all(values.split(",")):
+        raise SettingError(
+            f"sweep is {format_value(text)}, must be a setting and its values, such as recent=16,32"
+        )
+    return key.replace("-", "_"), values.split(",")
+
+
+def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
+    """The settings of one row that its policy uses, with its policy options among `shared`."""
+    policy = given["policy"]
+    import_typed(policy)
+    own: dict[str, object] = {"policy": policy, "decay": 1.0}
+    known = {field.name for field in fields(policy_class(policy))}
+    options = {name: value for name, value in shared.items() if name in known}
+    for key, text in given.items():
+        if key != "policy" and not _lacks(key, policy):
+            if is_option(key, text, policy):
+                options[key] = parse_option(text)
+            else:
+                own[key] = parse_value(key, text)
+    return own | {"policy_options": options}
+
+
+def _lacks(key: str, policy: str) -> bool:
+    """Whether a policy does not use a setting that is for policies, or has no such option."""
+    kind = policy_class(policy)
+    known = {*kind.uses, *(field.name for field in fields(kind))}
+    return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """The whole numbers in a comma-separated list; raises SettingError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise SettingError(
+            f"{option} is {format_value(text)}, must be numbers of 0 or more, with commas"
+        )
+    return tuple(map(int, parts))
+
+
+def command_line() -> str:
+    """The command line of this process, quoted for a shell."""
+    return shlex.join(["sirchat", *sys.argv[1:]])
+
+
+def _run(
+    made: "Study",
+    profile: Profile,
+    out: Path | None,
+    ray: str | None,
+    workers: int,
+    trust_remote_code: bool,
+    json: bool,
+    debug: bool,
+) -> None:
+    model = load(profile, trust_remote_code)
+    from sirchat.lab.studies.processes import run_in_processes
+    from sirchat.lab.studies.ray_runner import Cluster, run_on_ray
+    from sirchat.lab.studies.run import run
+
+    typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
+    remote, again = None, partial(_load_again, typed, profile, trust_remote_code)
+    if ray == "local":
+        remote = partial(run_in_processes, load=again, workers=workers)
+    elif ray is not None:
+        cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
+        remote = partial(run_on_ray, load=again, cluster=cluster)
+    run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
+
+
+def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel":
+    """Load the model in another process, where policies that were typed are to be found, too."""
+    for name in typed:
+        import_typed(name)
+    return load(profile, trust)
+
+
+def _keyword(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+_COMMON = {
+    name: _keyword(name, annotation, default)
+    for name, annotation, default in (
+        ("out", Out, None),
+        ("ray", Ray, None),
+        ("workers", Workers, 2),
+        ("trust_remote_code", Trust, False),
+        ("json", Json, False),
+        ("debug", Debug, False),
+    )
+}
+
+
+def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
+    limit = Annotated[int, typer.Option(help=defaults.of, min=1)]
+    return {
+        name: _keyword(name, annotation, default)
+        for name, annotation, default in (
+            ("policies", Policies, defaults.policies),
+            ("budgets", Budgets, defaults.budgets),
+            ("decays", Decays, defaults.decays),
+            ("sweep", Sweep, None),
+            ("limit", limit, defaults.limit),
+            ("repeats", Repeats, 3),
+        )
+    }
+
+
+def _compared(
+    profile: Profile,
+    policies: str,
+    budgets: str,
+    decays: str,
+    sweep: list[str] | None,
+    limit: int,
+    repeats: int,
+) -> Compared:
+    settings = settings_of(profile, policies, budgets, decays, sweep or ())
+    return Compared(settings=settings, limit=limit, seed=profile.seed, repeats=repeats)

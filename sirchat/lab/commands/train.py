@@ -1,0 +1,156 @@
+"""The `sirchat train` commands: the bundled models, and anchors for any other."""
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from sirchat.cli.launch import Debug, Trust
+from sirchat.errors import SettingError, nearest
+
+train_app = typer.Typer(
+    help="Train the bundled models, or any model to gather text in anchors.", no_args_is_help=True
+)
+
+Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps; default: the whole recipe.")]
+Seed = Annotated[int, typer.Option(help="Seeds weights and dialogues.")]
+Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
+
+
+@train_app.command("tiny")
+def train_tiny(
+    out: Out = Path("tiny"),
+    steps: Steps = None,
+    size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
+    seed: Seed = 0,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> None:
+    """Train the bundled model anew, on dialogues that are made up as it learns."""
+    from sirchat.lab.training.display import train_with_progress
+    from sirchat.lab.training.trainer import Trainer
+
+    train_with_progress(Trainer, out=out, steps=steps, size=size, seed=seed, resume=resume)
+
+
+@train_app.command("tiny-anchor")
+def train_tiny_anchor(
+    out: Out = Path("tiny-anchor"),
+    steps: Steps = None,
+    seed: Seed = 0,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> None:
+    """Train the bundled model on, to gather each round in one token, as `tiny-anchor` was."""
+    from sirchat.lab.training.display import train_with_progress
+    from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
+
+    train_with_progress(
+        TinyAnchorTrainer, out=out, steps=steps, size="small", seed=seed, resume=resume
+    )
+
+
+@train_app.command("anchor")
+def train_anchor(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder, or a Hugging Face name.")
+    ] = "tiny",
+    out: Out = Path("anchor"),
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts, transcripts, JSONL; can be repeated. Without any, talk is made up."
+        ),
+    ] = None,
+    variant: Annotated[
+        str,
+        typer.Option(
+            help="Anchors: a token of its own, the ends of sentences, or none to compare with.",
+            metavar="ac|ep|none",
+        ),
+    ] = "ac",
+    per: Annotated[
+        str,
+        typer.Option(
+            help="Where a token of its own stands.", metavar="sentence|round|tokens|random"
+        ),
+    ] = "sentence",
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="Begin with new weights of the model's shape.")
+    ] = False,
+    attention: Annotated[
+        str, typer.Option(help="With a dense mask, or by blocks (GPU).", metavar="sdpa|flex")
+    ] = "sdpa",
+    tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
+    batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
+    per_device: Annotated[
+        int, typer.Option(help="Rows that a device reads at once; others accumulate.", min=1)
+    ] = 1,
+    steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop after so long, earlier runs included.", min=0, metavar="MINUTES"),
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its peak.", min=0)] = 2e-5,
+    warmup: Annotated[int, typer.Option(help="Steps in which it rises.", min=0)] = 20,
+    schedule: Annotated[
+        str, typer.Option(help="What follows.", metavar="constant|cosine")
+    ] = "constant",
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+    ] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps.", min=1)] = 250,
+    seed: Annotated[int, typer.Option(help="Seeds made-up talk, and new weights.")] = 0,
+    resume: Resume = False,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model on to gather each sentence, or round, in one token (AnSAN).
+
+    The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
+    all GPUs, or machines, take part.
+    """
+    from sirchat.lab.training.anchor import TRAINED, AnchorOptions, Trained
+    from sirchat.lab.training.anchor_trainer import Attention
+    from sirchat.lab.training.display import train_anchor_with_progress
+    from sirchat.lab.training.time_limit import Schedule
+    from sirchat.text.anchors import Per
+
+    _refuse_unknown("variant", variant, TRAINED)
+    _refuse_unknown("per", per, get_args(Per))
+    _refuse_unknown("schedule", schedule, get_args(Schedule))
+    _refuse_unknown("attention", attention, get_args(Attention))
+    options = AnchorOptions(
+        model=model,
+        out=out,
+        data=tuple(data or ()),
+        variant=cast("Trained", variant),
+        per=cast("Per", per),
+        scratch=scratch,
+        attention=cast("Attention", attention),
+        tokens=tokens,
+        batch=batch,
+        per_device=per_device,
+        steps=steps,
+        minutes=minutes,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        schedule=cast("Schedule", schedule),
+        bf16=bf16,
+        gradient_checkpointing=gradient_checkpointing,
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+    )
+    train_anchor_with_progress(options)
+
+
+def _refuse_unknown(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingError(
+            f"--{name} can't be {value!r}; it must be one of {', '.join(allowed)}",
+            hint=nearest(value, allowed),
+        )

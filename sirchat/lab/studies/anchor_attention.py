@@ -1,0 +1,165 @@
+"""Which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
+
+The user states several facts, each in its own round, and asks for one of them. The conversation is
+read in one forward pass under the mask of equation (4). Of the attention weights that the question
+and its answer put on anchors, which share goes to the anchors of the round that stated the fact?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError, SettingError
+from sirchat.lab.studies.attention import eager_attention
+from sirchat.lab.studies.perplexity import round_ids
+from sirchat.lab.studies.report import Plot, Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import ExtendedByLimit
+from sirchat.lab.studies.study import RunUnit, fields_of
+from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
+from sirchat.lab.synthetic.facts import KINDS
+from sirchat.lab.synthetic.messages import Message, Style
+from sirchat.lab.training.ansan import visible
+from sirchat.lab.training.probe import SMALL_TALK
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import ends_sequence
+from sirchat.text.template import Template
+
+
+@dataclass(frozen=True)
+class AnchorAttention(ExtendedByLimit):
+    """The study.
+
+    Attributes:
+        profile: its seed draws the conversations.
+        limit: number of conversations.
+        facts: number of facts in each conversation.
+
+    Raises SettingError for fewer than two facts, and for more facts than there are kinds.
+    """
+
+    profile: Profile
+    limit: int = 50
+    facts: int = 5
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.facts <= len(KINDS):
+            raise SettingError(f"facts is {self.facts}, must be 2 to {len(KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "anchor-attention"
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+        return fields_of(self) | {"profile": None, "seed": self.profile.seed}
+
+    def keys(self) -> list[str]:
+        """One unit for each conversation: its number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that reads a conversation: shares of attention by layer and round.
+
+        Raises SettingError for a model without anchors.
+        """
+        if model.anchors is None:
+            raise SettingError(
+                f"model {model.name!r} was not trained to gather text in anchors",
+                hint="tiny-anchor was; `sirchat train anchor` trains another",
+            )
+        return lambda key: _read(model, *self.conversation(int(key)))
+
+    def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
+        """The rounds, question and answer last, and the number of the round with that fact."""
+        rng = Random(f"anchor attention/{self.profile.seed}/{number}")
+        talk, style = Dialogue(rng, SMALL_TALK), Style()
+        facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
+        rounds = [talk.tell_one(fact, style) for fact in facts]
+        target = rng.randrange(self.facts)
+        return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share of the right round by layer; and the weights of the first conversation."""
+        right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
+        layers = right.mean(0)  # [L]
+        rows: list[tuple[Value, ...]] = [
+            (f"layer {number}", float(share)) for number, share in enumerate(layers)
+        ]
+        rows += [("all layers", float(layers.mean())), ("by chance", 1 / self.facts)]
+        line = tuple((float(n), float(share)) for n, share in enumerate(layers))
+        chance = tuple((float(n), 1 / self.facts) for n in range(len(layers)))
+        plot = Plot(
+            "anchors attended to",
+            "layer",
+            "share",
+            {"the round that told it": line, "by chance": chance},
+            dashed=("by chance",),
+        )
+        header = (
+            f"seed {self.profile.seed}",
+            f"{self.limit} conversations, {self.facts} facts each",
+        )
+        columns = ("of the attention to anchors", "share of the round that told it")
+        tables = (
+            Table("Anchors attended to", columns, tuple(rows)),
+            _first_conversation(found["0"]),
+        )
+        return Report(header, tables, (plot,), self.parameters())
+
+
+def _first_conversation(one: Record) -> Table:
+    """The weights from each token of question and answer to the anchors of each round."""
+    columns = ("token", *one["rounds"])
+    rows = tuple(
+        (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)
+    )
+    return Table("The first conversation: attention to each round's anchors", columns, rows, 2)
+
+
+@torch.inference_mode()
+def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], target: int) -> Record:
+    template = Template(model.tokenizer, model.anchors)
+    parts = [
+        round_ids(template, user.text, reply.text, first=not number)
+        for number, (user, reply) in enumerate(rounds)
+    ]
+    ids = [one for part in parts for one in part]
+    ends = ends_sequence(model.tokenizer, model.anchors)
+    is_anchor = torch.tensor([[ends(one) for one in ids]])
+    round_of = torch.tensor([number for number, part in enumerate(parts) for _ in part])
+    sinks = model.anchors.sinks if model.anchors else 0
+    with eager_attention(model.module) as module:
+        out = module(
+            input_ids=torch.tensor([ids], device=model.device),
+            attention_mask=model.mask(visible(is_anchor, sinks=sinks)[0, 0]),
+            use_cache=False,
+            output_attentions=True,
+        )
+    if not out.attentions or out.attentions[0] is None:
+        raise ModelError(f"model {model.name!r} does not tell its attention weights")
+    start = len(ids) - len(parts[-1])
+    queries = slice(start, len(ids) - 1)
+    weights = torch.stack([layer[0].float().mean(0)[queries].cpu() for layer in out.attentions])
+    by_round = torch.stack(
+        [weights[:, :, is_anchor[0] & (round_of == n)].sum(-1) for n in range(len(rounds) - 1)], -1
+    )  # [L, m, rounds]
+    return {
+        "which": target,
+        "shares": _normalised(by_round.sum(1)).tolist(),
+        "rounds": [user.text for user, _ in rounds[:-1]],
+        "tokens": [repr(model.tokenizer.decode([one])) for one in ids[queries]],
+        "by_token": by_round.mean(0).tolist(),
+    }
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-12)

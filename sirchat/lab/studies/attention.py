@@ -1,0 +1,188 @@
+"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens receive more?
+
+The first tokens of many texts are read without a cache. The tokens of each text, except the first
+(a sink) and the last (which receives no attention), are divided into four segments by surprisal,
+lowest first. The attention that a token receives is the mean weight over all later tokens and all
+heads; that of a segment is the mean over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError, SettingError
+from sirchat.lab.studies.report import Plot, Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import ExtendedByLimit
+from sirchat.lab.studies.study import RunUnit
+from sirchat.lab.synthetic.dialogue import dialogue
+from sirchat.lab.training.probe import SMALL_TALK
+from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import surprisal
+from sirchat.text.template import Template
+
+SEGMENTS = 4
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AttentionStudy(ExtendedByLimit):
+    """The study.
+
+    Attributes:
+        profile: its seed draws the texts.
+        limit: number of texts.
+        tokens: number of tokens to read of each text.
+        text: a UTF-8 file with one text on each line; None for synthetic conversations.
+
+    Raises SettingError for too few tokens, and when the file can't be read.
+    """
+
+    profile: Profile
+    limit: int = 256
+    tokens: int = 40
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < SEGMENTS + 2:
+            raise SettingError(f"tokens is {self.tokens}, must be at least {SEGMENTS + 2}")
+        _ = self._lines
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "attention"
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+        return {
+            "limit": self.limit,
+            "tokens": self.tokens,
+            "text": self.text,
+            "seed": self.profile.seed,
+        }
+
+    def keys(self) -> list[str]:
+        """One unit for each text: its number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that reads a text: by layer, attention to the first token and each segment."""
+        return lambda key: _read(model, self._ids(model, int(key)))
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Mean weight and rank of each segment over layers, as in the paper; a plot by layer."""
+        layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
+        first, weights = layers[:, 0], layers[:, 1:]
+        ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
+        rows: list[tuple[Value, ...]] = [
+            (str(at + 1), _mean(weights[:, at]), _mean(ranks[:, at]), _mean(ranks[:, at] == 1))
+            for at in range(SEGMENTS)
+        ]
+        rows.append(("the first token", _mean(first), None, None))
+        columns = ("segment by surprisal", "mean weight", "mean rank", "ranks first in layers")
+        lines = {
+            f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))
+            for at in range(SEGMENTS)
+        }
+        header = (
+            f"seed {self.profile.seed}",
+            f"{self.limit} texts of {self.tokens} tokens",
+            f"text {self.text}" if self.text else "talk of the bundled model's world",
+        )
+        table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
+        plot = Plot("attention by surprisal", "layer", "mean weight", lines)
+        return Report(header, (table,), (plot,), self.parameters())
+
+    def _ids(self, model: LoadedModel, number: int) -> list[int]:
+        if self._lines is not None:
+            ids: list[int] = model.tokenizer(self._lines[number])["input_ids"][: self.tokens]
+        else:
+            template, ids = Template(model.tokenizer, model.anchors), []
+            for user, reply in self._talk(number):
+                turn = template.user(user) if ids else template.opening(user)[1]
+                ids += [*turn.ids, *template.assistant(reply).ids, *template.closing]
+            ids = ids[: self.tokens]
+        if len(ids) < self.tokens:
+            raise SettingError(f"text {number + 1} has {len(ids)} tokens, must have {self.tokens}")
+        return ids
+
+    def _talk(self, number: int) -> Iterator[tuple[str, str]]:
+        rng = Random(f"attention/{self.profile.seed}/{number}")
+        texts = [one.text for one in dialogue(rng, self.tokens, SMALL_TALK) if one.role != "system"]
+        return zip(texts[::2], texts[1::2], strict=False)
+
+    @cached_property
+    def _lines(self) -> list[str] | None:
+        if self.text is None:
+            return None
+        try:
+            lines = [line for line in Path(self.text).read_text("utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"text {self.text!r} can't be read: {error}") from None
+        if len(lines) < self.limit:
+            raise SettingError(f"text {self.text!r} has {len(lines)} lines, not {self.limit}")
+        return lines
+
+
+def mean_by_segment(received: Floats, nats: Floats) -> Floats:
+    """Attention received by the first token, then by each segment on average [1 + SEGMENTS].
+
+    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; that of the
+    first token is not used.
+    """
+    inner = np.argsort(nats[1:-1], kind="stable") + 1
+    means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
+    return np.array([received[0], *means])
+
+
+def attention_received(weights: Tensor) -> Tensor:
+    """The mean weight that each token receives from later ones [n - 1]; weights are [H, n, n]."""
+    mean = weights.float().mean(0)  # [n, n]
+    later_tokens = torch.arange(len(mean) - 1, 0, -1)
+    return mean.tril(-1).sum(0)[:-1] / later_tokens
+
+
+def _read(model: LoadedModel, ids: list[int]) -> Record:
+    with eager_attention(model.module) as module, torch.inference_mode():
+        tokens = torch.tensor([ids], device=model.device)
+        out = module(input_ids=tokens, use_cache=False, output_attentions=True)
+    if not out.attentions or out.attentions[0] is None:
+        raise ModelError(f"model {model.name!r} does not tell its attention weights")
+    nats = np.zeros(len(ids))
+    nats[1:] = surprisal(out.logits[0, :-1], tokens[0, 1:]).cpu().numpy()
+    weights = [
+        mean_by_segment(
+            np.append(attention_received(layer[0]).cpu().double().numpy(), 0.0), nats
+        ).tolist()
+        for layer in out.attentions
+    ]
+    return {"weights": weights}
+
+
+@contextmanager
+def eager_attention(module: Any) -> Iterator[Any]:
+    """The module with eager attention, which returns its weights; restored afterwards."""
+    original = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        yield module
+    finally:
+        module.set_attn_implementation(original)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean())

@@ -1,0 +1,81 @@
+"""95 % intervals of means over questions that share conversations: conversations are resampled.
+
+Questions of one conversation are not independent, so a bootstrap sample draws whole conversations
+with replacement. Draws are seeded: the same values give the same interval. With a handful of
+conversations an interval is a rough guide: four of them can't show how far a fifth might be off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.lab.studies.report import Estimate
+
+RESAMPLES = 2000
+
+
+def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of all values, with its interval; values that are NaN do not count.
+
+    `values_by_cluster` has the values of each conversation. The interval is infinite for fewer
+    than two conversations, and the mean of no values is NaN.
+    """
+    clusters = [np.asarray(one, np.float64) for one in values_by_cluster]
+    clusters = [one[~np.isnan(one)] for one in clusters]
+    sums = np.array([one.sum() for one in clusters if len(one)])
+    counts = np.array([len(one) for one in clusters if len(one)])
+    if not len(sums):
+        return Estimate(math.nan, -math.inf, math.inf)
+    mean = float(sums.sum() / counts.sum())
+    if len(sums) < 2:
+        return Estimate(mean, -math.inf, math.inf)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(len(sums), size=(RESAMPLES, len(sums)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(mean, float(low), float(high))
+
+
+def paired_interval(
+    values: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
+) -> Estimate:
+    """The mean of the differences, value less other, of the same questions by conversation."""
+    return clustered_mean(
+        [
+            [a - b for a, b in zip(one, other, strict=True)]
+            for one, other in zip(values, others, strict=True)
+        ]
+    )
+
+
+def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of all values, where both clusters and the values of each are drawn again.
+
+    For a few clusters of many values, which are themselves a sample: of a single cluster its values
+    are drawn again, so that there is an interval. (The hierarchical bootstrap; Davison and Hinkley,
+    Bootstrap Methods and their Application, 1997, section 3.8.) Of paired settings, give the
+    differences. The interval is infinite for fewer than two values, and the mean of none is NaN.
+    """
+    clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
+    values = np.concatenate(clusters) if clusters else np.empty(0)
+    if len(values) < 2:
+        return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf)
+    low, high = np.quantile(_drawn_twice(clusters), [0.025, 0.975])
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
+def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """The means of the bootstrap samples: [RESAMPLES]."""
+    rng = np.random.default_rng(0)
+    sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
+    for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):
+        for number, values in enumerate(clusters):
+            of_this = np.flatnonzero(drawn == number)
+            sums[of_this] += rng.choice(values, (len(of_this), len(values))).sum(1)
+            counts[of_this] += len(values)
+    means: NDArray[np.float64] = sums / counts
+    return means

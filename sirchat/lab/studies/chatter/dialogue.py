@@ -1,0 +1,153 @@
+"""One conversation of the study: facts amid real chatter, and a question for each fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from sirchat.errors import SettingError
+from sirchat.lab.studies.chatter.kinds import KINDS, Kind
+from sirchat.lab.studies.chatter.talk import Talk
+
+OPTIONS = 4
+_CORRECTED = 1 / 4  # of the facts of a kind that may be corrected
+_ALONE = 0.4  # of the facts are told in a turn of their own
+_LAST_PLACE = 0.75  # facts are told before this part of the conversation ends
+
+_REPLIES = (
+    "Oh, I see.",
+    "Thanks for telling me.",
+    "Good to know!",
+    "Alright, got it.",
+    "Okay, I'll keep that in mind.",
+    "Really? That's nice.",
+    "Sure, no problem.",
+    "Ah, great.",
+)
+
+
+@dataclass(frozen=True)
+class ToldFact:
+    """A fact, and the question for it.
+
+    Attributes:
+        kind: what it is about.
+        round: number of the round, from 0, whose user turn tells it, or corrects it.
+        told: the sentence of that turn that does so.
+        value: the value in that sentence.
+        question: the user turn that asks for it.
+        replies: one for each option.
+        right: index of the right one.
+        corrected: whether another value was told before; it is one of the wrong options.
+    """
+
+    kind: str
+    round: int
+    told: str
+    value: str
+    question: str
+    replies: tuple[str, ...]
+    right: int
+    corrected: bool
+
+
+@dataclass(frozen=True)
+class FactDialogue:
+    """Rounds of chatter and facts (user turn and reply), and the facts that are asked for."""
+
+    rounds: Talk
+    facts: tuple[ToldFact, ...]
+
+
+def draw_dialogue(
+    rng: Random, talks: Sequence[Talk], facts: int, length: int, size: Callable[[str, str], int]
+) -> FactDialogue:
+    """A conversation of at most `length` tokens that tells `facts` facts, each of another kind.
+
+    `size` gives the tokens of a round with these two turns. Raises SettingError when so many facts
+    leave no room for chatter between them.
+    """
+    drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
+    sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
+    replies = [rng.choice(_REPLIES) if rng.random() < _ALONE else "" for _ in sentences]
+    room = length - sum(
+        size(sentence, reply) for (sentence, _), reply in zip(sentences, replies, strict=True)
+    )
+    chatter = _draw_chatter(rng, talks, room, size)
+    last = int(len(chatter) * _LAST_PLACE)
+    if last < len(sentences):
+        raise SettingError(
+            f"length is {length}, too short for {facts} facts with chatter between them",
+            hint="give fewer --facts, or a greater length",
+        )
+    places = _places(rng, last, [len(told) for told, _ in drawn])
+    telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
+    rounds: Talk = []
+    at: dict[str, int] = {}  # round of each fact, by kind; a correction comes last
+    for number, (user, reply) in enumerate(chatter):
+        if number in telling:
+            (sentence, fact), own_reply = telling[number]
+            at[fact.kind] = len(rounds)
+            if own_reply:
+                rounds.append((sentence, own_reply))
+            else:
+                user = f"{sentence} {user}" if rng.random() < 0.5 else f"{user} {sentence}"
+        rounds.append((user, reply))
+    return FactDialogue(rounds, tuple(replace(fact, round=at[fact.kind]) for _, fact in drawn))
+
+
+def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
+    """Distinct numbers below `last`, so many for each fact, ascending within a fact."""
+    free = rng.sample(range(last), sum(counts))
+    places: list[int] = []
+    for count in counts:
+        places += sorted(free.pop() for _ in range(count))
+    return places
+
+
+def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
+    """The sentences that tell a fact, the last of them with the value asked for."""
+    values: list[str] = []
+    while len(values) < OPTIONS:
+        value = kind.values(rng)
+        if value not in values:
+            values.append(value)
+    who = rng.choice(kind.who)
+    told = [_filled(rng.choice(kind.told), who, values[0])]
+    if kind.corrected and rng.random() < _CORRECTED:
+        told = [
+            _filled(rng.choice(kind.told), who, values[1]),
+            _filled(kind.corrected, who, values[0]),
+        ]
+    options = rng.sample(values, OPTIONS)
+    fact = ToldFact(
+        kind=kind.name,
+        round=-1,
+        told=told[-1],
+        value=values[0],
+        question=_filled(rng.choice(kind.asked), who, ""),
+        replies=tuple(_filled(kind.answer, who, value) for value in options),
+        right=options.index(values[0]),
+        corrected=len(told) > 1,
+    )
+    return told, fact
+
+
+def _filled(sentence: str, who: str, value: str) -> str:
+    text = sentence.replace("{who}", who).replace("{v}", value)
+    return text[0].upper() + text[1:]
+
+
+def _draw_chatter(
+    rng: Random, talks: Sequence[Talk], length: int, size: Callable[[str, str], int]
+) -> Talk:
+    """Rounds of whole conversations in random order, of `length` tokens at most."""
+    rounds: Talk = []
+    while True:
+        for talk in rng.sample(talks, len(talks)):
+            for user, reply in talk:
+                length -= size(user, reply)
+                if length < 0:
+                    return rounds
+                rounds.append((user, reply))

@@ -1,0 +1,212 @@
+"""Facts told amid real chatter, and asked for later: what a policy keeps of what people say.
+
+Every fact is asked for at the end of its conversation, one question after the other, each undone.
+It is scored in three ways: whether the right reply is the likeliest of four; the surprisal of the
+right reply, in nats, beside closed-book (asked without the conversation) and `full`; and how many
+of the tokens that tell the fact are still held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+import numpy as np
+
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.errors import SettingError
+from sirchat.lab.studies.chatter.dialogue import FactDialogue, ToldFact, draw_dialogue
+from sirchat.lab.studies.chatter.report import tables
+from sirchat.lab.studies.chatter.talk import Talk, read_talks
+from sirchat.lab.studies.reading import (
+    followed_by_reply,
+    open_engine,
+    read_ids,
+    read_system,
+    whole_round,
+)
+from sirchat.lab.studies.report import Report
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import data_name
+from sirchat.lab.studies.study import Cell, Grid
+from sirchat.models.model import LoadedModel
+from sirchat.text.detokenizer import TokenTexts, tokens_spelling
+from sirchat.text.template import Template, TurnIds
+
+
+@dataclass(frozen=True)
+class Chatter(Grid):
+    """Compares settings by the facts that are recalled from real chatter.
+
+    `limit` is the number of questions for each length.
+
+    Attributes:
+        data: the file of real talk.
+        lengths: tokens of a conversation, its questions left out.
+        facts: facts told in a conversation.
+    """
+
+    data: str = ""
+    lengths: tuple[int, ...] = (1000,)
+    facts: int = 5
+
+    extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.facts <= 12:
+            raise SettingError(f"facts is {self.facts}, must be 1 to 12")
+        if min(self.lengths) < 200:
+            raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "chatter"
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+        return super().parameters() | {"data": data_name(Path(self.data))}
+
+    def units(self) -> list[str]:
+        """One unit for each conversation: its length and its number."""
+        count = math.ceil(self.limit / self.facts)
+        return [f"{length} {number}" for length in self.lengths for number in range(count)]
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read a conversation, and ask for each of its facts."""
+        length, number = map(int, unit.split())
+        model = session.model
+        template = Template(model.tokenizer, model.anchors)
+        talk = self.dialogue(template, length, number)
+        engine = open_engine(model, cell.setting)
+        told = _read(engine, template, talk, cell.setting)
+        held = np.isin(np.arange(engine.ledger.seen), engine.ledger.held_positions)
+        texts = TokenTexts(model.tokenizer)
+        answers = []
+        for fact in talk.facts:
+            round = told[fact.round]
+            statement, value = spans(texts, round.ids, fact)
+            answers.append(
+                asked(engine, template, fact, len(talk.rounds) + 1)
+                | {
+                    "held": float(np.mean(held[round.start + np.array(value)])),
+                    "told": float(np.mean(held[round.start + np.array(statement)])),
+                    "closed": self._closed_book(model, template, cell.setting, fact),
+                }
+            )
+        return {
+            "length": length,
+            "answers": answers,
+            "tokens": engine.ledger.seen,
+            "system": told[0].start + told[0].ids.content[0],
+            "nats": float(np.nanmean(engine.ledger.column("surprisal"))),
+        }
+
+    def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
+        """Conversation `number` of a length; the same seed gives the same one."""
+        rng = Random(f"chatter/{self.seed}/{length}/{number}")
+        overhead = len(whole_round(template, "a", "a").ids) - 2
+
+        def size(user: str, reply: str) -> int:
+            ids = template.as_text(user), template.as_text(reply)
+            return overhead + sum(map(len, ids))
+
+        return draw_dialogue(rng, self._talks, self.facts, length, size)
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Right answers, nats and held tokens, by length and setting."""
+        tokens = [one["tokens"] for one in found.values()]
+        header = (
+            f"seed {self.seed}",
+            f"{len(self.units()) // len(self.lengths) * self.facts} questions a cell, "
+            f"{self.facts} a conversation",
+            f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"system prompt of {next(iter(found.values()))['system']} tokens counted",
+        )
+        findings = self.findings(found)
+        return Report(
+            header, tables(findings, self.settings, self.lengths), details=self.parameters()
+        )
+
+    @cached_property
+    def _talks(self) -> Sequence[Talk]:
+        return read_talks(Path(self.data))
+
+    @cached_property
+    def _closed(self) -> dict[tuple[str, str | None], float]:
+        """What `_closed_book` found, by reply and system prompt; no policy changes it."""
+        return {}
+
+    def _closed_book(
+        self, model: LoadedModel, template: Template, setting: Profile, fact: ToldFact
+    ) -> float:
+        """Nats of the right reply when the question is asked without the conversation."""
+        key = f"{fact.question}/{fact.replies[fact.right]}", setting.system
+        if key not in self._closed:
+            full = setting.model_copy(update={"policy": "full", "policy_options": {}})
+            engine = open_engine(model, full)
+            turn = read_system(engine, template, fact.question, setting)
+            read_ids(engine, turn.ids, 1, roles=turn.roles)
+            reply = template.assistant(fact.replies[fact.right]).ids
+            self._closed[key] = -sum(engine.score_continuation(reply).log_probabilities)
+        return self._closed[key]
+
+
+@dataclass(frozen=True)
+class _ReadRound:
+    """A round that was read: its ids, and the stream position of the first."""
+
+    ids: TurnIds
+    start: int
+
+
+def _read(
+    engine: Engine, template: Template, talk: FactDialogue, setting: Profile
+) -> list[_ReadRound]:
+    """Read all rounds, each in one piece, and the system prompt before them."""
+    found = []
+    for number, (user, reply) in enumerate(talk.rounds, 1):
+        first = number == 1
+        turn = read_system(engine, template, user, setting) if first else template.user(user)
+        whole = followed_by_reply(template, turn, reply)
+        found.append(_ReadRound(whole, engine.ledger.seen))
+        read_ids(engine, whole.ids, number, roles=whole.roles)
+        engine.close_round()
+    return found
+
+
+def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, range]:
+    """The tokens of a round that tell a fact, and those of its value, by index in the round."""
+    start, end = turn.content
+    indices = range(start, end)
+    pieces = texts(turn.ids[start:end], indices)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    told = "".join(pieces).index(fact.told)
+    value = told + fact.told.index(fact.value)
+    return (
+        indices[tokens_spelling(ends, told, told + len(fact.told))],
+        indices[tokens_spelling(ends, value, value + len(fact.value))],
+    )
+
+
+def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:
+    """Ask for a fact and undo it: whether the right reply is the likeliest, and its nats."""
+    checkpoint = engine.checkpoint()
+    turn = template.user(fact.question)
+    read_ids(engine, turn.ids, number, roles=turn.roles)
+    scores = engine.score_continuations([template.assistant(one).ids for one in fact.replies])
+    nats = [-math.fsum(one.log_probabilities) for one in scores]
+    engine.undo(checkpoint)
+    return {
+        "kind": fact.kind,
+        "corrected": fact.corrected,
+        "right": nats.index(min(nats)) == fact.right,
+        "nats": nats[fact.right],
+    }

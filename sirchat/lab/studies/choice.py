@@ -1,0 +1,124 @@
+"""A multiple-choice question, and the option that a model chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Literal
+
+from sirchat.chat.session import Session
+from sirchat.engine.records import ContinuationScore
+from sirchat.lab.studies.asking import ask
+
+Scoring = Literal["paper", "text", "released", "reply"]
+"""How an option is chosen.
+
+- `paper` (SirLLM, section 4.1): the option with the most likely reply, by the sum of its tokens'
+  log-probabilities; where options are listed by letters, the reply is the letter.
+- `text`: likewise, but the replies are the options' own texts, and the question does not list them
+  (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
+- `released`: as in SirLLM's released code. The option whose reply equals the greedy output;
+  if none does, the most likely one by the first token in which the replies differ.
+- `reply`: the option that a generated reply names, if it names one.
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with a reply for each of its options.
+
+    Attributes:
+        text: the question, with its options if they are listed.
+        replies: one for each option, none a prefix of another; a single one leaves no choice.
+        right: index of the right reply.
+        group: the questions that are counted together with this one.
+        stem: the question without listed options, for the scoring `text`; empty for none.
+        texts: the replies to the stem, one for each option; empty without a stem.
+    """
+
+    text: str
+    replies: tuple[str, ...]
+    right: int
+    group: str
+    stem: str = ""
+    texts: tuple[str, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """The right reply."""
+        return self.replies[self.right]
+
+    @property
+    def unlisted(self) -> Question:
+        """The question that the scoring `text` asks: no listed options, their texts as replies."""
+        if not self.texts:
+            return self
+        return replace(self, text=self.stem, replies=self.texts, stem="", texts=())
+
+
+def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
+    """Ask, and continue with the reply of the chosen option; returns its index.
+
+    Returns None if a generated reply names no option; the conversation then continues with it.
+    """
+    if scoring == "text":
+        return choose_text(session, question)[0]
+    if scoring == "reply" and len(question.replies) > 1:
+        return named_option(ask(session, question.text), question.replies)
+    chosen = most_likely(_scores(session, question), scoring)
+    for _ in session.read_reply(question.replies[chosen]):
+        pass
+    return chosen
+
+
+def choose_text(session: Session, question: Question) -> tuple[int, int]:
+    """Ask without listed options, and continue with the text of the chosen one.
+
+    Returns the index of the chosen option, by the sum of its tokens' log-probabilities, and that of
+    the best one by their mean, which does not favour short options.
+    """
+    asked = question.unlisted
+    scores = _scores(session, asked)
+    means = [sum(one.log_probabilities) / len(one.ids) for one in scores]
+    chosen = most_likely(scores, "text")
+    for _ in session.read_reply(asked.replies[chosen]):
+        pass
+    return chosen, means.index(max(means))
+
+
+def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
+    """Read the question, and score each reply to it; a single one needs no pass of the model."""
+    for _ in session.read_user(question.text):
+        pass
+    if len(question.replies) == 1:
+        return [ContinuationScore((0,), (0.0,), True)]
+    return session.score_continuations(question.replies)
+
+
+def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
+    """The index of the chosen option; the first one among equals."""
+    if scoring == "released":
+        for number, one in enumerate(scores):
+            if one.greedy:
+                return number
+        at = _shared_prefix_length(scores)
+        nats = [one.log_probabilities[at] for one in scores]
+    else:
+        nats = [sum(one.log_probabilities) for one in scores]
+    return nats.index(max(nats))
+
+
+def named_option(text: str, replies: Sequence[str]) -> int | None:
+    """The index of the option whose reply the text begins with; None for no option."""
+    text = text.strip()
+    for number, reply in enumerate(replies):
+        if text.startswith(reply.rstrip(".")):
+            return number
+    return None
+
+
+def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
+    """Number of ids that all options begin with."""
+    columns = zip(*(one.ids for one in scores), strict=False)
+    return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -1,0 +1,187 @@
+"""Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
+
+Demonstrations are questions of the project's question bank with their answers. The tokens held of
+them are reused for every question. C is how much smaller the cache is than the demonstrations. T is
+how much faster a question is answered than by reading the demonstrations again, and than with the
+full cache. `max` is the most tokens held while a reply was generated (MaxKV).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import get_args
+
+from sirchat.chat.session import Session
+from sirchat.errors import SettingError
+from sirchat.lab.studies import generated
+from sirchat.lab.studies.asking import anchors_placed, read
+from sirchat.lab.studies.choice import Question, most_likely
+from sirchat.lab.studies.report import Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchor_placement import CHANCE, EVERY
+from sirchat.text.anchors import Per
+
+OPTIONS = 5
+
+_PLACES: dict[Per, str] = {
+    "round": "anchors behind each",
+    "sentence": "anchors behind each sentence",
+    "tokens": f"anchors every {EVERY} tokens",
+    "random": f"anchors by lot, {CHANCE}",
+}
+
+
+@dataclass(frozen=True)
+class Demonstrations(Grid):
+    """The study; `limit` is the number of sets of demonstrations.
+
+    Attributes:
+        shots: numbers of demonstrations, each one a row of the table.
+        questions: number of questions asked after each set.
+        places: further placements of anchors among the demonstrations (section 7.1), besides the
+            model's own.
+    """
+
+    shots: tuple[int, ...] = (0, 5)
+    questions: int = 4
+    places: tuple[Per, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_unknown("place of anchors", self.places, get_args(Per))
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "demonstrations"
+
+    def cells(self) -> list[Cell]:
+        """Every setting with every number of shots; the anchor policy also with every placement."""
+        cells: list[Cell] = []
+        for n in self.shots:
+            for cell in super().cells():
+                name = f"{cell.name}, {n}-shot"
+                cells.append(Cell(name, cell.setting, cell.seeds, shots=n))
+                cells += [
+                    Cell(f"{name}, {_PLACES[per]}", cell.setting, cell.seeds, shots=n, per=per)
+                    for per in self.places
+                    if n and cell.setting.policy == "anchor"
+                ]
+        return cells
+
+    def units(self) -> list[str]:
+        """One unit for each set of demonstrations: its number."""
+        return [str(number) for number in range(self.limit)]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """As in any grid; raises SettingError for `places` and a model without anchor token."""
+        if self.places and (model.anchors is None or model.anchors.token_id is None):
+            raise SettingError(
+                f"model {model.name!r} has no anchor token that could be put elsewhere",
+                hint="tiny-anchor has; `sirchat train anchor` gives one to another",
+            )
+        return super().worker(model)
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the demonstrations, then ask and undo each question."""
+        rng = Random(f"demonstrations/{self.seed}/{unit}")
+        every = [
+            generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
+        ]
+        shots, questions = every[: cell.shots], every[-self.questions :]
+        with anchors_placed(session, cell.per):
+            for one in shots:
+                read(session, one.text, one.answer)
+        cached = session.resident
+        found: Record = {"tokens": session.seen, "cached": cached, "right": [], "seconds": []}
+        for one in questions:
+            start = time.perf_counter()
+            found["right"].append(_chosen(session, one) == one.right)
+            found["seconds"].append(time.perf_counter() - start)
+            session.undo()
+        found["max"] = _peak_held(session, questions[0])
+        if cell.setting.policy == "full":
+            found["anew"] = self._uncached_seconds(session, shots, questions)
+        return found
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The paper's Acc, C, T and MaxKV."""
+        findings = self.findings(found)
+        columns = (
+            *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
+            *("T, not cached", "T, full cache"),
+        )
+        rows = tuple(
+            _row(one, self._of_full(findings, cell))
+            for cell, one in zip(self.cells(), findings, strict=True)
+        )
+        header = (
+            f"seed {self.seed}",
+            f"{self.limit} sets of demonstrations, {self.questions} questions each",
+            f"{OPTIONS} options",
+        )
+        return Report(
+            header, (Table("Demonstrations", columns, rows, 2),), details=self.parameters()
+        )
+
+    def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
+        """The findings of `full` with as many shots, if it is among the settings."""
+        for other, one in zip(self.cells(), findings, strict=True):
+            if other.setting.policy == "full" and other.shots == cell.shots:
+                return one
+        return None
+
+    def _uncached_seconds(
+        self, session: Session, shots: list[Question], questions: list[Question]
+    ) -> list[float]:
+        """Seconds for each question, if the demonstrations are read again for each."""
+        seconds = []
+        for one in questions:
+            session.reset()
+            start = time.perf_counter()
+            for shot in shots:
+                read(session, shot.text, shot.answer)
+            _chosen(session, one)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def _chosen(session: Session, one: Question) -> int:
+    for _ in session.read_user(one.text):
+        pass
+    return most_likely(session.score_continuations(one.replies), "paper")
+
+
+def _peak_held(session: Session, one: Question) -> int:
+    """The most tokens held while the question is answered."""
+    peak = session.resident
+    for _ in session.ask(one.text):
+        peak = max(peak, session.resident)
+    session.undo()
+    return peak
+
+
+def _row(one: Findings, full: Findings | None) -> tuple[Value, ...]:
+    demonstrations = mean([each["tokens"] for each in one.records]).value
+    cached = mean([each["cached"] for each in one.records]).value
+    seconds = _seconds(one, "seconds")
+    return (
+        one.name,
+        share(right for each in one.records for right in each["right"]),
+        demonstrations,
+        cached,
+        1 - cached / demonstrations if demonstrations else None,
+        mean([each["max"] for each in one.records]).value,
+        1000 * seconds,
+        _seconds(full, "anew") / seconds if full is not None else None,
+        _seconds(full, "seconds") / seconds if full is not None else None,
+    )
+
+
+def _seconds(one: Findings, key: str) -> float:
+    every: list[float] = [seconds for each in one.records for seconds in each[key]]
+    return sum(every) / len(every)

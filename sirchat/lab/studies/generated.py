@@ -1,0 +1,50 @@
+"""Conversations like those of SirLLM's released files, generated from the project's question bank.
+
+They use words that the bundled model knows, so that everything runs offline. The letter of an
+option follows it, in question and reply, because a small model copies what follows a word.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from sirchat.lab.studies.choice import Question
+from sirchat.lab.studies.sirllm_files import COMMONSENSE, DIALOGUE, GROCERY
+from sirchat.lab.synthetic import words
+from sirchat.lab.synthetic.rounds import LETTERS, bank_question
+
+GROCERY_ROUNDS = 20
+
+
+def dailydialog(seed: int, number: int) -> list[Question]:
+    """A conversation of 4 to 14 questions with four options each."""
+    rng = Random(f"dailydialog/{seed}/{number}")
+    return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
+
+
+def grocery(seed: int, number: int) -> list[Question]:
+    """A conversation: what to buy, 20 questions with five options, and which of four it was."""
+    rng = Random(f"grocery/{seed}/{number}")
+    choices = rng.sample(words.GROCERIES, 4)
+    target = rng.randrange(4)
+    request = Question(f"I want you to buy the GROCERY: [{choices[target]}].", ("OK",), 0, "told")
+    between = [question(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]
+    replies = tuple(f"You asked me to buy {one}." for one in choices)
+    recall = Question("Which GROCERY did I ask you to buy?", replies, target, GROCERY)
+    return [request, *between, recall]
+
+
+def question(rng: Random, count: int, group: str) -> Question:
+    """A question of the bank with `count` options, or fewer if its topic has fewer."""
+    text, right, wrong = bank_question(rng)
+    options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]
+    rng.shuffle(options)
+    lettered = [f"{word} ({letter})" for word, letter in zip(options, LETTERS, strict=False)]
+    return Question(
+        f"{text} Choices: {', '.join(lettered)}",
+        tuple(f"The answer is {one}." for one in lettered),
+        options.index(right),
+        group,
+        stem=text,
+        texts=tuple(f"The answer is {word}." for word in options),
+    )

@@ -1,0 +1,133 @@
+"""A model under a setting, behind lm-eval's interface for models.
+
+https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
+options of one question, share one prefill of it. Under a policy that evicts nothing, a context that
+is too long loses its beginning, as in lm-eval; any other policy reads all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sirchat.errors import SettingError
+from sirchat.lab.studies.lm_eval.reader import TextReader
+from sirchat.lab.studies.lm_eval.text import Ids, TextEncoder
+from sirchat.text.detokenizer import TextStream
+
+_LONGEST_REPLY = 256
+"""Most tokens of a reply if a task sets no limit; lm-eval's own default."""
+
+
+class HarnessAdapter:
+    """The methods of lm-eval's `LM`, without its base class, which `language_model` adds.
+
+    A request is lm-eval's Instance: its `args` are a context with a continuation, a text, or a
+    context with generation options.
+
+    Attributes:
+        truncated: number of contexts and texts so far that were too long.
+    """
+
+    def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
+        super().__init__()
+        self._reader, self._texts = reader, texts
+        self.truncated = 0
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """For each continuation its log-probability, in nats, and whether it is the greedy one.
+
+        Raises UsageError for a continuation without a token of its own.
+        """
+        by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
+        for number, request in enumerate(requests):
+            context, continuation = self._texts.pair(*request.args)
+            context = self._truncate(context, len(continuation) - 1)
+            by_context.setdefault(tuple(context), []).append((number, continuation))
+        found: dict[int, tuple[float, bool]] = {}
+        for shared, numbered in by_context.items():
+            scores = self._reader.score_continuation(shared, [ids for _, ids in numbered])
+            for (number, _), one in zip(numbered, scores, strict=True):
+                found[number] = sum(one.log_probabilities), one.greedy
+        return [found[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """For each text its log-probability, in nats, after the prefix token."""
+        return [
+            self._rolling_log_probability(self._texts.encode(*one.args, special=False))
+            for one in requests
+        ]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """For each context the greedy reply, up to one of the task's stop strings.
+
+        Raises SettingError for a task that samples its replies.
+        """
+        return [self._generate(*request.args) for request in requests]
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages rendered by the chat template, as a context."""
+        return self._texts.conversation(chat_history, prompt=add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the tokenizer that the chat template belongs to."""
+        return self._reader.model.name.replace("/", "__")
+
+    def _rolling_log_probability(self, ids: Ids) -> float:
+        """The log-probability of a text; too long ones are split into windows, as in lm-eval."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        longest = self._reader.longest or len(ids)
+        self.truncated += len(ids) > longest
+        windows = get_rolling_token_windows(ids, self._texts.prefix, max(1, longest), 1)
+        pairs = map(make_disjoint_window, windows)
+        return sum((self._reader.log_probability(*pair) for pair in pairs), 0.0)
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        limits = normalize_gen_kwargs(options, _LONGEST_REPLY)
+        if limits["do_sample"]:
+            raise SettingError(
+                f"the task draws its replies (temperature {limits['temperature']}); "
+                "here they are the likeliest",
+                hint="choose a task with do_sample: false",
+            )
+        longest, stops = limits["max_gen_toks"], [one for one in limits["until"] if one]
+        ids = self._texts.context(context) or [self._texts.prefix]
+        text, stream = "", TextStream(self._reader.model.tokenizer)
+        for token_id in self._reader.reply(self._truncate(ids, longest), longest):
+            text += stream.push(token_id)
+            if any(stop in text for stop in stops):
+                break
+        else:
+            text += stream.flush()
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+    def _truncate(self, context: Ids, more: int) -> Ids:
+        """The end of a context, such that `more` tokens still fit after it."""
+        longest = self._reader.longest
+        if longest is None or len(context) + more <= longest:
+            return context
+        if more >= longest:
+            raise SettingError(
+                f"{more} tokens are to follow a context, but the model's length is {longest}",
+                hint="choose another policy than full, or a model with a longer context",
+            )
+        self.truncated += 1
+        return context[more - longest :]
+
+
+def language_model(reader: TextReader, texts: TextEncoder) -> Any:
+    """A HarnessAdapter that is an `lm_eval.api.model.LM`."""
+    from lm_eval.api.model import LM
+
+    class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
+        """A language model under a budget."""
+
+    return BudgetedLM(reader, texts)

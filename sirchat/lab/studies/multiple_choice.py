@@ -1,0 +1,180 @@
+"""SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
+
+Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
+from the project's own question bank. Few-shot rows (the paper's Table 4) ask every question in an
+empty cache, after the n questions before it with their right answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from sirchat.chat.session import Session
+from sirchat.config.layers import changed
+from sirchat.errors import SettingError
+from sirchat.lab.studies import generated, paper_tables, sirllm_files
+from sirchat.lab.studies.asking import read
+from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
+from sirchat.lab.studies.report import Estimate, Plot, Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
+
+_SOURCES = {
+    "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, sirllm_files.DIALOGUE_FILES),
+    "grocery": (generated.grocery, sirllm_files.grocery, sirllm_files.GROCERY_FILES),
+}
+
+_COLUMNS = {
+    sirllm_files.DIALOGUE: "right",
+    sirllm_files.COMMONSENSE: "ACCc",
+    sirllm_files.GROCERY: "ACCg",
+}
+
+
+@dataclass(frozen=True)
+class MultipleChoice(Grid):
+    """The study; `limit` is the number of conversations for each setting.
+
+    Attributes:
+        task: `dailydialog` or `grocery`.
+        scoring: how an option is chosen.
+        shots: numbers of shots of the few-shot rows, which follow those of the settings.
+        data: a folder with the released files, or a file like them; None for generated
+            conversations.
+        answered: give the right answers to the questions of general knowledge.
+
+    Raises SettingError for an unknown scoring, or when the files can't be read.
+    """
+
+    task: str = "grocery"
+    scoring: Scoring = "paper"
+    shots: tuple[int, ...] = ()
+    data: str | None = None
+    answered: bool = False
+
+    extends = ("settings", "limit", "repeats", "shots")
+
+    def __post_init__(self) -> None:
+        refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
+        if not self.conversations:
+            raise SettingError(f"data {self.data!r} has no conversations")
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return self.task
+
+    @cached_property
+    def conversations(self) -> list[list[Question]]:
+        """The first `limit` conversations."""
+        generate, load, files = _SOURCES[self.task]
+        if self.data is not None:
+            found = load(sirllm_files.require(self.data, files))[: self.limit]
+        else:
+            found = [generate(self.seed, number) for number in range(self.limit)]
+        if self.scoring == "text":
+            found = [[question.unlisted for question in one] for one in found]
+        return [list(map(_with_answer, one)) for one in found] if self.answered else found
+
+    def cells(self) -> list[Cell]:
+        """The settings, then the few-shot rows, under `full`."""
+        full = changed(self.settings[0], self.name, policy="full")
+        return super().cells() + [
+            Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
+        ]
+
+    def units(self) -> list[str]:
+        """One unit for each conversation: its number."""
+        return [str(number) for number in range(len(self.conversations))]
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Run a conversation: by group, whether each chosen option was the right one.
+
+        Under the scoring `text`, also whether the best option by the mean per token was.
+        """
+        questions = self.conversations[int(unit)]
+        found: dict[str, list[bool]] = {}
+        by_mean: dict[str, list[bool]] = {}
+        for number, one in enumerate(questions):
+            if cell.shots and len(one.replies) > 1:
+                session.reset()
+                for shot in questions[max(0, number - cell.shots) : number]:
+                    read(session, shot.text, shot.answer)
+            elif cell.shots:
+                continue
+            chosen: int | None
+            if self.scoring == "text":
+                chosen, best_mean = choose_text(session, one)
+                if len(one.replies) > 1:
+                    by_mean.setdefault(one.group, []).append(best_mean == one.right)
+            else:
+                chosen = choose(session, one, self.scoring)
+            if len(one.replies) > 1:
+                found.setdefault(one.group, []).append(chosen == one.right)
+        means = {"right by mean": by_mean} if self.scoring == "text" else {}
+        return {"right": found, **means, "tokens": session.seen}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share of right options by setting, and its difference from that of `sink`."""
+        findings = self.findings(found)
+        groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
+        sink = next((one for one in findings if one.name.startswith("sink")), None)
+        columns = ["setting", *(_COLUMNS[group] for group in groups)]
+        columns += [f"{_COLUMNS[group]} - {sink.name}" for group in groups if sink]
+        by_mean = groups if self.scoring == "text" else []
+        columns += [f"{_COLUMNS[group]} by mean" for group in by_mean]
+        rows: list[tuple[Value, ...]] = []
+        for one in findings:
+            shares: list[Value] = [_right(one, group) for group in groups]
+            gaps = [_right(one, g).value - _right(sink, g).value for g in groups if sink]
+            means = [_right(one, group, "right by mean") for group in by_mean]
+            rows.append((one.name, *shares, *gaps, *means))
+        whole = [one for cell, one in zip(self.cells(), findings, strict=True) if not cell.shots]
+        tokens = [each["tokens"] for one in whole for each in one.records] or [0]
+        header = (
+            f"seed {self.seed}",
+            f"{len(self.conversations)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"scoring {self.scoring}",
+            f"data {self.data}" if self.data else "the project's own questions",
+        )
+        table = Table(self.name, tuple(columns), tuple(rows))
+        tables = (table, *self._paper_tables())
+        return Report(header, tables, self._plots(findings, groups), details=self.parameters())
+
+    def _paper_tables(self) -> tuple[Table, ...]:
+        """The results that the paper prints."""
+        if self.task == "dailydialog":
+            return (paper_tables.dailydialog(),)
+        return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
+
+    def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
+        """The shares by decay (the paper's Figure 6), if several decays are compared."""
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for cell, one in zip(self.cells(), findings, strict=True):
+            setting = cell.setting
+            if cell.shots or setting.policy == "full" or setting.decay == "auto":
+                continue
+            for group in groups:
+                line = f"{setting.policy} {setting.budget} {_COLUMNS[group]}"
+                share = _right(one, group).value
+                lines.setdefault(line, []).append((setting.decay, share))
+        swept = {name: tuple(sorted(points)) for name, points in lines.items() if len(points) > 1}
+        return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
+
+
+def _with_answer(one: Question) -> Question:
+    """A question of general knowledge with its right reply alone; any other one unchanged."""
+    if one.group != sirllm_files.COMMONSENSE:
+        return one
+    return replace(one, replies=(one.answer,), right=0)
+
+
+def _right(findings: Findings, group: str, key: str = "right") -> Estimate:
+    answers = [
+        [right for one in records for right in one[key].get(group, [])]
+        for records in findings.by_seed
+    ]
+    return share_over_seeds(answers)

@@ -1,0 +1,170 @@
+"""Needle tasks: conversations that state something (the needle) and ask for it at the end.
+
+The stories and lines follow Retrieval-Augmented StreamingLLM (section 3), the facts come from the
+generator of synthetic dialogue. In a file, each line is a conversation: a JSON object whose `turns`
+are user messages, the last of them the question. The answer is `reference` or, without one, the
+text of the newest turn that mentions what the question names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from sirchat.errors import SettingError
+from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
+from sirchat.lab.synthetic.facts import STORY
+from sirchat.lab.synthetic.messages import Style
+from sirchat.lab.training.probe import PROBED, SMALL_TALK
+
+TASKS = {
+    "stories-3": 3,
+    "stories-10": 10,
+    "facts-12": 12,
+    "facts-40": 40,
+    "items-10": 10,
+    "lines-10": 10,
+}
+"""Number of stories, of which one is asked for (stories); of rounds of small talk after one fact
+(facts); of facts in a row (items); of numbered lines, each with a number to recall (lines)."""
+
+_FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
+_NUMBERED = "In story"
+
+
+@dataclass(frozen=True)
+class NeedleDialogue:
+    """A conversation and its question.
+
+    Attributes:
+        rounds: user message and reply of each round, in order.
+        question: the last user message.
+        answer: the right reply.
+        substring: whether a reply is right as soon as it contains the answer.
+    """
+
+    rounds: tuple[tuple[str, str], ...]
+    question: str
+    answer: str
+    substring: bool = False
+
+    def is_right(self, reply: str) -> bool:
+        """Whether a reply is right."""
+        if self.substring:
+            return _normalised(self.answer) in _normalised(reply)
+        return scored_part(reply) == scored_part(self.answer)
+
+    def may_become_right(self, prefix: str) -> bool:
+        """Whether a reply with this prefix can still be right."""
+        return self.substring or scored_part(self.answer).startswith(scored_part(prefix))
+
+
+def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
+    """Conversation `number` of a task; the same seed gives the same one."""
+    rng = Random(f"retrieval/{seed}/{task}/{number}")
+    talk, count = Dialogue(rng, SMALL_TALK), TASKS[task]
+    if task.startswith("stories"):
+        return _stories(talk, count)
+    if task.startswith("lines"):
+        return _lines(rng, count)
+    if task.startswith("items"):
+        return _items(talk, count)
+    style, kind = Style.draw(rng), _FACTS[number % len(_FACTS)]
+    fact = draw_fact(rng, PROBED[kind], style)
+    rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
+    question, answer = talk.ask((kind, fact.subject))
+    return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+
+
+def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
+    """The conversations of a file, without those whose answer no turn contains.
+
+    Raises SettingError when the file can't be read, or has no such conversation.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(
+            f"data {str(path)!r} can't be read: {error}", hint="one JSON object a line, with turns"
+        ) from None
+    found = [one for one in parsed if one is not None]
+    if not found:
+        raise SettingError(f"data {str(path)!r} has no conversation that asks for what was told")
+    return found
+
+
+def scored_part(text: str) -> str:
+    """The part of a whole or partial answer that is compared: for a story, from its hero on.
+
+    The number of a story is not scored: it precedes the hero, and the bundled model copies only
+    what follows a word.
+    """
+    text = text.strip()
+    if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
+        return text
+    numbered = re.match(_NUMBERED + r" \d+, an? ", text)
+    return text[numbered.end() :] if numbered else ""
+
+
+def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
+    """Numbered stories, each with a hero; the second of three is asked for, as in the paper."""
+    stories: dict[str, tuple[str, str]] = {}
+    while len(stories) < count:
+        fact = draw_fact(talk.rng, STORY, Style())
+        if fact.subject not in stories:
+            user, reply = talk.tell_one(replace(fact, number=len(stories) + 1), Style())
+            stories[fact.subject] = user.text, reply.text
+    target = list(stories)[1 if count == 3 else talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((STORY.key, target))
+    return NeedleDialogue(tuple(stories.values()), question.text, answer.text)
+
+
+def _items(talk: Dialogue, count: int) -> NeedleDialogue:
+    """Facts of different kinds in a row; one of them, except the last two, is asked for."""
+    style = Style.draw(talk.rng)
+    facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
+    rounds = [talk.tell_one(fact, style) for fact in facts]
+    target = facts[talk.rng.randrange(count - 2)]
+    question, answer = talk.ask((target.kind.key, target.subject))
+    return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
+
+
+def _lines(rng: Random, count: int) -> NeedleDialogue:
+    """Lines such as `Line 3: 270328`; one of them, except the last two, is asked for."""
+    numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
+    target = rng.randrange(count - 2)
+    return NeedleDialogue(
+        tuple((f"Line {line}: {number}", "OK.") for line, number in enumerate(numbers)),
+        f"What is the number in Line {target}?",
+        numbers[target],
+        substring=True,
+    )
+
+
+def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
+    """The dialogue of a file's entry; None if no turn before the question has the answer."""
+    *lines, question = turns
+    answer = str(reference[0]) if reference else _answer(question, lines)
+    if not answer or not any(answer in line for line in lines):
+        return None
+    return NeedleDialogue(tuple((line, "OK.") for line in lines), question, answer, substring=True)
+
+
+def _answer(question: str, lines: list[str]) -> str:
+    """The text of the newest line that mentions the name or number that the question is about."""
+    sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
+    names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
+    if not names or len(lines) < 2:
+        return ""
+    about = [line for line in lines if re.search(rf"\b{names[-1]}\b", line, re.IGNORECASE)]
+    return about[-1].rpartition(": ")[2] if about else ""
+
+
+def _normalised(text: str) -> str:
+    """In lower case, with single blanks and no full stop at the end, for comparison."""
+    return " ".join(text.lower().split()).rstrip(".")

@@ -1,0 +1,203 @@
+"""Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
+
+The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
+chat. The surprisal of a token is given the tokens held when it was read. `full` reads on beyond the
+context length of the model, as in the paper. Anchor tokens that a model asks for are inserted, and
+do not count.
+
+Some parts of a text are harder than others. Several readings even this out: each starts further
+into the same text and ends with the part before its start, so that parts take turns in each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
+from sirchat.lab.studies.report import Plot, Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.study import Cell, Findings, Grid, mean
+from sirchat.lab.synthetic.dialogue import Dialogue, Mix
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchor_placement import plain_text_ids
+from sirchat.text.template import Template
+
+_POINTS = 100
+_CHUNK = 64
+_TALK = Mix(tell=0.15, ask=0.12, repeat=0.02, quiz=0.15, untold=0.02)
+_ROUNDS = 40
+
+
+@dataclass(frozen=True)
+class Perplexity(Grid):
+    """The study; `limit` is the number of tokens to read, without inserted anchor tokens.
+
+    Attributes:
+        text: a UTF-8 file; None for synthetic dialogue.
+        readings: number of readings, each with another start.
+
+    Raises SettingError when the file can't be read.
+    """
+
+    text: str | None = None
+    readings: int = 1
+
+    extends = ("settings", "repeats")  # a reading depends on its length
+
+    def __post_init__(self) -> None:
+        if self.text is not None:
+            _read(self.text)
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "perplexity"
+
+    def units(self) -> list[str]:
+        """One unit for each reading: its number."""
+        return [str(number) for number in range(self.readings)]
+
+    def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
+        """The ids of one reading, round by round; `limit` ids in all, or fewer."""
+        if self.text is None:
+            left = self.limit
+            for ids in self._talk(model, reading):
+                yield (taken := _first(ids, left, model))
+                left -= _count(taken, model)
+                if left <= 0:
+                    return
+        else:
+            yield from self._chunks(model, reading)
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the text: the mean surprisal, in nats, of each hundredth of it."""
+        model = session.model
+        rounds = list(self.rounds(model, int(unit)))
+        if cell.setting.policy == "full":
+            length = max(model.context_length, sum(map(len, rounds)))
+            model = replace(model, context_length=length)
+        found = read(model, session.profile, iter(rounds))
+        found = found[_is_text([i for ids in rounds for i in ids], model)]
+        size = max(1, self.limit // _POINTS)
+        parts = np.split(found, range(size, len(found), size))
+        nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
+        return {"nats": nats, "tokens": len(found)}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Mean surprisal, the last tenth against the second one, and a plot over the text."""
+        findings = self.findings(found)
+        columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
+        size = max(1, self.limit // _POINTS)
+        points = {
+            one.name: tuple(
+                (float((at + 1) * size), float(np.mean(nats)))
+                for at, nats in enumerate(zip(*(each["nats"] for each in one.records), strict=True))
+            )
+            for one in findings
+        }
+        header = (
+            f"seed {self.seed}",
+            f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
+            f"text {self.text}" if self.text else "talk of the bundled model's world",
+            *([f"{self.readings} readings, each from further on"] if self.readings > 1 else []),
+        )
+        table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
+        plot = Plot("perplexity", "tokens read", "nats a token", points)
+        return Report(header, (table,), (plot,), self.parameters())
+
+    def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
+        """The rounds of several conversations, as one chat."""
+        template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
+        conversations: list[list[tuple[str, str]]] = []
+        while tokens < self.limit:
+            seed = f"perplexity/{self.seed}/{len(conversations)}"
+            conversations.append(conversation(seed, _ROUNDS))
+            tokens += sum(len(round_ids(template, *pair)) for pair in conversations[-1])
+        for rounds in _rotated(conversations, reading, self.readings):
+            for user, reply in rounds:
+                yield round_ids(template, user, reply, first=first)
+                first = False
+
+    def _chunks(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
+        def encode(text: str, special: bool = False) -> list[int]:
+            # Text that looks like a control token stays text.
+            found = model.tokenizer(text, add_special_tokens=special, split_special_tokens=True)
+            ids: list[int] = found["input_ids"]
+            return ids
+
+        begin = encode("", special=True)
+        ids = begin + plain_text_ids(_read(self.text or ""), model.anchors, encode)
+        ids = _first(ids, self.limit, model)
+        for start in _rotated(range(0, len(ids), _CHUNK), reading, self.readings):
+            yield ids[start : start + _CHUNK]
+
+
+T = TypeVar("T")
+
+
+def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
+    """The parts from the start of this reading on, then those before it."""
+    start = reading * len(parts) // readings
+    return [*parts[start:], *parts[:start]]
+
+
+def _is_text(ids: Sequence[int], model: LoadedModel) -> np.ndarray:
+    """Mask [n] of the ids that are not inserted anchors."""
+    anchor = None if model.anchors is None else model.anchors.token_id
+    return np.array([one != anchor for one in ids], bool)
+
+
+def _count(ids: Sequence[int], model: LoadedModel) -> int:
+    return int(_is_text(ids, model).sum())
+
+
+def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
+    """The ids up to the `count`-th that is no anchor, and an anchor behind it."""
+    return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
+
+
+def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
+    """A synthetic conversation: user message and reply of each round."""
+    messages = Dialogue(Random(seed), _TALK).messages(rounds)
+    texts = [one.text for one in messages if one.role != "system"]
+    return list(zip(texts[::2], texts[1::2], strict=False))
+
+
+def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
+    """The ids of a round: user turn, reply and closing tokens."""
+    return whole_round(template, user, reply, first=first).ids
+
+
+def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
+    """The surprisal, in nats, of each token [n] read under a setting; NaN for the first one."""
+    engine = open_engine(model, setting)
+    for number, ids in enumerate(rounds, 1):
+        read_ids(engine, ids, number)
+        engine.close_round()
+    return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])
+
+
+def _row(one: Findings) -> tuple[Value, ...]:
+    """A row of the table: means over all readings and seeds."""
+    readings = [each["nats"] for each in one.records]
+    tenth = max(1, len(readings[0]) // 10)
+    second = np.mean([nats[tenth : 2 * tenth] or nats for nats in readings])
+    last = np.mean([nats[-tenth:] for nats in readings])
+    overall = mean([float(np.mean(nats)) for nats in readings])
+    return one.name, overall, float(second), float(last), float(last / second)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"text {path!r} can't be read: {error}") from None

@@ -1,0 +1,143 @@
+"""Policies compared in one study: facts, SirLLM's shopping lists and games, and an ablation.
+
+Each part is a study of its own. `facts` runs under every setting, and also measures the perplexity
+of the text after the facts. Lists, games and the ablation (each policy with one of its switches
+turned off) run under one budget only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from sirchat.chat.settings import build_policy
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.facts import Facts
+from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.report import Report
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import without
+from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
+from sirchat.lab.studies.study import Grid, RunUnit, fields_of, refuse_unknown
+from sirchat.models.model import LoadedModel
+
+PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
+
+_ROUNDS = 60  # of each game
+
+_EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The study.
+
+    Attributes:
+        settings: profiles, one for each row of a table.
+        limit: number of questions for each cell of a table; of rounds, for all games together.
+        seed, repeats: as in `Grid`.
+        parts: which of `PARTS` to run.
+        facts, between: as in `Facts`.
+        at: budget of lists, games and ablation, in tokens.
+        data: a folder with SirLLM's released files, or the file of the only part that
+            takes one; None for generated lists and random moves.
+
+    Raises SettingError for an unknown part, and whatever the parts raise.
+    """
+
+    settings: tuple[Profile, ...]
+    limit: int
+    seed: int = 0
+    repeats: int = 1
+    parts: tuple[str, ...] = PARTS
+    facts: tuple[int, ...] = (1, 4, 8)
+    between: tuple[int, ...] = (20, 60)
+    at: int = 128
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unknown("part", self.parts, PARTS)
+        budgets = sorted({setting.budget for setting in self.settings})
+        if self.at not in budgets and set(self.parts) != {"facts"}:
+            raise SettingError(
+                f"--at {self.at} is none of the budgets {', '.join(map(str, budgets))}",
+                hint="it is the budget of ablation, lists and games; or ask for --parts facts",
+            )
+        _ = self.studies
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "policies"
+
+    @cached_property
+    def studies(self) -> dict[str, Grid]:
+        """The study of each part, by the part's name."""
+        common = (self.limit, self.seed, self.repeats)
+        at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
+        ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
+        matches = -(-self.limit // (_ROUNDS * len(PLAYERS)))
+        studies: dict[str, Callable[[], Grid]] = {
+            "facts": lambda: Facts(self.settings, *common, self.facts, self.between),
+            "ablation": lambda: Facts(ablated, *common, (4,), self.between),
+            "grocery": lambda: MultipleChoice(
+                at_one_budget, *common, "grocery", data=self.data, answered=True
+            ),
+            "rock-paper-scissors": lambda: RockPaperScissors(
+                at_one_budget, matches, self.seed, self.repeats, _ROUNDS, data=self.data
+            ),
+        }
+        asked = {part: studies[part]() for part in self.parts}
+        return {part: one for part, one in asked.items() if one.settings}
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
+        return fields_of(self) | {
+            "settings": [one.model_dump(mode="json") for one in self.settings]
+        }
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), _EXTENDS)
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: the part, and its own name there."""
+        part, _, own = key.partition(": ")
+        return f"{part}: {self.studies[part].log_key(own)}"
+
+    def keys(self) -> list[str]:
+        """The units of all parts."""
+        keys_of = {part: study.keys() for part, study in self.studies.items()}
+        return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs one unit of one part."""
+        workers = {part: study.worker(model) for part, study in self.studies.items()}
+
+        def work(key: str) -> Record:
+            part, _, own = key.partition(": ")
+            return workers[part](own)
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The tables of all parts."""
+        tables, header = [], [f"seed {self.seed}", f"{self.limit} questions a cell or more"]
+        for part, study in self.studies.items():
+            keys = study.keys()
+            report = study.report({key: found[f"{part}: {key}"] for key in keys})
+            tables += [replace(table, name=f"{part}: {table.name}") for table in report.tables]
+        return Report(tuple(header), tuple(tables), details=self.parameters())
+
+
+def without_each(setting: Profile) -> Sequence[Profile]:
+    """The setting once for each switch that its policy has on, with that switch off."""
+    policy = build_policy(setting)
+    switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
+    return [
+        changed(setting, "ablation", policy_options=setting.policy_options | {name: False})
+        for name in switches
+    ]

@@ -1,0 +1,260 @@
+"""Retrieval: recall brings back what a small base budget has evicted.
+
+A conversation is read once under `sink` with the base budget. Then its question is asked and undone
+in every cell: with n tokens recalled by a measure, with the base budget alone, with n more recent
+tokens instead, and with all tokens restored. `full` reads the same conversation separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+from sirchat.chat.events import Delta, TurnDone
+from sirchat.chat.session import Session
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.lab.studies import paper_tables
+from sirchat.lab.studies.asking import read, switch
+from sirchat.lab.studies.needle import TASKS, NeedleDialogue, dialogues_of_file, needle_dialogue
+from sirchat.lab.studies.report import Estimate, Plot, Report, Table
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import ExtendedByLimit
+from sirchat.lab.studies.study import RunUnit, fields_of, refuse_unknown, share
+from sirchat.models.model import LoadedModel
+
+_UNWEIGHTED = ("random", "bm25", "hybrid")
+"""Measures whose scores are not multiplied by surprisal."""
+
+
+@dataclass(frozen=True)
+class RecallVariant:
+    """One combination of the settings `recall_*`."""
+
+    measure: str
+    weight: str = "none"
+    span: int = 0
+    soft: bool = False
+
+    @property
+    def makes_sense(self) -> bool:
+        """Whether its weight and softness have any effect."""
+        weight_matters = self.weight == "none" or self.measure not in _UNWEIGHTED
+        return weight_matters and (not self.soft or self.measure == "attention")
+
+    @property
+    def name(self) -> str:
+        """The row's name, such as `attention x surprisal, soft, span 2`."""
+        weighted = " x surprisal" if self.weight == "surprisal" else ""
+        soft = ", soft" if self.soft else ""
+        return self.measure + weighted + soft + (f", span {self.span}" if self.span else "")
+
+
+@dataclass(frozen=True)
+class Retrieval(ExtendedByLimit):
+    """The study.
+
+    Attributes:
+        profile: the settings that all cells share.
+        task: the conversations, one of TASKS.
+        limit: number of conversations; every cell gets the same ones.
+        bases: budgets of the base policy, in tokens.
+        counts: numbers of recalled tokens.
+        measures, weights, spans, soft: the settings to combine; `random`, `bm25` and `hybrid` take
+            no weight, and only `attention` can be soft.
+        data: a file with conversations, used instead of the task's; see `needle`.
+
+    Raises SettingError for an unknown task, measure or weight, and for a file that can't be read.
+    """
+
+    profile: Profile
+    task: str = "facts-12"
+    limit: int = 200
+    bases: tuple[int, ...] = (72,)
+    counts: tuple[int, ...] = (10, 20, 50, 100, 200)
+    measures: tuple[str, ...] = (
+        *("mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"),
+    )
+    weights: tuple[str, ...] = ("none", "surprisal")
+    spans: tuple[int, ...] = (0, 2)
+    soft: tuple[bool, ...] = (False, True)
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.file_dialogues
+        refuse_unknown("retrieval task", (self.task,), TASKS)
+        for measure, weight in product(self.measures, self.weights):
+            changed(self.profile, "eval", recall=measure, recall_weight=weight)
+        for base in self.bases:
+            changed(self.profile, "--base", budget=base)
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return self.task if self.data is None else Path(self.data).stem
+
+    @property
+    def variants(self) -> tuple[RecallVariant, ...]:
+        """Every combination of the settings that makes sense."""
+        combinations = (
+            RecallVariant(measure=measure, weight=weight, span=span, soft=soft)
+            for measure, weight, span, soft in product(
+                self.measures, self.weights, self.spans, self.soft
+            )
+        )
+        return tuple(one for one in combinations if one.makes_sense)
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
+        return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
+
+    @cached_property
+    def file_dialogues(self) -> list[NeedleDialogue]:
+        """The conversations of the file; empty without one."""
+        return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
+
+    def conversation(self, number: int) -> NeedleDialogue:
+        """Conversation `number`; the same seed gives the same one."""
+        if self.data is not None:
+            return self.file_dialogues[number]
+        return needle_dialogue(self.task, self.profile.seed, number)
+
+    def keys(self) -> list[str]:
+        """One unit for each conversation: its number."""
+        count = self.limit if self.data is None else len(self.file_dialogues)
+        return [str(number) for number in range(count)]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a conversation: for each cell, whether the answer was right.
+
+        The record also has the number of `tokens` of the conversation.
+        """
+        session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
+        every = cells(self)
+        return lambda key: _run(session, self.conversation(int(key)), self, every)
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share of right answers by row and number of recalled tokens."""
+        records = list(found.values())
+        rows: dict[str, dict[int, Estimate]] = {}
+        for cell in cells(self):
+            rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
+        base_only = {
+            name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]
+        }
+        tokens = [one["tokens"] for one in records] or [0]
+        header = (
+            f"seed {self.profile.seed}",
+            f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            f"base budget {', '.join(map(str, self.bases))}",
+        )
+        without_recall = {name: _right(records, name) for name in (FULL, EVERYTHING)} | base_only
+        columns = ("tokens back", *map(str, self.counts))
+        tables = (
+            Table("Without any choice", ("", "right"), tuple(without_recall.items())),
+            Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
+            *([paper_tables.retrieval()] if self.task == "stories-3" or self.data else []),
+        )
+        lines = {
+            name: tuple((float(n), one.value) for n, one in row.items())
+            for name, row in rows.items()
+        }
+        lines[FULL] = tuple((float(n), without_recall[FULL].value) for n in self.counts)
+        plot = Plot(
+            self.name,
+            "tokens brought back",
+            "exact answers",
+            lines,
+            dashed=tuple(name for name in lines if "span" in name),
+            log_x=True,
+        )
+        return Report(header, tables, (plot,), self.parameters())
+
+
+@dataclass(frozen=True)
+class RetrievalCell:
+    """One setting: its row in the table, base budget, number of extra tokens, and changes."""
+
+    row: str
+    base: int
+    count: int
+    settings: dict[str, object]
+
+    @property
+    def key(self) -> str:
+        """The cell's key in a record."""
+        return f"{self.row}/{self.count}"
+
+
+FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
+
+
+def cells(options: Retrieval) -> list[RetrievalCell]:
+    """All cells except `full`, in the order of the table."""
+    return [cell for base in options.bases for cell in _cells(options, base)]
+
+
+def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
+    off: dict[str, object] = {"recall": "off"}
+    suffix = f", base {base}" if len(options.bases) > 1 else ""
+    cells = [RetrievalCell(BASE + suffix, base, 0, {"budget": base, **off})]
+    cells += [
+        RetrievalCell(MORE + suffix, base, n, {"budget": base + n, **off}) for n in options.counts
+    ]
+    for variant, n in product(options.variants, options.counts):
+        settings: dict[str, object] = {
+            "budget": base + n,
+            "recall": variant.measure,
+            "recall_weight": variant.weight,
+            "recall_span": variant.span,
+            "recall_soft": variant.soft,
+            "recall_n": n,
+        }
+        cells.append(RetrievalCell(variant.name + suffix, base, n, settings))
+    return cells
+
+
+def _run(
+    session: Session, one: NeedleDialogue, options: Retrieval, every: Sequence[RetrievalCell]
+) -> Record:
+    found: Record = {}
+    switch(session, policy="full", recall="off")
+    read_dialogue(session, one)
+    found[FULL] = is_answered(session, one)
+    for base in options.bases:
+        switch(session, policy="sink", budget=base, recall="off")
+        read_dialogue(session, one)
+        found["tokens"] = session.seen
+        for cell in every:
+            if cell.base == base:
+                switch(session, **cell.settings)
+                found[cell.key] = is_answered(session, one)
+                session.undo()
+    switch(session, policy="full", recall="off")
+    found[EVERYTHING] = is_answered(session, one)
+    return found
+
+
+def _right(found: Sequence[Record], key: str) -> Estimate:
+    return share(one[key] for one in found)
+
+
+def read_dialogue(session: Session, one: NeedleDialogue) -> None:
+    """Read the rounds of a conversation in a session that is reset first."""
+    session.reset()
+    for user, reply in one.rounds:
+        read(session, user, reply)
+
+
+def is_answered(session: Session, one: NeedleDialogue) -> bool:
+    """Whether the model's reply to the question is right; generation stops once it can't be."""
+    parts: list[str] = []
+    for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
+        if isinstance(event, Delta):
+            parts.append(event.text)
+        elif isinstance(event, TurnDone) and event.role == "assistant":
+            return one.is_right(event.text)
+    return False

@@ -1,0 +1,155 @@
+"""A comparison as JSON, and as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
+
+Safe = Callable[[str], str]
+"""Removes from a text what must not reach a terminal."""
+
+MIB = 2**20
+
+
+def record_of(found: Comparison, head: Record) -> Record:
+    """The comparison as one JSON object, after the entries of `head`."""
+    return {
+        **head,
+        "file": found.file,
+        "goes_on_with": "own answers" if found.own else "transcript",
+        "notes": list(found.notes),
+        "system": found.transcript.system,
+        "turns": [{"user": one.user, "reply": one.reply} for one in found.transcript.rounds],
+        "settings": [_setting_record(one) for one in found.settings],
+    }
+
+
+def draw(found: Comparison, safe: Safe) -> Iterator[RenderableType]:
+    """Every user turn with its answers, then a table of the settings."""
+    for number, round in enumerate(found.transcript.rounds):
+        yield Text(safe(f"{number + 1}. USER: {round.user}"), style="bold")
+        yield _answers(found, number, safe)
+        if round.reply is not None and not found.own:
+            yield Text(safe(f"ASSISTANT, in the transcript: {round.reply}"), style="dim")
+        yield ""
+    yield _summary(found, safe)
+
+
+def _answers(found: Comparison, number: int, safe: Safe) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("setting", "held", "kept", "KL", "same"):
+        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
+    table.add_column("answer", overflow="fold")
+    for result in found.settings:
+        if number < len(result.rounds):
+            after = result.rounds[number]
+            cells = (f"{after.held:,}", _percent(result.kept(number)), _nats(after.nats))
+            row = (safe(result.name), *cells, _same(after), safe(after.answer.text))
+            table.add_row(*map(Text, row))
+    return table
+
+
+def _summary(found: Comparison, safe: Safe) -> Table:
+    columns = ("held", "of", "KL", "same", "read tok/s", "answer tok/s", "cache MiB")
+    table = Table(box=None, pad_edge=False, caption_justify="left", caption_style="dim")
+    table.caption = (
+        "held: tokens; kept: share of the turn held at the end; KL: of the next token from full's, "
+        "mean in nats; same: leading tokens of an answer that are full's, and answers that are"
+    )
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for result in found.settings:
+        same, of = result.same_answers
+        last = result.rounds[-1] if result.rounds else None
+        row = (
+            safe(result.name),
+            f"{last.held:,}" if last else "",
+            f"{last.seen:,}" if last else "",
+            _nats(result.nats),
+            f"{same}/{of}",
+            f"{result.read_speed:,.0f}",
+            f"{result.answer_speed:,.0f}",
+            f"{last.cache_bytes / MIB:,.2f}" if last else "",
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _same(after: RoundResult) -> str:
+    if after.same is None:
+        return ""
+    return "all" if after.same else str(after.differs_at)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _nats(nats: float | None) -> str:
+    return "" if nats is None else f"{nats:.3f}"
+
+
+def _setting_record(result: SettingResult) -> Record:
+    same, of = result.same_answers
+    return {
+        "name": result.name,
+        "setting": result.setting.model_dump(mode="json"),
+        "kl_nats": result.nats,
+        "same_answers": same,
+        "compared_answers": of,
+        "read_tokens_per_second": result.read_speed,
+        "answer_tokens_per_second": result.answer_speed,
+        "turns": [_round_record(result, number) for number in range(len(result.rounds))],
+        "tokens": _token_columns(result.tokens),
+    }
+
+
+def _round_record(result: SettingResult, number: int) -> Record:
+    after = result.rounds[number]
+    answer = after.answer
+    return {
+        "answer": answer.text,
+        "answer_ids": answer.ids,
+        "answer_tokens": answer.tokens,
+        "finish": answer.finish,
+        "reply": after.reply,
+        "same": after.same,
+        "differs_at": after.differs_at,
+        "kl_nats": after.nats,
+        "held": after.held,
+        "seen": after.seen,
+        "kept_at_end": result.kept(number),
+        "own_turns": after.turns,
+        "held_of_turns": [one.held for one in after.shares],
+        "tokens_of_turns": [one.tokens for one in after.shares],
+        "cache_bytes": after.cache_bytes,
+        "tokens_in": answer.tokens_in,
+        "seconds_in": answer.seconds_in,
+        "seconds_out": answer.seconds_out,
+    }
+
+
+def _token_columns(tokens: tuple[Token, ...]) -> Record:
+    """The tokens by columns; `held` is start, end, start, end ... of spans, in tokens read."""
+    return {
+        "id": [one.id for one in tokens],
+        "text": [one.text for one in tokens],
+        "turn": [one.turn for one in tokens],
+        "role": [one.role for one in tokens],
+        "surprisal_nats": [_rounded(one.surprisal) for one in tokens],
+        "kl_nats": [_rounded(one.nats) for one in tokens],
+        "held": [[at for span in one.held for at in span] for one in tokens],
+    }
+
+
+def _rounded(value: float | None) -> Any:
+    """Rounded to five digits, since there are thousands of these."""
+    return None if value is None else float(f"{value:.5g}")

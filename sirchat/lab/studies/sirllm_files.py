@@ -1,0 +1,131 @@
+"""Reads SirLLM's released files, or files like them: conversations of multiple-choice questions.
+
+The files are found in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`), side by side in
+one folder, or by their own paths.
+
+One JSON object a line, `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
+In DailyDialog the id is `CONVERSATION_TURN`. In Grocery Shopping `key_N` says what to buy,
+questions `N` follow, and `answer_N` asks what it was. In rock-paper-scissors `user_choice` is the
+player's move.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from sirchat.errors import SettingError
+from sirchat.lab.studies.choice import Question
+from sirchat.lab.studies.results_log import Record
+
+COMMONSENSE, GROCERY, DIALOGUE = "commonsense", "grocery", "dialogue"
+
+_GROUPS = {"key": "told", "answer": GROCERY}
+
+DIALOGUE_FILES = ("dailydialog/dailydialog.jsonl", "dailydialog.jsonl")
+GROCERY_FILES = ("grocery_keys/keys.jsonl", "grocery_keys.jsonl", "keys.jsonl")
+MOVES_OF = "rock_paper_scissors_dominant_"
+
+
+def move_files(player: str) -> tuple[str, ...]:
+    """Where the moves of a player may be, in a folder."""
+    name = f"{MOVES_OF}{player}.jsonl"
+    return f"rock_paper_scissors/{name}", name
+
+
+def find(data: str, names: Sequence[str]) -> Path | None:
+    """The path `data` if it is no folder, else the first of these files in it, if there is one.
+
+    Looks into the folder's own `data/`, too, as in a copy of the authors' repository.
+    """
+    path = Path(os.path.expanduser(data))
+    if not path.is_dir():
+        return path
+    files = (folder / name for folder in (path, path / "data") for name in names)
+    return next((file for file in files if file.is_file()), None)
+
+
+def require(data: str, names: Sequence[str]) -> Path:
+    """As `find`; raises SettingError, saying what was looked for, if no such file is there."""
+    found = find(data, names)
+    if found is None:
+        raise no_files(data, names)
+    return found
+
+
+def no_files(data: str, names: Sequence[str]) -> SettingError:
+    """The error for a folder that has none of these files."""
+    *others, last = names
+    return SettingError(
+        f"data {data!r} has no {', '.join(others)} or {last}",
+        hint="give the folder of SirLLM's files, or the path of a file in the same format",
+    )
+
+
+def dailydialog(path: Path) -> list[list[Question]]:
+    """The conversations of DailyDialog."""
+    return _conversations(path, lambda name: name.partition("_")[0], lambda name: DIALOGUE)
+
+
+def grocery(path: Path) -> list[list[Question]]:
+    """The conversations of Grocery Shopping: what to buy, questions, what it was."""
+    return _conversations(
+        path,
+        lambda name: name.rpartition("_")[2],
+        lambda name: _GROUPS.get(name.partition("_")[0], COMMONSENSE),
+    )
+
+
+def moves(path: Path) -> list[str]:
+    """A player's moves, in order."""
+    found = []
+    for line in _lines(path, "user_choice"):
+        texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
+        found.append(texts[line["user_choice"]])
+    return found
+
+
+def _conversations(
+    path: Path, conversation: Callable[[str], str], group: Callable[[str], str]
+) -> list[list[Question]]:
+    lines = _lines(path, "answerKey")
+    return [
+        [_question(line, group(line["id"])) for line in lines]
+        for _, lines in groupby(lines, lambda line: conversation(line["id"]))
+    ]
+
+
+def _question(line: Record, group: str) -> Question:
+    """A question with its options listed in the text, and their letters as replies."""
+    choices = line["question"]["choices"]
+    labels = [one["label"] for one in choices]
+    texts = tuple(one["text"].strip() for one in choices)
+    stem = line["question"]["stem"].strip()
+    if len(choices) == 1:
+        return Question(stem, texts, 0, group)
+    listed = "\n".join(f"({label}) {text}" for label, text in zip(labels, texts, strict=True))
+    right = labels.index(line["answerKey"])
+    return Question(f"{stem}\n{listed}", tuple(labels), right, group, stem=stem, texts=texts)
+
+
+def _lines(path: Path, needed: str) -> Iterator[Record]:
+    """The objects of a file; raises SettingError, naming the line, for anything else."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = json.loads(line)
+            is_valid = isinstance(found, dict) and {"question", needed} <= found.keys()
+        except json.JSONDecodeError:
+            is_valid = False
+        if not is_valid:
+            raise SettingError(
+                f"{path}, line {number}, is no question with {needed}",
+                hint="give SirLLM's released files, or yours in the same format",
+            )
+        yield found

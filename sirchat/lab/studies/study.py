@@ -1,0 +1,248 @@
+"""What a study is: units of work that are independent of each other, and a report on the results.
+
+A grid is a study that runs the same units under each of several settings. `run` runs the units, in
+order or several at once, and resumes where an interrupted run stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from sirchat.chat.session import Session
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError, nearest
+from sirchat.lab.studies.interval import mean_interval, wilson
+from sirchat.lab.studies.report import Estimate, Report, setting_names
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.reuse import setting_key, without
+from sirchat.memory.policies import policy_class
+from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import Per
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RunUnit = Callable[[str], Record]
+"""Runs the unit with this key, and returns its record."""
+
+
+class Study(Protocol):
+    """What `run` needs of a study."""
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model."""
+
+    def keys(self) -> list[str]:
+        """The key of each unit, in order."""
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a unit with this model."""
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Tables and plots of the records of all units, by key."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the table: one setting, with the seeds that it is run with.
+
+    Attributes:
+        name: the row's name.
+        setting: the profile.
+        seeds: one run for each; several only where the policy draws at random.
+        shots: number of demonstrations, in studies that have some.
+        per: where anchors are placed; None for where the model has them.
+    """
+
+    name: str
+    setting: Profile
+    seeds: tuple[int, ...]
+    shots: int = 0
+    per: Per | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The records of one setting: for each seed, one for each unit."""
+
+    name: str
+    by_seed: list[list[Record]]
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all seeds."""
+        return [one for records in self.by_seed for one in records]
+
+    def share(self, key: str, **wanted: object) -> Estimate:
+        """How often `key` is true, among the records that have the `wanted` values."""
+        return share_over_seeds(
+            [
+                [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
+                for records in self.by_seed
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Grid(ABC):
+    """A study of several settings.
+
+    Attributes:
+        settings: profiles, one for each row of the table.
+        limit: how much to run for each setting; each study says of what.
+        seed: seed of the units; every setting gets the same ones.
+        repeats: number of seeds that a setting is run with, if its policy draws at random.
+    """
+
+    settings: tuple[Profile, ...]
+    limit: int
+    seed: int = 0
+    repeats: int = 1
+
+    longest_reply: ClassVar[int] = 64
+    """Most tokens that a reply may have."""
+
+    extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
+    """Fields that add units and change none, so that a run with others extends a results log."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+
+    @abstractmethod
+    def units(self) -> Sequence[str]:
+        """The name of each unit, in order; without a slash."""
+
+    @abstractmethod
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Run a unit in a session that has just been reset."""
+
+    @abstractmethod
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Tables and plots of the records of all units, by key."""
+
+    def parameters(self) -> Record:
+        """All that the findings depend on, except the model: every field."""
+        return fields_of(self) | {
+            "settings": [one.model_dump(mode="json") for one in self.settings]
+        }
+
+    def cells(self) -> list[Cell]:
+        """The rows of the table."""
+        names = setting_names(self.settings)
+        return [
+            Cell(name, setting, self._seeds(setting))
+            for name, setting in zip(names, self.settings, strict=True)
+        ]
+
+    def keys(self) -> list[str]:
+        """Every unit under every setting, with every seed: `ROW/SEED/UNIT`."""
+        return [
+            f"{row}/{seed}/{unit}"
+            for row, cell in enumerate(self.cells())
+            for seed in cell.seeds
+            for unit in self.units()
+        ]
+
+    def shared(self) -> Record:
+        """The parameters that every unit depends on; see `reuse`."""
+        return without(self.parameters(), self.extends)
+
+    def log_key(self, key: str) -> str:
+        """The name of a unit in the results log: `SETTING HASH/SEED/UNIT`."""
+        row, _, rest = key.partition("/")
+        return f"{self._row_keys[int(row)]}/{rest}"
+
+    @cached_property
+    def _row_keys(self) -> list[str]:
+        """The name of each row in the results log, which does not depend on the other rows."""
+        reply = {"longest_reply": self.longest_reply}
+        return [
+            setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
+            for cell in self.cells()
+        ]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        """A function that runs a unit; units of the same setting and seed share a session."""
+        cells, sessions = self.cells(), dict[str, Session]()
+
+        def work(key: str) -> Record:
+            run, _, unit = key.rpartition("/")
+            row, _, seed = run.partition("/")
+            cell = cells[int(row)]
+            if run not in sessions:
+                sessions.clear()
+                reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
+                sessions[run] = Session(model, changed(cell.setting, "eval", **reply))
+            sessions[run].reset()
+            return self.run_unit(sessions[run], unit, cell)
+
+        return work
+
+    def findings(self, found: Mapping[str, Record]) -> list[Findings]:
+        """The records of each setting, in the order of `cells`."""
+        return [
+            Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
+            for row, cell in enumerate(self.cells())
+        ]
+
+    def _records(self, found: Mapping[str, Record], row: int, seed: int) -> list[Record]:
+        return [found[f"{row}/{seed}/{unit}"] for unit in self.units()]
+
+    def _seeds(self, setting: Profile) -> tuple[int, ...]:
+        is_random = "seed" in policy_class(setting.policy).uses
+        return tuple(setting.seed + i for i in range(self.repeats if is_random else 1))
+
+
+def fields_of(study: DataclassInstance) -> Record:
+    """Every field of a study, by name."""
+    return {field.name: getattr(study, field.name) for field in fields(study)}
+
+
+def share(right: Iterable[bool]) -> Estimate:
+    """The share of values that are true, with its 95 % interval (Wilson's); NaN of no values."""
+    ones = list(right)
+    value = sum(ones) / len(ones) if ones else math.nan
+    return Estimate(value, *wilson(sum(ones), len(ones)))
+
+
+def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
+    """The share of answers that are true, over several seeds or one; NaN of no answers.
+
+    The interval is the wider one of two: Wilson's over all answers together, and Student's over the
+    shares of the seeds, which shows how far the random draws matter.
+    """
+    pooled = share([one for of_seed in answers for one in of_seed])
+    shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
+    if len(answers) == 1 or not shares:
+        return pooled
+    over_seeds = mean(shares)
+    low = max(0.0, min(pooled.low, over_seeds.low))
+    high = min(1.0, max(pooled.high, over_seeds.high))
+    return Estimate(over_seeds.value, low, high)
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean with its 95 % interval (Student's, infinite for one value); NaN of no values."""
+    return Estimate(*mean_interval(values))
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise SettingError for the first given name that is not known."""
+    for name in given:
+        if name not in known:
+            raise SettingError(
+                f"there is no {what} {name!r}; there are {', '.join(known)}",
+                hint=nearest(name, known),
+            )

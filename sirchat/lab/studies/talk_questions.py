@@ -1,0 +1,152 @@
+"""Asks a question about what a session has read, and undoes it: answer, evidence held and recalled.
+
+A reply is generated greedily, and scored by LoCoMo's token F1. The right answer's surprisal as the
+reply needs no generation. Of an adversarial question, which has no right answer, only the reply
+counts: as in LoCoMo it lists two options, one of which says that nothing was mentioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from sirchat.chat.events import TurnDone
+from sirchat.chat.session import Session
+from sirchat.lab.studies.asking import switch
+from sirchat.lab.studies.long_talk import ADVERSARIAL, LongTalk, TalkQuestion
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.talk_rounds import Positions
+from sirchat.lab.studies.token_f1 import NOT_MENTIONED, abstains, reply_score, scored_answer
+
+
+@dataclass(frozen=True)
+class ReadTalk:
+    """A conversation that a session has read, and the positions of each message's tokens."""
+
+    session: Session
+    talk: LongTalk
+    positions: Mapping[str, Positions]
+
+    def evidence(self, question: TalkQuestion) -> list[Positions]:
+        """The positions of each message with evidence."""
+        return [self.positions[one] for one in question.evidence]
+
+    def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
+        """Ask and undo.
+
+        Returns, with None for what the question does not have:
+            number, category: of the question.
+            held: share of the evidence's tokens that are held when the question has been read.
+            nats, answer_tokens: surprisal of the right answer in nats, and its number of tokens.
+            said: the reply, if one is generated.
+            f1: its token F1.
+            abstains: 1 if the reply to an adversarial question says that nothing was mentioned.
+        """
+        text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
+        session, evidence = self.session, self.evidence(question)
+        found: Record = {"number": question.number, "category": question.category}
+        for event in session.ask(text):
+            if isinstance(event, TurnDone) and event.role == "user":
+                found["held"] = _share(evidence, session.save().held)
+                found |= _surprisal(session, question)
+                if not generate:
+                    break
+            elif isinstance(event, TurnDone):
+                found["said"] = self._without_name(event.text)
+        session.undo()
+        said = found.setdefault("said", None)
+        adversarial = question.category == ADVERSARIAL
+        found["f1"] = None if said is None or adversarial else reply_score(question, said)
+        found["abstains"] = float(abstains(said, options)) if said and adversarial else None
+        return found
+
+    def brought_back(
+        self, questions: Sequence[TalkQuestion], measures: Sequence[str], counts: Sequence[int]
+    ) -> dict[int, Record]:
+        """What of the evidence each recall measure brings back, by the question's number.
+
+        As after switching recall on, with as many tokens more in the budget as may come back: the
+        policy keeps what it kept, or would keep, of all. Each measure searches once for a question;
+        of its ranking the best n come back, for each n of `counts`.
+
+        Returns:
+            By measure and n: the share of the missing evidence tokens that come back, and whether
+            at least half of any message, and of every message, with missing tokens does. Questions
+            without missing evidence are left out.
+        """
+        session, most = self.session, max(counts)
+        own = session.profile
+        found: dict[int, Record] = {}
+        for measure in measures:
+            switch(session, budget=own.budget + most, recall=measure, recall_n=most)
+            held = session.save().held
+            for question in questions:
+                missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
+                missing = [one for one in missing if len(one)]
+                if missing and question.category != ADVERSARIAL:
+                    ranked = ranked_by_recall(session, asked(question)[0])
+                    found.setdefault(question.number, {})[measure] = {
+                        str(n): _came_back(missing, ranked[:n]) for n in counts
+                    }
+        switch(session, budget=own.budget, recall=own.recall, recall_n=own.recall_n)
+        return found
+
+    def _without_name(self, reply: str) -> str:
+        """The reply without a speaker's name before it, as all replies that were read have one."""
+        reply = reply.strip()
+        for name in self.talk.speakers:
+            reply = reply.removeprefix(f"{name}:").strip()
+        return reply
+
+
+def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
+    """The user turn that asks a question, and the options that it lists, if it is adversarial.
+
+    Like LoCoMo's prompts it asks for few words, and of a temporal question for a date. `rng` draws
+    the order of the options.
+    """
+    options = (NOT_MENTIONED, question.adversarial)
+    if rng is not None and rng.random() < 0.5:
+        options = options[::-1]
+    if question.category == ADVERSARIAL:
+        listed = f"(a) {options[0]} (b) {options[1]}"
+        return f"{question.text} Select the correct answer: {listed}", options
+    wanted = "an approximate date, in a few words" if question.category == 2 else "a few words"
+    return f"{question.text} Answer with {wanted}.", options
+
+
+def ranked_by_recall(session: Session, text: str) -> Positions:
+    """The positions that the session recalls for a user turn, which is undone, best first.
+
+    Of equal scores the newer one is first, as in `memory.recall.choose`.
+    """
+    for _ in session.read_user(text):
+        pass
+    scores = session.recalled
+    session.undo()
+    return np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
+
+
+def _surprisal(session: Session, question: TalkQuestion) -> Record:
+    if question.category == ADVERSARIAL:
+        return {"nats": None, "answer_tokens": None}
+    (scored,) = session.score_continuations([scored_answer(question)])
+    return {"nats": -sum(scored.log_probabilities), "answer_tokens": len(scored.ids)}
+
+
+def _share(parts: Sequence[Positions], present: Positions) -> float | None:
+    """The share of the positions in `parts` that are `present`; None if there are none."""
+    wanted = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+    return float(np.isin(wanted, present).mean()) if len(wanted) else None
+
+
+def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
+    halves = [np.isin(one, chosen).mean() >= 0.5 for one in missing]
+    return {
+        "share": _share(missing, chosen),
+        "any": float(any(halves)),
+        "all": float(all(halves)),
+    }

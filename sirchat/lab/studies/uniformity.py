@@ -1,0 +1,116 @@
+"""Is a reservoir uniform? How often each token of a stream is still held, over many seeds.
+
+The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
+the newest `budget` ones are held by random choice alone, so each should be held equally often. This
+is tested by Pearson's chi-squared test over tenths of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import torch
+
+from sirchat.chat.session import Session
+from sirchat.lab.studies.asking import read
+from sirchat.lab.studies.report import Plot, Report, Table, Value
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.study import Cell, Findings, Grid
+from sirchat.lab.synthetic.rounds import quiz
+from sirchat.memory.policies import policy_class
+
+PARTS = 10
+
+
+@dataclass(frozen=True)
+class Uniformity(Grid):
+    """The study; `limit` is the number of seeds for each setting.
+
+    Attributes:
+        rounds: number of rounds of the stream, which is the same for every seed.
+    """
+
+    rounds: int = 8
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "uniformity"
+
+    def cells(self) -> list[Cell]:
+        """A row for each setting, with all seeds; with one seed if the policy draws nothing."""
+        return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
+
+    def units(self) -> list[str]:
+        """The only unit."""
+        return ["stream"]
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the stream: the number of tokens held of each tenth of it, and its size."""
+        rng = Random(f"uniformity/{self.seed}")
+        for _ in range(self.rounds):
+            user, reply = quiz(rng, 5)
+            read(session, user.text, reply.text)
+        first, end = cell.setting.sinks, session.seen - session.budget
+        held = np.array([row.position for row in session.snapshot().rows])
+        edges = np.linspace(first, end, PARTS + 1).round()
+        counts, _ = np.histogram(held[(held >= first) & (held < end)], edges)
+        return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """The share held of each tenth, and the p-value of its differences."""
+        findings = self.findings(found)
+        columns = ("tenth of the stream", *(one.name for one in findings))
+        shares = {one.name: _shares(one) for one in findings}
+        tests = [_uniform(one) for one in findings]
+        rows: list[tuple[Value, ...]] = [
+            (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
+        ]
+        rows.append(("lots", *(len(one.by_seed) for one in findings)))
+        rows.append(("chi2, 9 degrees", *(chi2 for chi2, _ in tests)))
+        rows.append(("p", *(p for _, p in tests)))
+        lines = {
+            name: tuple((float(n + 1), share) for n, share in enumerate(values))
+            for name, values in shares.items()
+        }
+        seen = sum(next(iter(found.values()))["of"]) if found else 0
+        header = (
+            f"seed {self.seed}",
+            f"a stream of {seen:,} tokens that are no sinks and older than the budget",
+        )
+        table = Table("Share still held", columns, tuple(rows), digits=4)
+        plot = Plot("share still held", "tenth of the stream", "share", lines)
+        return Report(header, (table,), (plot,), self.parameters())
+
+    def _all_seeds(self, cell: Cell) -> tuple[int, ...]:
+        is_random = "seed" in policy_class(cell.setting.policy).uses
+        return tuple(range(self.seed, self.seed + self.limit)) if is_random else (self.seed,)
+
+
+def _shares(one: Findings) -> list[float]:
+    held = np.sum([each["held"] for each in one.records], axis=0)
+    return (held / np.sum([each["of"] for each in one.records], axis=0)).tolist()  # type: ignore[no-any-return]
+
+
+def _uniform(one: Findings) -> tuple[float, float]:
+    """Pearson's chi-squared over tenths, and the p-value of all being held equally often.
+
+    The variance of a sample without replacement is smaller than that of independent draws by the
+    factor 1 - share held; the statistic is corrected for that.
+    """
+    held = np.sum([each["held"] for each in one.records], axis=0).astype(float)
+    total = np.sum([each["of"] for each in one.records], axis=0).astype(float)
+    share = held.sum() / total.sum()
+    if not 0 < share < 1:
+        return 0.0, 1.0
+    chi2 = float(((held - total * share) ** 2 / (total * share)).sum() / (1 - share))
+    return chi2, chi2_tail(chi2, PARTS - 1)
+
+
+def chi2_tail(chi2: float, freedom: int) -> float:
+    """The probability that chi squared with `freedom` degrees of freedom exceeds `chi2`."""
+    half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))

@@ -1,0 +1,123 @@
+"""Rounds that do not depend on the user's facts: quizzes, common knowledge, repeating, games."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+
+from sirchat.lab.synthetic import smalltalk as talk
+from sirchat.lab.synthetic import words as w
+from sirchat.lab.synthetic.bank import TOPICS
+from sirchat.lab.synthetic.facts import item_list, made_up
+from sirchat.lab.synthetic.messages import Round, Style, fill, reply
+
+LETTERS = "ABCDE"
+BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beats key
+
+
+def bank_question(rng: Random) -> tuple[str, str, list[str]]:
+    """A question from the bank, its answer, and its wrong options."""
+    topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
+    thing, right = rng.choice(topic.known)
+    question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
+    return question, right, topic.wrong(thing, right)
+
+
+def quiz(rng: Random, count: int | None = None) -> Round:
+    """A multiple-choice question from the bank: `The answer is library (B).`
+
+    With `count` options, at most those of the topic; without `count`, three to five. A letter
+    follows its option, and the answer, because a small model copies what follows a word, not what
+    precedes it.
+    """
+    question, right, wrong = bank_question(rng)
+    options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
+    options.append(right)
+    rng.shuffle(options)
+    listed = ", ".join(f"{word} ({letter})" for word, letter in zip(options, LETTERS, strict=False))
+    word = rng.choice(("Choices:", "Choices:", "Options:", "Choose one:"))
+    letter = LETTERS[options.index(right)]
+    return reply(f"{question} {word} {listed}", f"The answer is {right} ({letter}).", "quiz")
+
+
+def open_quiz(rng: Random) -> Round:
+    """A question from the bank without options."""
+    question, right, _ = bank_question(rng)
+    return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
+
+
+def knowledge(rng: Random) -> Round:
+    """A question on common knowledge, answered in words."""
+    topic = rng.randrange(4)
+    if topic == 0:
+        animal, sound = rng.choice(talk.SOUNDS)
+        return reply(
+            Style.draw(rng).apply(f"What does a {animal} say?"), f"A {animal} says {sound}."
+        )
+    if topic == 1:
+        one, two = rng.randint(0, 9), rng.randint(0, 9)
+        user, answer = f"What is {one} plus {two}?", f"{one} plus {two} is {one + two}."
+        return reply(Style.draw(rng).apply(user), answer)
+    return open_quiz(rng)
+
+
+REPEATABLE: tuple[str, ...] = (
+    w.NAMES + w.CITIES + w.GROCERIES + w.COMMON + w.COLOURS + w.JOBS + w.PET_NAMES
+)
+
+
+def repeat_after_me(rng: Random) -> Round:
+    """A request to repeat some words: the simplest exercise in copying."""
+    words = [
+        made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
+        for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
+    ]
+    text = rng.choice((" ".join(words), item_list(words)))
+    ask = rng.choice(("Repeat after me: {x}.", "Please repeat: {x}.", "Say this: {x}."))
+    return reply(ask.replace("{x}", text), f"{text}.")
+
+
+def game_opening() -> str:
+    """The user message that starts a match."""
+    return f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
+
+
+def game_round(theirs: str, result: str) -> str:
+    """The user message between two rounds of a match."""
+    return f"I chose [{theirs}]. {result} Analyze my preferences and proceed to the next round."
+
+
+def outcome(ours: str, theirs: str) -> str:
+    """The user's words for the outcome of a round in which the model played `ours`."""
+    if ours == theirs:
+        return "It is a tie."
+    return "You win." if BEATS[theirs] == ours else "You lose."
+
+
+def game(rng: Random) -> Iterator[Round]:
+    """A match of rock-paper-scissors, with a question about the user's habits now and then.
+
+    The reply beats the user's most frequent choice; among equals, the last one.
+    """
+    options = list(BEATS)
+    rng.shuffle(options)
+    weights = rng.choice(((5, 3, 2), (5, 2, 3), (6, 2, 2), (8, 1, 1), (4, 3, 3)))
+    user = game_opening()
+    move, seen = rng.choice(options), dict.fromkeys(BEATS, 0)
+    for _ in range(int(draw_length(rng, 3, 32))):
+        yield reply(user, f"I choose {move}.")
+        theirs = rng.choices(options, weights)[0]
+        seen[theirs] += 1
+        most = max(BEATS, key=lambda x: (seen[x], x == theirs))
+        user = game_round(theirs, outcome(move, theirs))
+        if rng.random() < 0.06:
+            habit = user.replace("Analyze", "What do I choose most often? Analyze")
+            yield reply(habit, f"You choose {most} most often.")
+            user = "Proceed to the next round."
+        move = BEATS[most]
+
+
+def draw_length(rng: Random, low: float, high: float) -> float:
+    """A log-uniform random length in `[low, high]`."""
+    return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

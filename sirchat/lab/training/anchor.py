@@ -1,0 +1,308 @@
+"""AnSAN: further trains any causal language model to compress each sequence into its anchor token.
+
+Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). The new
+token of the `<AC>` variant starts as the mean of all embeddings. This uses transformers' Trainer
+with our own masks and loss; the model's code is unchanged.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PrinterCallback,
+    TrainingArguments,
+)
+
+from sirchat.errors import SettingError, UsageError
+from sirchat.lab.synthetic.dialogue import Mix
+from sirchat.lab.training.anchor_rows import Row, TalkRows, TextRows, Writer
+from sirchat.lab.training.anchor_trainer import (
+    AnchorTrainer,
+    Attention,
+    Step,
+    StepCallback,
+    collate,
+)
+from sirchat.lab.training.loss_history import LossHistory, checkpoint_losses
+from sirchat.lab.training.time_limit import ENDLESS, Schedule, TrainingClock
+from sirchat.models.model import gguf_parts, unloadable
+from sirchat.models.names import locate
+from sirchat.models.progress import quiet_libraries
+from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
+
+Trained = Variant | Literal["none"]
+"""The kind of anchors that a model is trained with; `none` is ordinary training, as a baseline."""
+
+TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
+
+TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
+"""The default mix of rounds in synthetic dialogue."""
+
+
+@dataclass(frozen=True)
+class AnchorOptions:
+    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
+
+    Attributes:
+        model: a name that `load_model` takes; GGUF weights are unpacked.
+        out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
+        data: files to train on; empty for synthetic dialogue.
+        variant, per: see `Trained` and `Anchors`.
+        attention: see `Attention`; `flex` needs a GPU.
+        scratch: start from new random weights of the model's shape (section 7.2).
+        sinks: number of first tokens of each document that all its tokens attend to.
+        mix: mix of rounds in synthetic dialogue.
+        tokens: tokens in a row.
+        batch: rows in a step.
+        steps: number of steps; None for one epoch of the data (synthetic: 1,000) or, with
+            `minutes`, for as many as fit.
+        minutes: time that the training may take, in all runs together; data repeats meanwhile.
+            None for any. Saving comes on top.
+        per_device: rows in one forward pass on each device; gradients are accumulated.
+        schedule: learning-rate schedule after `warmup` steps.
+    """
+
+    model: str
+    out: Path
+    data: tuple[Path, ...] = ()
+    variant: Trained = "ac"
+    per: Per = "sentence"
+    scratch: bool = False
+    attention: Attention = "sdpa"
+    sinks: int = 1
+    mix: Mix = TALK
+    tokens: int = 4096
+    batch: int = 512
+    per_device: int = 1
+    steps: int | None = None
+    minutes: float | None = None
+    learning_rate: float = 2e-5
+    warmup: int = 20
+    schedule: Schedule = "constant"
+    bf16: bool = True
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    checkpoint_every: int = 250
+    resume: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.out.with_name(f"{self.out.name}.checkpoints")
+
+    @property
+    def resumes_from(self) -> Path | None:
+        """The last checkpoint, if the training goes on from there."""
+        found = self.checkpoints.glob("checkpoint-*") if self.resume else ()
+        return max(found, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that a training needs: options, model, tokenizer, anchors and rows."""
+
+    options: AnchorOptions
+    model: Any
+    tokenizer: Any
+    anchors: Anchors | None
+    rows: Dataset[Row]
+
+
+def prepare(options: AnchorOptions) -> Training:
+    """Load the model and the data.
+
+    Raises ModelError when the model can't be loaded, SettingError for settings that can't work
+    together and for data that can't be read, UsageError for a missing extra.
+    """
+    if find_spec("accelerate") is None:
+        raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
+    if options.attention == "flex" and not torch.cuda.is_available():
+        raise SettingError("attention is 'flex', which trains on a GPU, and there is none here")
+    if options.minutes is not None and not options.minutes > 0:
+        raise SettingError(f"--minutes can't be {options.minutes:g}; it must be more than 0")
+    rows_at_once(options)
+    model, tokenizer = _load(options)
+    if options.attention == "flex":
+        model.set_attn_implementation("flex_attention")
+    anchors = None
+    if options.variant == "ep":
+        anchors = Anchors("ep", "sentence", None, options.sinks)
+    elif options.variant == "ac":
+        anchors = Anchors("ac", options.per, add_anchor(model, tokenizer), options.sinks)
+    if anchors is None:
+        remove(model.config)
+    else:
+        anchors.write(model.config)
+    rows = _rows(options, Writer(tokenizer, anchors))
+    return Training(options, model, tokenizer, anchors, rows)
+
+
+@quiet_libraries()
+def _load(options: AnchorOptions) -> tuple[Any, Any]:
+    """The model to train, in float32, and its tokenizer; those of a checkpoint when resuming."""
+    checkpoint = options.resumes_from
+    source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
+    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
+    try:
+        if where and not options.scratch:
+            cpu = torch.device("cpu")
+            if found := gguf_parts(source, cpu, "float32", "none", None, **where):
+                return found
+        tokenizer = AutoTokenizer.from_pretrained(source, **more)
+        if options.scratch and not checkpoint:
+            config = AutoConfig.from_pretrained(source, **more)
+            more = {"trust_remote_code": options.trust_remote_code}
+            with torch.random.fork_rng():
+                torch.manual_seed(options.seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **more)
+                return model, tokenizer
+        # Without this a model of a GGUF file counts as quantized, and can't be saved.
+        more |= {"quantization_config": GgufConfig(dequantize=True)} if where else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=None if where else True, **more
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise unloadable(options.model, error) from error
+    return model, tokenizer
+
+
+@torch.no_grad()
+def add_anchor(model: Any, tokenizer: Any) -> int:
+    """Add the anchor token, if there is none yet; returns its id.
+
+    The embeddings of a new token start as the mean of all others.
+    """
+    known = tokenizer.convert_tokens_to_ids(ANCHOR)
+    if known is not None and ANCHOR in tokenizer.get_added_vocab():
+        return int(known)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [*tokenizer.extra_special_tokens, ANCHOR]}
+    )
+    token_id = int(tokenizer.convert_tokens_to_ids(ANCHOR))
+    rows = model.get_input_embeddings().weight.shape[0]
+    if token_id >= rows:
+        model.resize_token_embeddings(token_id + 1, mean_resizing=False)
+    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    for table in tables:  # a single one if they are tied
+        mean = table[:rows].mean(0)
+        table[rows:] = mean  # a tokenizer may have tokens that the model lacks
+        table[token_id] = mean
+    return token_id
+
+
+def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
+    if options.data:
+        return TextRows(writer, options.data, options.tokens)
+    rows = (_steps(options) or 1000) * options.batch
+    return TalkRows(writer, options.mix, rows, options.tokens, options.seed)
+
+
+def _steps(options: AnchorOptions) -> int | None:
+    """The largest number of steps; None for one epoch."""
+    endless = options.steps is None and options.minutes is not None
+    return ENDLESS if endless else options.steps
+
+
+@quiet_libraries()
+def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
+    """Train, and write model and loss history to the options' `out`; calls `show` for each step."""
+    accelerator = _train(training, show)
+    # A process that leaves while another still talks to it may hang or be aborted.
+    accelerator.wait_for_everyone()
+    # So may one whose threads still talk as Python ends: they live as long as the wrapped model.
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def _train(training: Training, show: Callable[[Step], None]) -> Any:
+    """Train and write everything; returns the trainer's accelerator, by which processes meet."""
+    options, checkpoint = training.options, training.options.resumes_from
+    sinks = training.anchors.sinks if training.anchors else 0
+    before = checkpoint_losses(checkpoint) if checkpoint else []
+    limit = None if options.minutes is None else 60 * options.minutes
+    clock = TrainingClock(limit, [one.seconds for one in before])
+    history = LossHistory(options.out, before) if is_first() else None
+    trainer = AnchorTrainer(
+        model=training.model,
+        args=arguments(options),
+        train_dataset=training.rows,
+        data_collator=collate,
+        sinks=sinks,
+        attention=options.attention,
+        clock=clock,
+        schedule=options.schedule,
+        processing_class=training.tokenizer,
+        callbacks=[StepCallback(clock, history, show)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if not clock.is_over:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.is_world_process_zero():
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        trained = trained.to(torch.bfloat16) if options.bf16 else trained
+        trained.save_pretrained(options.out)
+        training.tokenizer.save_pretrained(options.out)
+    return trainer.accelerator
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the first of several."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def rows_at_once(options: AnchorOptions) -> int:
+    """Rows of one forward pass on all devices; raises SettingError if a step is no multiple."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    at_once = options.per_device * processes
+    if options.batch % at_once:
+        raise SettingError(
+            f"batch can't be {options.batch}: {processes} processes read {at_once} rows at once",
+            hint="give a multiple of that, or another --per-device",
+        )
+    return at_once
+
+
+def arguments(options: AnchorOptions) -> TrainingArguments:
+    """The settings of transformers' Trainer."""
+    return TrainingArguments(
+        output_dir=str(options.checkpoints),
+        per_device_train_batch_size=options.per_device,
+        gradient_accumulation_steps=options.batch // rows_at_once(options),
+        max_steps=_steps(options) or -1,
+        num_train_epochs=1,
+        learning_rate=options.learning_rate,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        warmup_steps=options.warmup,
+        max_grad_norm=1.0,
+        bf16=options.bf16,
+        use_cpu=not torch.cuda.is_available(),
+        activation_checkpointing=options.gradient_checkpointing,
+        seed=options.seed,
+        data_seed=options.seed,
+        save_steps=options.checkpoint_every,
+        save_total_limit=2,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,181 @@
+"""Training rows of text with anchors: synthetic dialogue, transcripts, or plain text.
+
+Documents are packed into rows and do not attend to each other; the last one of a row is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sirchat.errors import SettingError
+from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.lab.synthetic.rounds import draw_length
+from sirchat.lab.training.anchor_files import read_file
+from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
+from sirchat.text.anchor_placement import plain_text_ids
+from sirchat.text.anchors import Anchors
+from sirchat.text.detokenizer import SentenceEnds
+from sirchat.text.template import Template
+
+ANSWER_WEIGHT = 4.0
+"""Loss weight of the tokens of a reply, in a conversation."""
+
+Row = dict[str, Tensor]
+"""The columns `input_ids`, `is_anchor`, `weight` and `document`, each [tokens]."""
+
+
+class MessageLike(Protocol):
+    """A message of a conversation."""
+
+    @property
+    def role(self) -> str:
+        """`system`, `user` or `assistant`."""
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Ids [n], which of them are anchors, and the loss weight of each."""
+
+    ids: list[int]
+    is_anchor: list[bool]
+    weight: list[float]
+
+
+class Writer:
+    """Turns texts and conversations into ids, with anchors unless they are None."""
+
+    def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
+        self._tokenizer, self._anchors = tokenizer, anchors
+        self._template = Template(tokenizer, anchors)
+
+    def talk(self, messages: Iterable[MessageLike]) -> Document:
+        """A conversation as in a chat; a reply before the first user turn is left out."""
+        ids: list[int] = []
+        weight: list[float] = []
+        system, template = None, self._template
+
+        def add(more: Sequence[int], loss_weight: float = 1.0) -> None:
+            ids.extend(more)
+            weight.extend([loss_weight] * len(more))
+
+        for one in messages:
+            if one.role == "system" and not ids:
+                system = one.text
+            elif one.role == "user" and not ids:
+                block, turn = template.opening(one.text, system)
+                add([*(block.ids if block else []), *turn.ids])
+            elif one.role == "user":
+                add(template.user(one.text).ids)
+            elif one.role == "assistant" and ids:
+                add([*template.assistant(one.text).ids, *template.closing], ANSWER_WEIGHT)
+        return self._document(ids, weight)
+
+    def text(self, text: str) -> Document:
+        """A plain text, after the BOS token if the tokenizer has one."""
+        bos = self._tokenizer.bos_token_id
+        ids = [] if bos is None else [bos]
+        ids += plain_text_ids(text, self._anchors, self._encode)
+        return self._document(ids, [1.0] * len(ids))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        return ids
+
+    def _document(self, ids: list[int], weight: list[float]) -> Document:
+        if self._anchors is None:
+            is_anchor = [False] * len(ids)
+        elif self._anchors.variant == "ac":
+            is_anchor = [one == self._anchors.token_id for one in ids]
+        else:
+            ends = SentenceEnds(self._tokenizer)
+            is_anchor = [ends(one) for one in ids]
+        return Document(ids, is_anchor, weight)
+
+
+class TalkRows(Dataset[Row]):
+    """Rows of synthetic dialogue, generated on demand: row i depends only on seed and i."""
+
+    def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
+        self._writer, self._mix = writer, mix
+        self._rows, self._tokens, self._seed = rows, tokens, seed
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, number: int) -> Row:
+        rng = Random(f"{self._seed}/anchors/{number}")
+        return packed(self._documents(rng), self._tokens)
+
+    def _documents(self, rng: Random) -> Iterator[Document]:
+        left, mix = self._tokens, self._mix
+        while left > 0:
+            length = left if rng.random() < 0.4 else draw_length(rng, 60, left)
+            each = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
+            one = self._writer.talk(dialogue(rng, max(2, int(length / each)), mix))
+            left -= len(one.ids)
+            yield one
+
+
+class TextRows(Dataset[Row]):
+    """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
+
+    `read_file` says which files. Raises UsageError when one can't be read, SettingError when all of
+    them do not fill one row.
+    """
+
+    def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
+        documents = [one for file in files for one in _documents(writer, file)]
+        self._tokens = tokens
+        self._columns = {
+            "input_ids": torch.tensor([x for one in documents for x in one.ids]),
+            "is_anchor": torch.tensor([x for one in documents for x in one.is_anchor]),
+            "weight": torch.tensor([x for one in documents for x in one.weight]),
+            "document": torch.tensor([n for n, one in enumerate(documents) for _ in one.ids]),
+        }
+        if not len(self):
+            raise SettingError(
+                f"the data has {len(self._columns['input_ids']):,} tokens, a row {tokens:,}",
+                hint="give more files, or fewer --tokens",
+            )
+
+    def __len__(self) -> int:
+        return len(self._columns["input_ids"]) // self._tokens
+
+    def __getitem__(self, number: int) -> Row:
+        part = slice(number * self._tokens, (number + 1) * self._tokens)
+        return {name: column[part] for name, column in self._columns.items()}
+
+
+def packed(documents: Iterable[Document], tokens: int) -> Row:
+    """One row of `tokens` ids: concatenated documents, the last one cut."""
+    ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
+    for number, one in enumerate(documents):
+        ids += one.ids
+        is_anchor += one.is_anchor
+        weight += one.weight
+        document += [number] * len(one.ids)
+    return {
+        "input_ids": torch.tensor(ids[:tokens]),
+        "is_anchor": torch.tensor(is_anchor[:tokens]),
+        "weight": torch.tensor(weight[:tokens]),
+        "document": torch.tensor(document[:tokens]),
+    }
+
+
+def _documents(writer: Writer, file: Path) -> Iterator[Document]:
+    for one in read_file(file):
+        yield writer.text(one) if isinstance(one, str) else writer.talk(one)

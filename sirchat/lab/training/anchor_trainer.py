@@ -1,0 +1,173 @@
+"""transformers' Trainer under the mask of equation (4) of Anchor-based LLMs, with a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback
+
+from sirchat.lab.training.anchor_rows import Row
+from sirchat.lab.training.ansan import block_mask, position_in_document, visible
+from sirchat.lab.training.loss_history import LossEntry, LossHistory, logged, mean_of_last
+from sirchat.lab.training.time_limit import Schedule, TrainingClock, learning_rate
+
+Attention = Literal["sdpa", "flex"]
+"""How attention is computed: SDPA with a dense mask, or flex attention with a block mask."""
+
+
+class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
+    """Trains on rows in their order, until its clock's time is over.
+
+    Args:
+        sinks: first tokens of each document that all its tokens attend to.
+        attention: how attention is computed.
+        clock: the time of training.
+        schedule: of the learning rate.
+        options: those of transformers' Trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        sinks: int,
+        attention: Attention,
+        clock: TrainingClock,
+        schedule: Schedule,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.sinks, self.attention = sinks, attention
+        self.clock, self.schedule = clock, schedule
+        # The loss is a sum, divided by the token count of the whole step.
+        self.model_accepts_loss_kwargs = True
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> LRScheduler:
+        """The learning rate by steps and, with a time limit, by time."""
+        warmup = self.args.get_warmup_steps(num_training_steps)
+
+        def factor(step: int) -> float:
+            share = self.clock.share
+            return learning_rate(step, num_training_steps, warmup, self.schedule, share)
+
+        scheduler = LambdaLR(optimizer or self.optimizer, factor)
+        self.lr_scheduler: LRScheduler | None = scheduler
+        return scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Record tokens and time with each step's loss, in the checkpoints too."""
+        if "loss" in logs:
+            logs |= {"tokens": self.state.num_input_tokens_seen, "seconds": self.clock.seconds}
+        super().log(logs, start_time)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Row,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """The weighted mean loss over all tokens of the step, on all devices."""
+        is_anchor, document = inputs["is_anchor"], inputs["document"]
+        # Masks are not made with the batches, which all wait in memory for their step.
+        if self.attention == "flex":
+            mask = block_mask(is_anchor, document, sinks=self.sinks)
+        else:
+            mask = visible(is_anchor, document, sinks=self.sinks)
+        output = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=mask,
+            position_ids=inputs["position"],
+            use_cache=False,
+        )
+        sums = weighted_sum(output.logits, inputs)
+        count = num_items_in_batch if num_items_in_batch is not None else inputs["labels"].numel()
+        loss: Tensor = sums / count
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+
+def weighted_sum(logits: Tensor, row: Row) -> Tensor:
+    """The loss in nats summed over all predicted tokens; weights have mean 1 in each row."""
+    ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
+    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
+    weight = weight / weight.mean(1, keepdim=True)
+    return (nats.view_as(weight) * weight).sum()
+
+
+def collate(rows: list[Row]) -> Row:
+    """A batch: the rows' columns [B, tokens], positions within each document, and labels."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    document = batch["document"]
+    batch["position"] = position_in_document(document)
+    starts_document = document[:, 1:] != document[:, :-1]
+    batch["weight"][:, 1:][starts_document] = 0.0  # these are not predicted
+    batch["labels"] = batch["input_ids"][:, 1:].clone()
+    return batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step.
+
+    Attributes:
+        entry: its number, loss and time.
+        steps: number of steps of the training, or an upper bound where time ends it.
+        mean_loss: mean loss of the last steps, in nats per token.
+        tokens_per_second: speed since this run began.
+    """
+
+    entry: LossEntry
+    steps: int
+    mean_loss: float
+    tokens_per_second: float
+
+
+class StepCallback(TrainerCallback):  # type: ignore[misc]
+    """Keeps the clock and the history, and calls `show` after each step.
+
+    The history is of the first process; the others have none.
+    """
+
+    def __init__(
+        self, clock: TrainingClock, history: LossHistory | None, show: Callable[[Step], None]
+    ) -> None:
+        self._clock, self._history, self._show = clock, history, show
+        self._before = (clock.seconds, 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._before = (self._clock.seconds, state.num_input_tokens_seen)
+        self._clock.start()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read the clock, before the learning rate of the next step is computed."""
+        self._clock.finish_step(args.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and stop if the time is over."""
+        if self._clock.is_over:
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Record a step, and show it."""
+        if self._history is None:
+            return
+        for entry in logged([{**(logs or {}), "step": state.global_step}]):
+            self._history.add(entry)
+            seconds, tokens = self._before
+            speed = (entry.tokens - tokens) / max(1e-9, entry.seconds - seconds)
+            mean = mean_of_last(self._history.entries)
+            self._show(Step(entry, state.max_steps, mean, speed))

@@ -1,0 +1,148 @@
+"""Train a model and show progress: loss, recall, speed, time left; a report at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from sirchat.errors import SettingError
+from sirchat.lab.training.loss_history import HISTORY, LAST, LossEntry, mean_of_last, read_losses
+from sirchat.lab.training.loss_plot import PLOT, draw_losses
+from sirchat.lab.training.schedule import SIZES
+from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
+from sirchat.models.progress import quiet_libraries
+from sirchat.text.duration import ProgressPace, duration
+
+if TYPE_CHECKING:
+    from sirchat.lab.training.anchor import AnchorOptions
+    from sirchat.lab.training.anchor_trainer import Step
+
+Show = Callable[[float, float, str], None]
+"""Called with what is done, of how much, and what to say of it."""
+
+_COLUMNS = (
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.description}"),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
+
+
+def train_with_progress(
+    kind: type[Trainer], out: Path, *, steps: int | None, size: str, seed: int, resume: bool
+) -> None:
+    """Train a bundled model into `out`; progress goes to stderr, the folder's name to stdout."""
+    names = [name for name in SIZES if name == size]
+    if not names:
+        raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
+    recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
+    options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
+    with training_progress(Console(stderr=True, highlight=False), "making ready") as show:
+        for record in train(options, kind):
+            show(record.step, recipe, _describe(record))
+    Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
+
+
+def train_anchor_with_progress(options: AnchorOptions) -> None:
+    """Train a model with anchors; progress goes to stderr, the folder's name to stdout.
+
+    If several processes train together, only the first one prints.
+    """
+    from sirchat.lab.training.anchor import is_first, prepare, train_anchors
+
+    with quiet_libraries():
+        training = prepare(options)  # errors in the options appear before the bar
+    if not is_first():
+        train_anchors(training)
+        return
+    console = Console(stderr=True, highlight=False)
+    with training_progress(console, "first step") as show:
+        train_anchors(training, lambda step: show(*_progress(step, options)))
+    for line in report(options.out):
+        console.print(line, markup=False, soft_wrap=True)
+    Console().print(str(options.out), soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def training_progress(
+    console: Console, first: str, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Show]:
+    """Show progress as a bar in a terminal, as a line now and then in a log file.
+
+    Args:
+        console: where to.
+        first: what a bar says before there is progress.
+        clock: the time in seconds.
+    """
+    if not console.is_terminal:
+        yield _Lines(console, clock).show
+        return
+    with Progress(*_COLUMNS, console=console) as progress:
+        bar = progress.add_task(first, total=None)
+        yield lambda done, total, text: progress.update(
+            bar, completed=done, total=total, description=text
+        )
+
+
+class _Lines:
+    """Prints progress at the first step, when a line is due, and at the end."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._pace: ProgressPace | None = None
+
+    def show(self, done: float, total: float, text: str) -> None:
+        if self._pace is None:
+            self._pace = ProgressPace(done, total, self._clock)
+        elif not self._pace.is_due(done):
+            return
+        line = f"{done:,.0f} of {total:,.0f} {text}{self._pace.left(done)}"
+        self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
+    """Progress in steps; in minutes where only time ends the training."""
+    entry = step.entry
+    text = f"loss {step.mean_loss:.3f} (mean of {LAST}), {step.tokens_per_second:,.0f} tok/s"
+    if options.minutes is None or options.steps is not None:
+        return entry.step, step.steps, f"steps, {text}"
+    return entry.seconds / 60, options.minutes, f"minutes, step {entry.step:,}, {text}"
+
+
+def report(out: Path) -> list[str]:
+    """What the history in the model's folder `out` says; also draws its plot there."""
+    losses = read_losses(out)
+    if not losses:
+        return []
+    drawn = draw_losses(losses, out)
+    plot = f"plot: {out / PLOT}" if drawn else "no plot: pip install 'sirchat[plots]'"
+    return [*_summary(losses), f"losses: {out / HISTORY}; {plot}"]
+
+
+def _summary(losses: list[LossEntry]) -> list[str]:
+    first, last = losses[0], losses[-1]
+    mean = f"mean of the last {min(LAST, len(losses))} {mean_of_last(losses):.3f}"
+    return [
+        f"loss in nats per token: first {first.loss:.3f}, last {last.loss:.3f}, {mean}",
+        f"{last.step:,} steps, {last.tokens:,} tokens, {duration(last.seconds)}",
+    ]
+
+
+def _describe(record: TrainStep) -> str:
+    recall = "" if record.recall is None else f", recall {record.recall:.2f}"
+    speed = f", {record.tokens_per_second:,.0f} tok/s"
+    return f"steps, loss {record.loss:.3f}, answers {record.answer_loss:.3f}{recall}{speed}"

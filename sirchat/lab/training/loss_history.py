@@ -1,0 +1,99 @@
+"""The loss of every step of a training, as JSON lines beside the model.
+
+Each checkpoint holds all entries up to its step, so a resumed training goes on from there: the file
+is then written anew from the checkpoint's entries, without steps missing or twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sirchat.lab.training.checkpoint import replace_files
+
+HISTORY = "loss.jsonl"
+"""Name of the file in the model's folder."""
+
+LAST = 20
+"""Number of steps over whose losses the mean is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossEntry:
+    """A step of a training.
+
+    Attributes:
+        step: number of the step, from 1.
+        tokens: tokens read up to its end.
+        loss: its loss in nats per token.
+        learning_rate: that of this step.
+        seconds: time of training up to its end; the time between two runs does not count.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    seconds: float
+
+
+class LossHistory:
+    """Writes entries to a model's folder as they come.
+
+    Args:
+        folder: of the model; made if it isn't there.
+        before: entries of earlier runs; whatever else the file had is dropped.
+    """
+
+    def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
+        self._path = folder / HISTORY
+        self.entries = list(before)
+        lines = "".join(_line(one) for one in before)
+        replace_files(folder, lambda made: _write(made / HISTORY, lines))
+
+    def add(self, entry: LossEntry) -> None:
+        """Write one more entry."""
+        self.entries.append(entry)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_line(entry))
+
+
+def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
+    """The mean loss of the last steps, or of all if there are fewer."""
+    losses = [one.loss for one in entries[-last:]]
+    return sum(losses) / len(losses)
+
+
+def read_losses(folder: Path) -> list[LossEntry]:
+    """The history of the model in `folder`; empty if there is none."""
+    path = folder / HISTORY
+    if not path.is_file():
+        return []
+    return [LossEntry(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def checkpoint_losses(checkpoint: Path) -> list[LossEntry]:
+    """The entries up to a checkpoint of transformers' Trainer."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
+    return list(logged(state["log_history"]))
+
+
+def logged(records: Iterable[dict[str, Any]]) -> Iterable[LossEntry]:
+    """The entries among the Trainer's log records."""
+    names = LossEntry.__slots__
+    return (
+        LossEntry(**{name: record[name] for name in names})
+        for record in records
+        if all(name in record for name in names)
+    )
+
+
+def _line(entry: LossEntry) -> str:
+    return json.dumps(asdict(entry)) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,127 @@
+"""Turns dialogues into training batches: ids, and marks of replies, recall answers and facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.lab.synthetic.messages import Key, Message, Speaker
+from sirchat.lab.synthetic.rounds import draw_length
+from sirchat.lab.training.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
+
+TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One conversation as ids, as the chat template writes it.
+
+    `answer[i]` is true where token i belongs to a reply (its end token included); `span[i]` numbers
+    the recall answer that token i belongs to, from 1, or is 0. `fact[i]` numbers the fact whose
+    value token i states, or recalls in a reply, from 1, or is 0.
+    """
+
+    ids: list[int]
+    answer: list[bool]
+    span: list[int]
+    fact: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of packed rows: all tensors are [rows, tokens + 1]."""
+
+    ids: Tensor
+    answer: Tensor
+    span: Tensor
+    fact: Tensor
+
+
+class Renderer:
+    """Turns messages into ids as the chat template does, and marks answers and facts.
+
+    The token `anchor`, if there is one, follows each message of the roles `gathered`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        anchor: int | None = None,
+        gathered: tuple[Speaker, ...] = (),
+    ) -> None:
+        self.tokenizer, self.anchor, self.gathered = tokenizer, anchor, gathered
+        self.encode = tokenizer.backend_tokenizer.encode
+        ids = tokenizer.convert_tokens_to_ids([BOS, SYSTEM, USER, ASSISTANT, END])
+        self.bos, system, user, assistant, self.end = ids
+        self.roles = {"system": system, "user": user, "assistant": assistant}
+
+    def render(self, messages: Iterable[Message]) -> Rendered:
+        """The conversation as ids; requests to repeat do not count as recall."""
+        one = Rendered([self.bos], [False], [0], [0])
+        spans, facts = 0, dict[Key, int]()
+        for message in messages:
+            text = self.encode(message.text, add_special_tokens=False)
+            counts = message.recall not in (None, "repeat", "untold", "quiz")
+            spans += counts
+            is_reply = message.role == "assistant"
+            one.ids.extend([self.roles[message.role], *text.ids, self.end])
+            one.answer.extend([False] + [is_reply] * (len(text) + 1))
+            one.span.extend([0] + [spans * counts] * (len(text) + 1))
+            number = facts.setdefault(message.fact, len(facts) + 1) if message.fact else 0
+            in_value = value_tokens(message, text.offsets)
+            one.fact.extend([0, *(number * inside for inside in in_value), number * is_reply])
+            if self.anchor is not None and message.role in self.gathered:
+                one.ids.append(self.anchor)
+                one.answer.append(False)
+                one.span.append(0)
+                one.fact.append(0)
+        return one
+
+    def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
+        """A row of concatenated conversations; the last one is cut."""
+        row = Rendered([], [], [], [])
+        while len(row.ids) < tokens:
+            left = tokens - len(row.ids)
+            length = left if rng.random() < 0.4 else draw_length(rng, 60, left)
+            per_round = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
+            rounds = max(2, int(length / per_round))
+            one = self.render(dialogue(rng, rounds, mix))
+            row.ids.extend(one.ids)
+            row.answer.extend(one.answer)
+            for numbers, more in ((row.span, one.span), (row.fact, one.fact)):
+                offset = max(numbers, default=0)
+                numbers.extend(n + offset if n else 0 for n in more)
+        return Rendered(*(column[:tokens] for column in astuple(row)))
+
+    def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
+        """A batch of `rows` rows of `tokens + 1` ids: inputs and targets overlap."""
+        packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
+        columns = zip(*(astuple(row) for row in packed), strict=True)
+        return Batch(*(torch.tensor(column) for column in columns))
+
+
+def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens, at these `offsets` in the text, state the fact's value; in a reply all do."""
+    start = message.text.find(message.value) if message.role == "user" else -1
+    if start < 0:
+        return [True] * len(offsets)
+    end = start + len(message.value)
+    return [begin < end and start < stop for begin, stop in offsets]
+
+
+def span_matches(correct: Tensor, span: Tensor) -> Tensor:
+    """Which recall answers are right in every token.
+
+    correct: bool [rows, tokens], the argmax hits its target; span: int [rows, tokens], 0 for none.
+    Returns bool [answers]. With the right tokens before each argmax, this equals greedy decoding.
+    """
+    rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)
+    keys, index = torch.unique(rows[span > 0], return_inverse=True)
+    hits = torch.ones(len(keys))
+    return hits.scatter_reduce(0, index, correct[span > 0].float(), "amin").bool()

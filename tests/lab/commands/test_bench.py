@@ -1,0 +1,294 @@
+"""`sirchat bench` and its subcommands."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import tiny
+from command import run
+from families import loaded
+from gguf_file import write_gguf
+from hostile_folder import hostile_modules
+from sirchat.errors import SettingError
+from sirchat.lab.bench.ratio import BenchOptions, some_ids
+from sirchat.lab.bench.shapes import bench_model
+from sirchat.lab.bench.sirllm import SirLLM
+
+
+def results(*arguments: str) -> list[dict[str, Any]]:
+    """What `sirchat bench ARGUMENTS --json` measured."""
+    done = run("bench", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    return found
+
+
+@pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
+def test_decode_is_measured_by_default(command: list[str]) -> None:
+    found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
+    assert [r["name"].split()[0] for r in found] == [
+        "decode",
+        "decode",
+        "decode",
+        "decode",
+        "prefill",
+        "prefill",
+        "decode",
+        "decode",
+    ]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in found)
+    names = [r["name"] for r in found]
+    assert names[1] == "decode against generate with a static cache"
+    assert names[2] == "decode against reading the weights once"
+    assert re.fullmatch(r"\d+ MiB of weights a token: .* \d+\.\d GB/s, .* GB/s", found[2]["note"])
+
+
+def test_a_long_stream_is_measured_at_each_length() -> None:
+    found = results("decode", "--cache", "64", "--rounds", "2", "--seen", "100,200,300")
+    assert [r["name"] for r in found[-2:]] == [
+        f"decode after {late} tokens against after 100" for late in (200, 300)
+    ]
+
+
+def test_attention_is_compared_with_none() -> None:
+    found = results("attention", "--cache", "64", "--rounds", "2")
+    assert [r["name"].split()[0] for r in found] == ["attention", "attention", "the"]
+    assert all(r["low"] <= r["median"] <= r["high"] for r in found)
+
+
+def test_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sirchat.lab.bench.panel.BLOCK_SECONDS", 0.2)
+    (found,) = results("panel", "--cache", "64", "--rounds", "2")
+    assert found["median"] > 0
+    assert "kB/s to the terminal" in found["note"]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("bench", "panel", "--rounds", "2").returncode == 2
+
+
+def test_training_compares_masks() -> None:
+    (found,) = results("training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
+    assert found["name"] == "a training step of 64 tokens, mask dense against none"
+    assert found["low"] <= found["median"] <= found["high"]
+
+
+@pytest.mark.slow
+def test_archive_says_what_it_took() -> None:
+    ram, disk = results("archive", "--tokens", "4000", "--archive-limit", "8MiB")
+    assert (ram["place"], disk["place"]) == ("ram", "disk")
+    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
+    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
+
+
+@pytest.mark.slow
+def test_without_json_a_table_is_printed() -> None:
+    done = run("bench", "training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
+    assert done.stdout.splitlines()[0] == "tiny on cpu, 1 thread, cache 1024, 2 pairs"
+    assert "a training step of 64 tokens" in done.stdout
+    done = run("bench", "archive", "--tokens", "2000", "--device", "cpu")
+    assert done.stdout.splitlines()[0] == "tiny on cpu, 2,000 tokens"
+    assert "256 MiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--panel", "--rounds", "24"], ["--panel", "sirchat bench panel"]),
+        (["--attention"], ["--attention", "sirchat bench attention"]),
+        (["--index", "--archived", "1000"], ["--index", "sirchat bench index"]),
+        (["--json", "--limits=9", "--archive-limit", "1MiB"], ["sirchat bench archive --tokens"]),
+        (["--training", "4096"], ["--training", "sirchat bench training --tokens"]),
+        (["--rounds", "5", "panel"], ["--rounds", "panel"]),
+        (["--json", "panel"], ["--json", "panel"]),
+        (["panel", "--seen", "100,300"], ["--seen"]),
+        (["decode", "--seen", "much"], ["--seen", "EARLY,LATE"]),
+        (["--seen", "100,300"], ["--seen", "--cache", "1024"]),
+        (["--cache", "63"], ["--cache", "64"]),
+        (["attention", "--rounds", "1"], ["--rounds", "2"]),
+        (["index", "--archived", "9"], ["--archived", "10000"]),
+        (["archive"], ["--tokens"]),
+        (["archive", "--tokens", "9", "--archive-limit", "much"], ["--archive-limit", "much"]),
+        (["training", "--tokens", "1"], ["--tokens", "2"]),
+        (["panel", "--device", "gpu"], ["--device", "gpu", "cuda"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
+    done = run("bench", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_packed_weights_are_compared_with_unpacked_ones() -> None:
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
+    found = results("decode", "--quantize", "int8", "--device", "cpu", *sizes)
+    names = [r["name"] for r in found]
+    assert {"decode against float32", "prefill against float32"} <= set(names)
+
+
+STAND_IN = """#!{python}
+import json, sys
+for line in sys.stdin:
+    command = json.loads(line)
+    if command[0] == "load" and command[-1] and {crashes}:
+        sys.exit(9)
+    print(0.5, flush=True)
+"""
+"""In the place of a Python with llama-cpp-python; it needs half a second for everything."""
+
+
+@pytest.mark.parametrize("crashes", [True, False])
+def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=crashes), encoding="utf-8")
+    python.chmod(0o700)
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
+    found = results("decode", "--model", str(model), "--llama-cpp", str(python), *sizes)
+    of_peer = {r["name"]: r for r in found if "llama.cpp" in r["name"]}
+    assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
+    assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)
+    assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
+
+
+def test_sirllms_code_is_timed_on_turns_of_the_same_size(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=False), encoding="utf-8")
+    python.chmod(0o700)
+    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
+    found = results("decode", "--sirllm", str(python), *sizes)
+    (turns,) = [r for r in found if "SirLLM" in r["name"]]
+    assert turns["other_ms"] == pytest.approx(500 / 8)
+    assert 0 < turns["ours_ms"] < 500
+
+
+SIR_LLM = """
+from types import SimpleNamespace
+log = open({log!r}, "w", buffering=1)
+
+class Cache:
+    def evict_for_space_token_entropy(self, past, entropy, coming):
+        print("evict", len(past), entropy, coming, file=log)
+        return past[1:], entropy[1:]
+
+class Evaluator:
+    def __init__(self, model, tokenizer, options): ...
+    def _greedy_generate_token_entropy(self, ids, continue_len, past, entropy):
+        (ids,) = ids.tolist()
+        print("read", ids, continue_len, file=log)
+        return (past or []) + ids, [8.0] * len(ids), None
+
+def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
+    print("load", model.vocab_size, start_size, recent_size, token_entropy_size, file=log)
+    print("printed by the library")
+    return Cache()
+"""
+"""In the place of SirLLM's code: it forgets the first token, and notes what it is called with."""
+
+
+def test_sirllms_code_evicts_and_decays_before_each_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "sir_llm"
+    package.mkdir()
+    text = SIR_LLM.format(log=str(tmp_path / "log"))
+    for name in ("__init__", "enable_streaming_llm"):
+        (package / f"{name}.py").write_text(text if name != "__init__" else "", encoding="utf-8")
+    (package / "eval_utils.py").write_text(
+        "from sir_llm.enable_streaming_llm import Evaluator", encoding="utf-8"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model = bench_model("tiny", "cpu", "float32")
+    with SirLLM(sys.executable) as code:
+        code.load(model, held=20)
+        blocks = code.reading(model, BenchOptions(cache=16, rounds=2))
+        assert next(blocks) > 0
+    ids = some_ids(model, 16)
+    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
+        f"load {model.vocab_size} 4 0 16",
+        f"read {ids[:8]} 1",
+        f"evict 8 {[8.0] * 8} 8",
+        f"read {ids[8:]} 1",
+        f"evict 15 {[7.2] * 7 + [8.0] * 8} 8",
+        f"read {ids[:8]} 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("/no/such/python", ["/no/such/python"]),
+        ("/bin/false", ["/bin/false", "transformers==4.33.0"]),
+    ],
+)
+def test_without_sirllms_code_there_is_one_line(python: str, words: list[str]) -> None:
+    done = run("bench", "decode", "--sirllm", python, "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_sirllms_code_is_not_compared_with_models_that_it_can_not_read() -> None:
+    with SirLLM(sys.executable) as code, pytest.raises(SettingError, match="qwen3"):
+        code.load(loaded("qwen3"), held=20)
+
+
+def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    hostile_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
+    python.chmod(0o700)
+    found = results("start", "--model", str(model), "--rounds", "1", "--llama-cpp", str(python))
+    assert [r["unit"] for r in found] == ["s", "s", "s", "MiB", "MiB", "s", "s", "s", "ms", "ms"]
+    load, first, paste, resident, peak, prompt, ready, reply, echo, longest = found
+    assert 0 < resident["ours"] <= peak["ours"]
+    assert 0 < prompt["ours"] < ready["ours"] < reply["ours"]
+    assert 0 < echo["ours"] <= longest["ours"]
+    assert load["other"] == paste["other"] == 0.5
+    assert first["ours"] > load["ours"] > 0
+    assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
+    assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_start_that_fails_is_said_in_one_line() -> None:
+    done = run("bench", "start", "--quantize", "packed")
+    assert done.returncode == 1
+    assert "can't stay packed" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "python", "words"),
+    [
+        ("tiny", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
+        ("GGUF", "/no/such/python", ["/no/such/python"]),
+        ("GGUF", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
+    ],
+)
+def test_without_llama_cpp_there_is_one_line(
+    model: str, python: str, words: list[str], tmp_path: Path
+) -> None:
+    if model == "GGUF":
+        pytest.importorskip("gguf")
+        model = str(write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0"))
+    done = run("bench", "decode", "--model", model, "--llama-cpp", python, "--device", "cpu")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr

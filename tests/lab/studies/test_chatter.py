@@ -1,0 +1,277 @@
+"""The study `chatter`: its conversations, and what it finds of a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.errors import SettingError
+from sirchat.lab.studies.chatter.dialogue import FactDialogue, draw_dialogue
+from sirchat.lab.studies.chatter.kinds import KINDS
+from sirchat.lab.studies.chatter.study import Chatter, asked, spans
+from sirchat.lab.studies.chatter.talk import Talk, read_talks, untokenized
+from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
+from sirchat.models.model import load_model
+from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.template import Template
+
+TALKS: list[Talk] = [
+    [(f"Question {n} of talk {talk}?", f"Reply {n}, and so on.") for n in range(6)]
+    for talk in range(5)
+]
+
+QUESTION = {"question": "Who is well?", "answer": "Ann", "evidence": ["D1:4"], "category": 4}
+
+
+def words(user: str, reply: str) -> int:
+    return len(user.split()) + len(reply.split())
+
+
+def dialogue(seed: int, facts: int = 5, length: int = 400) -> FactDialogue:
+    return draw_dialogue(Random(seed), TALKS, facts, length, words)
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    """A transcript of real-looking talk."""
+    lines = [
+        json.dumps({"role": role, "content": f"{text} {n}."})
+        for n in range(40)
+        for role, text in (("user", "We walked to the lake"), ("assistant", "How was it"))
+    ]
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_each_fact_is_told_once_in_the_first_three_quarters_and_never_answered_in_advance() -> None:
+    for seed in range(200):
+        one = dialogue(seed)
+        users = [user for user, _ in one.rounds]
+        assert len({fact.kind for fact in one.facts}) == 5
+        for fact in one.facts:
+            assert [n for n, user in enumerate(users) if fact.told in user] == [fact.round]
+            assert fact.value in fact.told
+            assert fact.round < 0.8 * len(users)
+            assert fact.question not in users
+
+
+def test_the_right_option_is_one_of_four_with_the_value_and_the_others_lack_it() -> None:
+    for seed in range(200):
+        for fact in dialogue(seed).facts:
+            assert len(set(fact.replies)) == 4
+            assert fact.value in fact.replies[fact.right]
+
+
+def test_a_correction_comes_after_the_value_that_it_corrects() -> None:
+    corrected = [
+        (one, fact)
+        for seed in range(200)
+        for one in [dialogue(seed)]
+        for fact in one.facts
+        if fact.corrected
+    ]
+    assert len(corrected) > 20
+    for one, fact in corrected:
+        kind = next(kind for kind in KINDS if kind.name == fact.kind)
+        beginnings = [told.partition("{")[0] for told in kind.told if told.partition("{")[0]]
+        before = " ".join(user for user, _ in one.rounds[: fact.round])
+        assert fact.told not in before
+        if len(beginnings) == len(kind.told):
+            assert any(begin in before for begin in beginnings)
+
+
+def test_a_conversation_is_as_long_as_it_should_be_and_the_same_for_the_same_seed() -> None:
+    assert dialogue(3) == dialogue(3) != dialogue(4)
+    for length in (200, 400, 800):
+        sizes = [sum(words(*one) for one in dialogue(seed, 3, length).rounds) for seed in range(20)]
+        assert length - 40 < min(sizes) <= max(sizes) <= length
+
+
+def test_too_many_facts_for_a_length_are_refused() -> None:
+    with pytest.raises(SettingError, match="length is 100"):
+        dialogue(0, facts=9, length=100)
+
+
+def test_every_kind_can_be_told_asked_and_answered() -> None:
+    rng = Random(0)
+    for kind in KINDS:
+        assert all("{v}" in told for told in kind.told)
+        assert not any("{v}" in question for question in kind.asked)
+        assert "{v}" in kind.answer
+        assert len({kind.values(rng) for _ in range(300)}) >= 7
+
+
+def test_dailydialog_is_read_with_the_replies_that_were_given(tmp_path: Path) -> None:
+    def line(name: str, stem: str, *choices: str, key: str) -> str:
+        options = [{"label": "AB"[n], "text": text} for n, text in enumerate(choices)]
+        question = {"stem": stem, "choices": options}
+        return json.dumps({"id": name, "question": question, "answerKey": key})
+
+    path = tmp_path / "dailydialog.jsonl"
+    path.write_text(
+        line("0_1", "Is it far ?", "No .", "It 's near , really . ", key="B")
+        + "\n"
+        + line("1_1", " Hi !", "Hello , you .", "No .", key="A")
+    )
+    assert read_talks(path) == [
+        [("Is it far?", "It's near, really.")],
+        [("Hi!", "Hello, you.")],
+    ]
+
+
+def test_sessions_of_locomo_are_talk_too(tmp_path: Path) -> None:
+    turns = [
+        ("Ann", "Hi Bo."),
+        ("Bo", "Hi Ann!"),
+        ("Bo", "All well?"),
+        ("Ann", "Yes."),
+        ("Bo", "OK."),
+    ]
+    session = [{"speaker": s, "dia_id": f"D1:{n}", "text": t} for n, (s, t) in enumerate(turns, 1)]
+    talk = {"session_1_date_time": "1 May 2023", "session_1": session}
+    path = tmp_path / "locomo.json"
+    path.write_text(json.dumps([{"conversation": talk, "qa": [QUESTION], "sample_id": "x"}]))
+    assert read_talks(path) == [[("Hi Bo.", "Hi Ann!"), ("Yes.", "OK.")]]
+
+
+@pytest.mark.parametrize("name", ["dailydialog.jsonl", "locomo_dialogues_0_3.json"])
+def test_real_talk_is_read(data: Path, name: str) -> None:
+    talks = read_talks(data / name)
+    assert sum(map(len, talks)) > 500
+    assert all(user and reply for one in talks for user, reply in one)
+
+
+def test_blanks_before_marks_and_in_contractions_go() -> None:
+    assert untokenized(" I don ’ t  know , do you ? ") == "I don’t know, do you?"
+
+
+def test_other_data_of_the_same_name_are_another_run(talk: Path) -> None:
+    study = Chatter((Profile(),), limit=5, data=str(talk))
+    before = study.shared()
+    talk.write_text(talk.read_text().replace("lake", "sea"))
+    assert study.shared() != before
+    talk.unlink()
+    with pytest.raises(SettingError, match="can't be read"):
+        study.shared()
+
+
+def test_a_file_without_talk_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SettingError, match="no rounds of talk"):
+        read_talks(tmp_path / "empty.jsonl")
+    with pytest.raises(SettingError, match="can't be read"):
+        read_talks(tmp_path / "missing.jsonl")
+
+
+def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
+    model = load_model("tiny")
+    engine = open_engine(model, Profile(policy="full"))
+    read_ids(engine, list(range(5, 45)), 1)
+    alternatives = [[7, 9, 11], [7], [50, 3, 2, 1], [7, 9, 12]]
+    together = engine.score_continuations(alternatives)
+    alone = [engine.score_continuation(one) for one in alternatives]
+    assert [one.ids for one in together] == [one.ids for one in alone]
+    assert [one.greedy for one in together] == [one.greedy for one in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-5)
+    assert engine.resident == 40
+
+
+def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> None:
+    model = load_model("tiny")
+    study = Chatter(
+        (Profile(policy="entropy", budget=128),), limit=10, data=str(talk), lengths=(600,)
+    )
+    session = Session(model, study.settings[0])
+    template, texts = Template(model.tokenizer), TokenTexts(model.tokenizer)
+    for unit in study.units():
+        one = study.dialogue(template, 600, int(unit.split()[1]))
+        found = study.run_unit(session, unit, study.cells()[0])
+        engine = _read(session, one, template)
+        stream = engine.ledger.column("token_id").tolist()
+        pieces = texts(stream, range(len(stream)))
+        text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        held = set(engine.ledger.held_positions.tolist())
+        for fact, answer in zip(one.facts, found["answers"], strict=True):
+            begin = text.index(fact.told) + fact.told.index(fact.value)
+            overlap = [
+                at
+                for at, piece in enumerate(pieces)
+                if ends[at] > begin and ends[at] - len(piece) < begin + len(fact.value)
+            ]
+            assert answer["held"] == pytest.approx(np.mean([at in held for at in overlap]))
+        assert found["tokens"] == len(stream)
+
+
+def _read(session: Session, one: FactDialogue, template: Template) -> Engine:
+    engine = open_engine(session.model, session.profile)
+    for number, (user, reply) in enumerate(one.rounds, 1):
+        whole = whole_round(template, user, reply, first=number == 1)
+        read_ids(engine, whole.ids, number, roles=whole.roles)
+        engine.close_round()
+    return engine
+
+
+def test_a_question_leaves_no_trace(talk: Path) -> None:
+    model = load_model("tiny")
+    template = Template(model.tokenizer)
+    study = Chatter((Profile(),), limit=5, data=str(talk), lengths=(400,))
+    one = study.dialogue(template, 400, 0)
+    session = Session(model, Profile(policy="entropy", budget=96))
+    engine = _read(session, one, template)
+    before = engine.ledger.held_positions.tolist()
+    first = asked(engine, template, one.facts[0], 99)
+    for fact in one.facts[1:]:
+        asked(engine, template, fact, 99)
+    assert engine.ledger.held_positions.tolist() == before
+    assert asked(engine, template, one.facts[0], 99) == first
+
+
+def test_the_value_lies_within_the_statement(talk: Path) -> None:
+    model = load_model("tiny")
+    template, texts = Template(model.tokenizer), TokenTexts(model.tokenizer)
+    study = Chatter((Profile(),), limit=50, data=str(talk), lengths=(600,))
+    for number in range(10):
+        one = study.dialogue(template, 600, number)
+        for fact in one.facts:
+            user, reply = one.rounds[fact.round]
+            turn = whole_round(template, user, reply, first=fact.round == 0)
+            told, value = spans(texts, turn, fact)
+            assert set(value) <= set(told)
+            pieces = texts(turn.ids, range(len(turn.ids)))
+            assert fact.value in "".join(pieces[at] for at in value)
+
+
+def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
+    settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
+    study = Chatter(settings, limit=10, data=str(talk), lengths=(300, 400))
+    keys, work = study.keys(), study.worker(load_model("tiny"))
+    found = {key: work(key) for key in keys}
+    assert found == {key: work(key) for key in keys}
+    report = study.report(found)
+    assert [table.name for table in report.tables] == ["300 tokens", "400 tokens"]
+    for table in report.tables:
+        rows = {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+        assert rows["entropy 96"]["less entropy"] is None
+        assert rows["full"]["nats below full"] is None
+        right = [
+            [
+                float(a["right"])
+                for key in keys
+                if key.startswith(f"{row}/") and found[key]["length"] == int(table.name.split()[0])
+                for a in found[key]["answers"]
+            ]
+            for row in (1, 2)
+        ]
+        less = rows["sink 96"]["less entropy"]
+        assert getattr(less, "value", None) == pytest.approx(np.mean(right[1]) - np.mean(right[0]))
+        assert getattr(rows["full"]["value held"], "value", None) == 1
+    assert report.header[0] == "seed 0"

@@ -1,0 +1,361 @@
+"""One transcript under several settings: agreement, retention, answers, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy.special import log_softmax, rel_entr
+from torch import Tensor
+
+from chatting import answer, babbler, session, tiny
+from command import run
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import TranscriptError
+from sirchat.lab.studies.report import provenance
+from sirchat.lab.studies.side_by_side.compare import compare
+from sirchat.lab.studies.side_by_side.compared import Comparison, SettingResult, first_difference
+from sirchat.lab.studies.side_by_side.page import page_of
+from sirchat.lab.studies.side_by_side.report import draw, record_of
+from sirchat.lab.studies.side_by_side.rounds import Round, Rounds, rounds_of
+from sirchat.memory.cache import BoundedCache
+from sirchat.models.surprisal import PassResult
+from sirchat.text.transcript import TranscriptTurn, read_transcript
+from sirchat.ui.text import displayable
+from terminal import Terminal
+
+FULL = Profile(policy="full")
+SINK = Profile(policy="sink", budget=32)
+ENTROPY = Profile(policy="entropy", budget=40, recent=8)
+
+TALK = (
+    ("My name is Anna and I live in Lisbon.", "Nice to meet you, Anna."),
+    ("I bought new shoes and a red bicycle.", "I hope you found something nice."),
+    ("My cat is called Momo.", "Momo is a lovely name for a cat."),
+    ("What is my name?", "Your name is Anna."),
+    ("Where do I live?", "You live in Lisbon."),
+)
+HOSTILE = '</script><img src=x onerror="alert(1)"><!--\x1b]0;owned\x07\x1b[31m\u202e'
+
+
+def transcript(talk: Sequence[tuple[str, str | None]] = TALK) -> Rounds:
+    return Rounds(None, tuple(Round(user, reply) for user, reply in talk), ())
+
+
+@cache
+def found() -> Comparison:
+    return compare(tiny(), (FULL, SINK, ENTROPY), transcript())
+
+
+def plain(setting: Profile, talk: Sequence[tuple[str, str]] = TALK) -> Session:
+    """A session that has only read the conversation."""
+    chat = Session(tiny(), setting)
+    for user, reply in talk:
+        for _ in (*chat.read_user(user), *chat.read_reply(reply)):
+            pass
+    return chat
+
+
+def answer_to(setting: Profile, rounds: int) -> list[int]:
+    """Ids of the answer to the user turn after so many rounds."""
+    chat = plain(setting, TALK[:rounds])
+    seen = chat.seen
+    list(chat.ask(TALK[rounds][0]))
+    rows = chat.tokens(range(seen, chat.seen))
+    return [row.id for row in rows if row.role == "assistant"]
+
+
+def held_at(result: SettingResult, time: int) -> list[int]:
+    """Positions held after `time` tokens were read, before any eviction for the next one."""
+    return [
+        position
+        for position, token in enumerate(result.tokens[:time])
+        if any(since < time and (until is None or time <= until) for since, until in token.held)
+    ]
+
+
+def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
+    """The ids of the conversation, and the logits [n, V] after each id, without the answers."""
+    chat, rows = Session(tiny(), setting), list[Tensor]()
+
+    def forward(ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
+        rows.append(tiny().forward(ids, cache, **how))
+        return rows[-1]
+
+    def read(ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        return PassResult.of_logits(forward(ids, cache, **how), ids)
+
+    chat._engine._reader._model = SimpleNamespace(read=read)
+    for user, reply in TALK:
+        for _ in (*chat.read_user(user), *chat.read_reply(reply)):
+            pass
+    return [row.id for row in chat.tokens(range(chat.seen))], torch.cat(rows).double().numpy()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
+    result = found().settings[number]
+    ids, logits = logits_under(result.setting)
+    with torch.inference_mode():
+        whole = tiny().module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    full = np.exp(log_softmax(whole.double().numpy(), -1))
+    oracle = rel_entr(full, np.exp(log_softmax(logits, -1))).sum(-1)
+    assert [one.id for one in result.tokens] == ids
+    assert [one.nats for one in result.tokens] == pytest.approx(oracle.tolist(), abs=1e-4)
+    assert oracle.max() > 0.1  # something was forgotten that mattered
+    start = 0
+    for after in result.rounds:
+        assert after.nats == pytest.approx(oracle[start : after.seen].mean(), abs=1e-4)
+        start = after.seen
+    assert result.nats == pytest.approx(oracle.mean(), abs=1e-4)
+
+
+def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enough() -> None:
+    assert {one.nats for one in found().settings[0].tokens} == {0.0}
+    full, wide = compare(tiny(), (FULL, Profile(policy="sink", budget=512)), transcript()).settings
+    assert wide.nats == pytest.approx(0, abs=1e-6)
+    assert wide.same_answers == full.same_answers == (5, 5)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
+    result = found().settings[number]
+    for count, after in enumerate(result.rounds, 1):
+        ledger = plain(result.setting, TALK[:count])._engine.ledger
+        held = ledger.held_positions.tolist()
+        assert (after.held, after.seen) == (len(held), ledger.seen)
+        assert held_at(result, after.seen) == held
+        turns = ledger.column("turn")[: ledger.seen]
+        for share in after.shares:
+            assert share.tokens == int((turns == share.index).sum())
+            assert share.held == int((turns[held] == share.index).sum())
+    for count, after in enumerate(result.rounds):
+        of = np.isin(turns, after.turns)
+        assert result.kept(count) == pytest.approx(of[held].sum() / of.sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
+    result = found().settings[number]
+    for count, after in enumerate(result.rounds):
+        mine, full = answer_to(result.setting, count), answer_to(FULL, count)
+        assert list(after.answer.ids) == mine
+        assert "".join(after.answer.tokens) == after.answer.text
+        assert after.reply == TALK[count][1]
+        assert after.same == (mine == full)
+        if mine != full:
+            at = after.differs_at
+            assert at is not None
+            assert mine[:at] == full[:at]
+            assert mine[at : at + 1] != full[at : at + 1]
+    assert all(one.same for one in result.rounds) == (number == 0)
+
+
+def test_the_first_difference_is_found() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], [1]) == 0
+
+
+def test_without_replies_every_setting_continues_with_the_answers_of_full() -> None:
+    asked = transcript([(user, None) for user, _ in TALK])
+    full, sink = compare(tiny(), (FULL, SINK), asked).settings
+    assert [one.reply for one in full.rounds] == [one.answer.text for one in full.rounds]
+    assert [one.reply for one in sink.rounds] == [one.reply for one in full.rounds]
+    assert [one.id for one in sink.tokens] == [one.id for one in full.tokens]
+    assert sink.nats is not None
+
+
+def test_each_setting_can_continue_with_its_own_answers() -> None:
+    result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
+    for one in result:
+        chat = session(policy=one.setting.policy, budget=one.setting.budget)
+        answers = [answer(list(chat.ask(user))) for user, _ in TALK]
+        assert [after.reply for after in one.rounds] == answers
+        assert held_at(one, chat.seen) == chat._engine.ledger.held_positions.tolist()
+    assert {one.nats for one in result[1].tokens} == {None}
+    assert result[1].rounds[0].same is not None
+
+
+def test_when_the_context_of_full_is_full_the_others_continue() -> None:
+    model = replace(tiny(), context_length=64)
+    asked = transcript([*TALK[:-1], (TALK[-1][0], None)])
+    comparison = compare(model, (FULL, ENTROPY, SINK), asked)
+    full, entropy, sink = comparison.settings
+    ended = len(full.rounds)
+    assert 0 < ended < len(TALK) == len(sink.rounds)
+    assert any(f"full ends before user turn {ended + 1}" in note for note in comparison.notes)
+    assert [one.nats is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
+    assert [one.same is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
+    assert sink.rounds[-1].reply == entropy.rounds[-1].answer.text  # the larger budget's
+
+
+def test_recalled_tokens_have_several_spans() -> None:
+    setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
+    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
+    assert any(len(one.held) > 1 for one in result.tokens)
+    for count, after in enumerate(result.rounds, 1):
+        ledger = plain(setting, TALK[:count])._engine.ledger
+        assert held_at(result, after.seen) == ledger.held_positions.tolist()
+    assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
+
+
+def test_a_policy_that_needs_attention_weights_is_compared_like_any_other() -> None:
+    setting = Profile(policy="h2o", budget=48, recent=8)
+    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
+    ledger = plain(setting)._engine.ledger
+    assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()
+
+
+def test_a_turn_that_cannot_be_undone_ends_its_setting() -> None:
+    setting = SINK.model_copy(update={"archive_limit": "1KB"})
+    comparison = compare(tiny(), (FULL, setting), transcript())
+    assert len(comparison.settings[1].rounds) < len(comparison.settings[0].rounds) == len(TALK)
+    assert any("--archive-limit" in note for note in comparison.notes)
+
+
+def test_turns_are_paired() -> None:
+    lines = "SYSTEM: Be brief.\nUSER: a\nUSER: b\nASSISTANT: c\nSYSTEM: no\n"
+    read = rounds_of(read_transcript(lines.encode(), "x"), "x")
+    assert read.system == "Be brief."
+    assert read.rounds == (Round("a", None), Round("b", "c"))
+    assert read.notes == ("x, line 5: a system turn after the first turn is left out",)
+    with pytest.raises(TranscriptError, match="line 2: an assistant turn must follow a user turn"):
+        rounds_of([TranscriptTurn("system", "s", 1), TranscriptTurn("assistant", "a", 2)], "x")
+    with pytest.raises(TranscriptError, match="no user turn"):
+        rounds_of([], "x")
+
+
+def test_the_system_prompt_of_the_transcript_is_given_to_every_setting() -> None:
+    asked = replace(transcript(TALK[:1]), system="Be kind.")
+    for one in compare(babbler(), (short(FULL), short(SINK)), asked).settings:
+        assert one.rounds[0].shares[0].role == "system"
+        assert one.rounds[0].turns == (1, 2)
+
+
+def short(setting: Profile) -> Profile:
+    return setting.model_copy(update={"max_new_tokens": 4})
+
+
+@cache
+def hostile() -> dict[str, Any]:
+    asked = transcript([(HOSTILE, HOSTILE), ("b", None)])
+    comparison = compare(babbler(), (short(FULL), short(SINK)), asked, file=HOSTILE)
+    return record_of(comparison, provenance(babbler(), "compare", HOSTILE))
+
+
+def test_a_page_has_the_record_and_loads_nothing_else() -> None:
+    page = page_of(hostile())
+    (data,) = re.findall(r'<script type="application/json" id="record">(.*?)</script>', page, re.S)
+    assert json.loads(data) == json.loads(json.dumps(hostile()))
+    assert "<" not in data
+    assert page.count("</script") == page.count("<script") == 2
+    assert "<img" not in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", page)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", page.replace(data, ""))
+    assert "default-src 'none'" in page
+    script = page.replace(data, "")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+
+
+def test_nothing_shown_steers_the_terminal() -> None:
+    asked = transcript([(HOSTILE + "[bold]", HOSTILE)])
+    comparison = compare(babbler(), (short(FULL), short(SINK)), asked)
+    console = Console(width=100, record=True, color_system=None)
+    with console.capture() as captured:
+        for part in draw(comparison, displayable):
+            console.print(part)
+    shown = captured.get()
+    assert "alert(1)" in shown
+    assert "[bold]" in shown
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
+
+
+@pytest.mark.slow
+def test_the_command_compares(tmp_path: Path) -> None:
+    file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
+    turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
+    words = ("compare", str(file), "--policies", "sink,entropy", "--budgets", "32,40")
+    done = run(*words, "--recent", "8", "--json", "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    assert page.stat().st_mode & 0o777 == 0o600  # it quotes a conversation
+    record = json.loads(done.stdout)
+    names = [one["name"] for one in record["settings"]]
+    assert names == ["full", "sink 32", "sink 40", "entropy 32", "entropy 40"]
+    assert (
+        json.loads(re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))[0]) == record
+    )
+    result = found().settings[1]
+    sink = record["settings"][1]
+    assert sink["kl_nats"] == pytest.approx(result.nats, abs=1e-6)
+    assert [one["differs_at"] for one in sink["turns"]] == [one.differs_at for one in result.rounds]
+    assert [len(column) for column in sink["tokens"].values()] == [len(result.tokens)] * 7
+    assert sink["turns"][-1]["cache_bytes"] == 32 * 6 * 2 * 64 * 4 * 3  # two keys and a value
+    shown = run(*words[:2], "--policies", "sink", "--budget", "32")
+    assert "1. USER: My name is Anna" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert re.search(r"^sink 32 +32 ", shown.stdout, re.M)
+
+
+ROLES = ("user", "assistant")
+
+
+@pytest.mark.slow
+def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
+    file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
+    file.write_text("USER: hello\nASSISTANT: hello\n" * 3_000, "utf-8")
+    words = ("compare", str(file), "--policies", "sink", "--budget", "32", "--html", str(page))
+    command = (sys.executable, "-m", "sirchat", *words)
+    with Terminal(*command, home=tmp_path, columns=200) as terminal:
+        terminal.wait("comparing")
+        time.sleep(1)
+        terminal.send("\x03")
+        assert terminal.ended() == 130
+    (record,) = re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))
+    result = json.loads(record)
+    rounds = len(result["turns"])
+    assert 1 <= rounds < 3_000
+    assert [len(one["turns"]) for one in result["settings"]] == [rounds, rounds]
+    assert result["notes"] == [f"stopped after {rounds} of 3000 user turns"]
+
+
+def test_a_stop_before_the_first_round_leaves_nothing_to_show() -> None:
+    held = compare(tiny(), (FULL, SINK), transcript(), stopped=lambda: True)
+    assert held.transcript.rounds == ()
+    assert [one.rounds for one in held.settings] == [(), ()]
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    file, bad = tmp_path / "talk.txt", tmp_path / "bad.txt"
+    file.write_text("USER: hello\n", "utf-8")
+    bad.write_text("ASSISTANT: hello\n", "utf-8")
+    for words, hint in (
+        ((str(file), "--policies", "entropie"), "entropy"),
+        ((str(file), "--budgets", "3"), "--budgets: budget can't be 3"),
+        ((str(file), "--budgets", "64,x"), '--budgets: budget can\'t be "x"'),
+        ((str(file), "--decays", "2"), "--decays: decay can't be 2"),
+        ((str(tmp_path / "none.txt"),), "cannot be read"),
+        ((str(bad),), "line 1: an assistant turn must follow a user turn"),
+        ((str(file), "--html", str(tmp_path)), "cannot be written"),
+        ((str(file), "--format", "xml"), "no transcript format"),
+    ):
+        done = run("compare", *words)
+        assert done.returncode == 2, (words, done.stderr)
+        assert hint in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,262 @@
+"""The study of LoCoMo: answers, evidence held and brought back, against plain computations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import babbler, session, tiny
+from command import run
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.asking import switch
+from sirchat.lab.studies.locomo import Locomo
+from sirchat.lab.studies.locomo_tables import f1, held, nats, nats_a_token, per_question
+from sirchat.lab.studies.long_talk import LongTalk, TalkQuestion
+from sirchat.lab.studies.report import Estimate
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.study import Findings
+from sirchat.lab.studies.talk_questions import ReadTalk, asked
+from sirchat.lab.studies.talk_rounds import read_talk, rounds_of
+from sirchat.models.model import LoadedModel
+from sirchat.text.template import Template
+from weeks_of_talk import locomo_file
+
+pytest.importorskip("snowballstemmer")
+
+FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=96)
+
+
+def study(folder: Path, *settings: Profile, more: int = 6, **options: Any) -> Locomo:
+    options = {"limit": 99, "reply_tokens": 4} | options
+    return Locomo(settings or (SINK,), data=str(locomo_file(folder, 2, more)), **options)
+
+
+def ids_before(model: LoadedModel, talk: LongTalk, question: TalkQuestion) -> list[int]:
+    """All ids that the model has read when the question is asked."""
+    template, ids = Template(model.tokenizer), list[int]()
+    for user, reply in rounds_of(talk):
+        turn = template.user(user.text) if ids else template.opening(user.text)[1]
+        ids += [*turn.ids, *template.assistant(reply.text).ids, *template.closing]
+    return ids + template.user(asked(question)[0]).ids
+
+
+def test_nats_are_those_of_one_forward_pass_under_full(tmp_path: Path) -> None:
+    one = study(tmp_path, FULL, more=1)
+    (found, _) = run_units(one, tiny()).values()
+    assert found["fits"]
+    for question, record in zip(one.talks[0].questions[:4], found["questions"], strict=False):
+        before = ids_before(tiny(), one.talks[0], question)
+        answer = Template(tiny().tokenizer).assistant(question.answer.split(";")[0]).ids
+        with torch.inference_mode():
+            logits = tiny().module(torch.tensor([[*before, *answer]])).logits[0].double()
+        scores = torch.log_softmax(logits, -1)[len(before) - 1 : -1]
+        expected = -float(scores[torch.arange(len(answer)), torch.tensor(answer)].sum())
+        assert record["nats"] == pytest.approx(expected, rel=1e-3)
+        assert record["answer_tokens"] == len(answer)
+
+
+def test_a_reply_is_the_greedy_one_of_at_most_so_many_tokens(tmp_path: Path) -> None:
+    one = study(tmp_path, FULL, more=1, reply_tokens=6)
+    (found, _) = run_units(one, babbler()).values()
+    question, ids = one.talks[0].questions[0], list[int]()
+    before = ids_before(babbler(), one.talks[0], question)
+    with torch.inference_mode():
+        for _ in range(6):
+            logits = babbler().module(torch.tensor([[*before, *ids]])).logits[0, -1]
+            ids.append(int(logits.argmax()))
+    assert found["questions"][0]["said"] == babbler().tokenizer.decode(ids).strip()
+
+
+def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_read(
+    tmp_path: Path,
+) -> None:
+    """Under `window` the last tokens are held, so the position of the evidence decides."""
+    one = study(
+        tmp_path, Profile(policy="window", budget=128), more=0, reply_tokens=0, conversations=(0,)
+    )
+    units = run_units(one, tiny())
+    names = [table.name for table in one.report(units).tables]
+    assert names == ["Answers", "nats a token by category", "evidence held by category"]
+    (found,) = units.values()
+    talk, chat = one.talks[0], session(tiny(), policy="window", budget=128)
+    for question, record in zip(talk.questions, found["questions"], strict=True):
+        chat.reset()
+        positions = read_talk(chat, talk)
+        for _ in chat.read_user(asked(question)[0]):
+            pass
+        wanted = [at for name in question.evidence for at in positions[name].tolist()]
+        if question.category == 5:
+            continue  # the order of its options is drawn
+        still = sum(at >= chat.seen - chat.resident for at in wanted)
+        assert record["held"] == (pytest.approx(still / len(wanted)) if wanted else None)
+    assert {record["held"] == 0 for record in found["questions"][:3]} == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", ["mips", "random"])
+def test_what_comes_back_is_what_a_session_with_recall_would_recall(
+    tmp_path: Path, measure: str
+) -> None:
+    one = study(tmp_path, conversations=(0,), reply_tokens=0, measures=(measure,), counts=(8, 40))
+    (found,) = run_units(one, tiny()).values()
+    talk = one.talks[0]
+    for question, record in zip(talk.questions[:2], found["questions"], strict=False):
+        chat = session(tiny(), policy="sink", budget=96)
+        positions = read_talk(chat, talk)
+        before = set(chat.save().held.tolist())
+        switch(chat, budget=96 + 40, recall=measure, recall_n=40)
+        for _ in chat.read_user(asked(question)[0]):
+            pass
+        ranked = sorted(chat.recalled, key=lambda at: (-chat.recalled[at], -at))
+        turns = [set(positions[name].tolist()) - before for name in question.evidence]
+        turns = [each for each in turns if each]
+        missing = set[int]().union(*turns)
+        for n in (8, 40):
+            back = set(ranked[:n])
+            halves = [len(each & back) >= len(each) / 2 for each in turns]
+            assert record["back"][measure][str(n)] == {
+                "share": pytest.approx(len(missing & back) / len(missing)),
+                "any": any(halves),
+                "all": all(halves),
+            }
+
+
+@pytest.mark.slow
+def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
+    one = study(tmp_path, more=4, measures=("mips",), counts=(20,))
+    chat = session(tiny(), policy="sink", budget=96, temperature=0.0, max_new_tokens=4)
+    read_before = ReadTalk(chat, one.talks[0], read_talk(chat, one.talks[0]))
+    start = chat.save()
+    first = [read_before.answer(each, 0, generate=True) for each in one.talks[0].questions]
+    assert list(chat.save().held) == list(start.held)
+    back = read_before.brought_back(one.talks[0].questions, ("mips",), (20,))
+    assert list(chat.save().held) == list(start.held)
+    again = [read_before.answer(each, 0, generate=True) for each in one.talks[0].questions]
+    assert first == again
+    assert back == read_before.brought_back(one.talks[0].questions, ("mips",), (20,))
+
+
+@pytest.mark.slow
+def test_a_conversation_beyond_the_context_is_left_out_under_full(tmp_path: Path) -> None:
+    sink = Profile(policy="sink", budget=512)
+    one = study(tmp_path, FULL, sink, more=45, reply_tokens=0, limit=2, conversations=(0,))
+    records = run_units(one, tiny())
+    assert [each["fits"] for each in records.values()] == [False, True]
+    report = one.report(records)
+    assert "full: 1 of 1 conversation too long, left out" in report.header
+    (left_out, read) = (row[2] for row in report.tables[0].rows)
+    assert isinstance(left_out, Estimate)
+    assert math.isnan(left_out.value)
+    assert isinstance(read, Estimate)
+    assert math.isfinite(read.value)
+
+
+@pytest.mark.slow
+def test_the_same_seed_draws_the_same_questions_for_every_setting(tmp_path: Path) -> None:
+    one, other = (
+        study(tmp_path, FULL, SINK, more=0, limit=3, seed=seed, reply_tokens=0) for seed in (1, 2)
+    )
+    drawn = [question.number for question in one.questions(one.talks[0])]
+    assert drawn == sorted(set(drawn))
+    assert len(drawn) == 3
+    for record in run_units(one, tiny()).values():
+        assert [each["number"] for each in record["questions"]] in (
+            drawn,
+            [question.number for question in one.questions(one.talks[1])],
+        )
+    assert any(one.questions(talk) != other.questions(talk) for talk in one.talks)
+
+
+def question(number: int, category: int = 4, **values: Any) -> Record:
+    """The record of a question whose values are made up."""
+    found = {"nats": 6.0, "answer_tokens": 3, "f1": 0.5, "held": 0.25, "abstains": None}
+    return {"number": number, "category": category, "back": {}} | found | values
+
+
+def conversation(*questions: Record) -> Record:
+    return {
+        "fits": True,
+        "tokens": 100,
+        "seconds": {"reading": 1.0, "asking": 1.0},
+        "questions": list(questions),
+    }
+
+
+def test_adversarial_questions_count_only_in_their_own_column() -> None:
+    record = conversation(
+        question(0), question(1, 5, nats=None, answer_tokens=None, f1=None, abstains=1.0, held=1.0)
+    )
+    findings = Findings("sink", [[record]])
+    for measured, value in ((nats, 6.0), (nats_a_token, 2.0), (f1, 0.5), (held, 0.25)):
+        assert per_question(findings, measured) == {(0, 0): value}
+
+
+def test_differences_are_those_of_the_same_questions_averaged_over_seeds(tmp_path: Path) -> None:
+    window, random = Profile(policy="window"), Profile(policy="random")
+    one = study(tmp_path, window, Profile(policy="sink"), random, repeats=2)
+
+    def records(*shifts: float) -> list[Record]:
+        hard = np.array([3.0, 9.0, 30.0])
+        return [
+            conversation(*(question(n, nats=x) for n, x in enumerate((hard + by).tolist())))
+            for by in shifts
+        ]
+
+    keys = one.keys()
+    values = [*records(0, 0), *records(3, 3), *records(3, 6), *records(9, 12)]
+    differences = one.report(dict(zip(keys, values, strict=True))).tables[1]
+    assert differences.columns == ("setting", "less window 1024", "less sink")
+    (first, sink, drawn) = differences.rows
+    assert first[1] is None
+    assert _values(first[2:]) == [-1.0]
+    assert _values(sink[1:2]) == [1.0]
+    assert sink[2] is None
+    # three tokens an answer: (3 + 9) / 2 and (6 + 12) / 2 more nats, so 2 and 3 a token
+    assert _values(drawn[1:]) == [2.5, 1.5]
+
+
+def _values(cells: Sequence[object]) -> list[float]:
+    assert all(isinstance(one, Estimate) for one in cells)
+    return [one.value for one in cells if isinstance(one, Estimate)]
+
+
+@pytest.mark.parametrize(
+    ("options", "blamed"),
+    [
+        ({"conversations": (2,)}, "conversations is 2"),
+        ({"measures": ("nonsense",)}, "recall"),
+        ({"measures": ("mips",), "counts": (93,)}, "counts is"),
+        ({"measures": ("mips",), "counts": ()}, "counts is"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], blamed: str) -> None:
+    with pytest.raises(SettingError, match=blamed):
+        study(tmp_path, **options)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    path = locomo_file(tmp_path, 2)
+    options = ("--policies", "sink,window", "--budgets", "64", "--limit", "2", "--model", "tiny")
+    more = ("--reply-tokens", "2", "--conversations", "1", "--out", str(tmp_path / "out"))
+    result = run("eval", "locomo", "--data", str(path), *options, *more)
+    assert result.returncode == 0
+    assert "2 questions about 1 conversation of" in result.stderr + result.stdout
+    assert (tmp_path / "out" / "locomo.json").exists()
+
+
+@pytest.mark.slow
+def test_recall_is_measured_where_it_is_on(tmp_path: Path) -> None:
+    options = ("--policies", "sink", "--budgets", "64", "--limit", "2", "--model", "tiny")
+    more = ("--reply-tokens", "0", "--recall", "bm25", "--recall-n", "8", "--counts", "4,8")
+    result = run("eval", "locomo", "--data", str(locomo_file(tmp_path, 1)), *options, *more)
+    assert result.returncode == 0, result.stderr
+    assert "bm25" in result.stdout

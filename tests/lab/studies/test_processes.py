@@ -1,0 +1,136 @@
+"""A study in two processes finds what one process finds, and nothing listens on the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from command import run
+from fatal_study import Fatal
+from hostile_folder import hostile_modules
+from sirchat.errors import SettingError, SirchatError
+from sirchat.lab.studies.processes import run_in_processes
+from sirchat.lab.studies.study import RunUnit
+from sirchat.models.model import LoadedModel, load_model
+
+
+class Deadly(Fatal):
+    """A study whose units kill their process each time."""
+
+    def __init__(self) -> None:
+        super().__init__("", refuse=False)
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        return lambda key: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(endless: str, tmp_path: Path) -> None:
+    flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
+    one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
+    apart = ("--ray", "local", "--out", str(tmp_path))
+    two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *apart)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.replace(" ".join(("", *apart)), "") == one.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refuse", [False, True])
+def test_the_unit_of_a_dead_process_is_run_again_and_an_error_is_raised(
+    refuse: bool, endless: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")
+    units = run_in_processes(study, study.keys(), load, 2)  # type: ignore[arg-type]
+    if refuse:
+        with pytest.raises(SettingError, match="the sixth is refused"):
+            list(units)
+    else:
+        assert {int(key): one["square"] for key, one in units} == {n: n**2 for n in range(6)}
+    assert (tmp_path / "died").exists()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_that_keep_dying_are_given_up() -> None:
+    with pytest.raises(SirchatError, match="died 3 times"):
+        list(run_in_processes(Deadly(), ["0"], dict, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_process_that_can_not_load_its_model_says_so_in_one_line() -> None:
+    study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
+    with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
+        list(run_in_processes(study, ["0"], load, 2))  # type: ignore[arg-type]
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Inodes of the sockets of these processes that accept connections from the network."""
+    listens = set[str]()
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/net", name)
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        listens |= {line.split()[9] for line in lines if line.split()[3] == "0A"}
+    found = set[str]()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found & listens
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that it started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    known = {pid}
+    for child in children.read_text().split() if children.exists() else ():
+        known |= family(int(child))
+    return known
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
+def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sirchat", "eval", "recall", "--ray", "local"]
+    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path)}
+    with subprocess.Popen(
+        [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        end, most, all_there = time.monotonic() + 60, set[int](), 0.0
+        while len(most) < 3 or time.monotonic() < all_there + 4:
+            if len(family(process.pid)) > len(most):
+                most, all_there = family(process.pid), time.monotonic()
+            assert listening(family(process.pid)) == set()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        process.kill()
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in most):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_path: Path) -> None:
+    hostile_modules(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
+    )
+    command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
+    study = ["eval", "recall", "--ray", "local", "--limit", "2", "--policies", "mine:Mine,sink"]
+    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
+    done = subprocess.run(
+        [*command, *study], cwd=tmp_path, env=environ, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,64 @@
+"""Progress of a study: lines in a log file, a bar in a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from command import run
+from sirchat.lab.studies.progress import with_progress
+
+
+def lines_of(times: list[float], total: int, known: int = 0, *, terminal: bool = False) -> str:
+    """What is written while units finish at these times, in seconds."""
+    file, now = io.StringIO(), 0.0
+
+    def units() -> Iterator[float]:
+        nonlocal now
+        for second in times:
+            now = second
+            yield second
+
+    console = Console(file=file, force_terminal=terminal, width=60)
+    passed = with_progress(units(), total, known, "chatter", console=console, clock=lambda: now)
+    assert list(passed) == times
+    return file.getvalue()
+
+
+def test_a_log_file_gets_a_line_at_the_start_every_half_minute_and_at_the_end() -> None:
+    times = [float(second) for second in range(10, 101, 10)]
+    assert lines_of(times, 10).splitlines() == [
+        "chatter: 0 of 10",
+        "chatter: 3 of 10, 1 min left",
+        "chatter: 6 of 10, 40 s left",
+        "chatter: 9 of 10, 10 s left",
+        "chatter: 10 of 10",
+    ]
+
+
+def test_units_known_from_before_count_but_tell_nothing_of_the_time_left() -> None:
+    assert lines_of([60.0, 120.0], 80, known=78).splitlines() == [
+        "chatter: 78 of 80",
+        "chatter: 79 of 80, 1 min left",
+        "chatter: 80 of 80",
+    ]
+    assert lines_of([], 80, known=80).splitlines() == ["chatter: 80 of 80"]
+
+
+def test_no_line_is_longer_for_a_narrow_console_and_none_has_control_codes() -> None:
+    assert "\x1b" not in lines_of([31.0], 2)
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    drawn = lines_of([31.0, 62.0], 2, terminal=True)
+    assert "\x1b" in drawn
+    assert "1/2" in drawn or "2/2" in drawn
+
+
+def test_the_command_reports_to_stderr_only() -> None:
+    done = run("eval", "dailydialog", "--policies", "sink", "--budgets", "64", "--limit", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["dailydialog: 0 of 1", "dailydialog: 1 of 1"]
+    assert " of 1\n" not in done.stdout

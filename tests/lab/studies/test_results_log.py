@@ -1,0 +1,253 @@
+"""A results log: an interrupted study resumes, and a finished one can be extended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import babbler, tiny
+from command import run
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.anchor_attention import AnchorAttention
+from sirchat.lab.studies.attention import AttentionStudy
+from sirchat.lab.studies.context import Context
+from sirchat.lab.studies.facts import Facts
+from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.policies import Policies
+from sirchat.lab.studies.privacy import Privacy
+from sirchat.lab.studies.recall import RecallStudy
+from sirchat.lab.studies.report import Report
+from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.retrieval import Retrieval
+from sirchat.lab.studies.reuse import WITHOUT_EFFECT
+from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
+from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.study import Cell, Grid, RunUnit, Study
+from sirchat.lab.studies.topics import Topics
+from sirchat.lab.studies.uniformity import Uniformity
+from sirchat.models.model import LoadedModel
+
+SINK = Profile(policy="sink", budget=64)
+RANDOM = Profile(policy="random", budget=64, seed=5)
+
+
+class Squares:
+    """A study that squares whole numbers, and can be interrupted at one of them."""
+
+    name = "squares"
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.done = stop, list[str]()
+
+    def parameters(self) -> Record:
+        return {"power": 2, "of": (0, 6)}
+
+    def keys(self) -> list[str]:
+        return [str(number) for number in range(6)]
+
+    def worker(self, model: LoadedModel) -> RunUnit:
+        def work(key: str) -> Record:
+            if int(key) == self.stop:
+                raise KeyboardInterrupt
+            self.done.append(key)
+            return {"square": int(key) ** 2}
+
+        return work
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        return Report((), ())
+
+
+def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
+    straight, out = run_units(Squares(), babbler()), tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt):
+        run_units(Squares(stop=3), babbler(), out)
+    log = out / "squares.jsonl"
+    with log.open("a") as file:
+        file.write('{"key": "3", "fou')  # cut off in the middle of a write
+    rest = Squares()
+    assert run_units(rest, babbler(), out) == straight
+    assert rest.done == ["3", "4", "5"]
+    whole = log.read_bytes()
+    known = Squares(stop=0)
+    assert run_units(known, babbler(), out) == straight
+    assert known.done == []
+    assert log.read_bytes() == whole
+
+
+def test_units_may_end_in_any_order(tmp_path: Path) -> None:
+    def backwards(study: Study, keys: list[str]) -> Iterator[tuple[str, Record]]:
+        work = study.worker(babbler())
+        return ((key, work(key)) for key in reversed(keys))
+
+    found = run_units(Squares(), babbler(), tmp_path, backwards)
+    assert list(found) == Squares().keys()
+    assert found == run_units(Squares(), babbler(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
+    """Killed twice, then run to the end: the same files, byte for byte."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
+    words += ["--budgets", "64", "--repeats", "2", "--model", endless]
+
+    assert run(*words, "--out", str(straight)).returncode == 0
+    for lines in (2, 4):
+        command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        log = broken / "dailydialog.jsonl"
+        while started.poll() is None:
+            if log.exists() and log.read_bytes().count(b"\n") >= lines:
+                started.send_signal(signal.SIGKILL)
+            time.sleep(0.01)
+        started.communicate()
+        assert started.returncode == -signal.SIGKILL
+    assert run(*words, "--out", str(broken)).returncode == 0
+    for path in straight.iterdir():
+        one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
+        assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
+
+
+def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
+    study = MultipleChoice((SINK,), 1, task="dailydialog")
+    run_units(study, babbler(), tmp_path)
+    with pytest.raises(SettingError, match='another run: model is "babbler" there, not "tiny"'):
+        run_units(study, tiny(), tmp_path)
+
+
+class Noted(Grid):
+    """A grid that notes which units it runs; `depth` changes them."""
+
+    ran: list[str]
+    depth = 1
+    name = "noted"
+
+    def units(self) -> list[str]:
+        return [str(number) for number in range(self.limit)]
+
+    def run_unit(self, session: Any, unit: str, cell: Cell) -> Record:
+        setting = session.profile
+        self.ran.append(f"{setting.policy} {setting.budget} {setting.seed} {unit}")
+        return {"of": [setting.policy, setting.budget, setting.seed, unit, self.depth]}
+
+    def parameters(self) -> Record:
+        return super().parameters() | {"depth": self.depth}
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        return Report((), ())
+
+
+def noted(*settings: Profile, limit: int = 2, repeats: int = 1, depth: int = 1) -> Noted:
+    study = Noted(settings, limit, repeats=repeats)
+    object.__setattr__(study, "ran", [])
+    object.__setattr__(study, "depth", depth)
+    return study
+
+
+def test_a_study_is_extended_by_units_settings_and_seeds_and_runs_only_what_is_new(
+    tmp_path: Path,
+) -> None:
+    small, sink, random = Profile(policy="sink", budget=32), "sink 64 0", "random 64"
+    for study, new in (
+        (noted(SINK), {f"{sink} 0", f"{sink} 1"}),
+        (noted(SINK, limit=3), {f"{sink} 2"}),
+        (noted(RANDOM, SINK), {f"{random} 5 0", f"{random} 5 1"}),
+        (noted(small, SINK, RANDOM), {"sink 32 0 0", "sink 32 0 1"}),
+        (noted(RANDOM, repeats=2), {f"{random} 6 0", f"{random} 6 1"}),
+        (noted(small, RANDOM, SINK, repeats=2), set()),
+        (noted(SINK, limit=1), set()),
+    ):
+        found = run_units(study, babbler(), tmp_path)
+        assert set(study.ran) == new
+        assert found == run_units(study, babbler())  # as if there were no log
+
+
+def test_no_setting_that_a_result_depends_on_is_left_out_of_its_name(tmp_path: Path) -> None:
+    run_units(noted(SINK), babbler(), tmp_path)
+    others = {"system": "Be brief.", "pin_system": False, "protect": False, "sinks": 2}
+    for name, value in {**others, "evict": "turn", "dtype": "bfloat16", "temperature": 0.5}.items():
+        study = noted(SINK.model_copy(update={name: value}))
+        run_units(study, babbler(), tmp_path)
+        assert len(study.ran) == 2, name
+    for name, value in {
+        "description": "x",
+        "panel": "off",
+        "theme": "none",
+        "markdown": False,
+        "compile": "off",
+        "lookup": False,
+    }.items():
+        assert name in WITHOUT_EFFECT
+        study = noted(SINK.model_copy(update={name: value}))
+        run_units(study, babbler(), tmp_path)
+        assert not study.ran, name
+
+
+def test_what_changes_every_unit_is_refused_by_name(tmp_path: Path) -> None:
+    run_units(noted(SINK), babbler(), tmp_path)
+    with pytest.raises(SettingError, match="another run: depth is 1 there, not 2"):
+        run_units(noted(SINK, depth=2), babbler(), tmp_path)
+    log = tmp_path / "noted.jsonl"
+    lines = log.read_text("utf-8").splitlines()
+    log.write_text('{"task": "noted", "settings": [], "limit": 2}\n', "utf-8")
+    with pytest.raises(SettingError, match="by another version of sirchat"):
+        run_units(noted(SINK), babbler(), tmp_path)
+    names = [json.loads(line)["key"] for line in lines[1:]]
+    assert [name.split()[:2] for name in names] == [["sink", "64"]] * 2  # for people, too
+
+
+def test_which_fields_of_each_study_extend_it() -> None:
+    """All others change its units: a log with another value is refused."""
+    one, two = (SINK,), (SINK, RANDOM)
+    both, seeds = {"settings": two, "limit": 3}, {"repeats": 2}
+    recall = Profile(recall="mips")
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (MultipleChoice(one, 2), both | seeds | {"shots": (1,)}, {"seed": 1, "scoring": "text"}),
+        (RockPaperScissors(one, 2), both | seeds, {"rounds": 9, "scoring": "text"}),
+        (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
+        (Facts(one, 2), both | seeds | {"facts": (2,)}, {"between": (20,)}),
+        (RecallStudy(one, 2), both | seeds, {"between": (3,), "ask": "untold", "generate": True}),
+        (Topics(one, 2), both | seeds, {"between": 3}),
+        (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
+        (Uniformity(one, 2), both | seeds, {"rounds": 2}),
+        (Policies(one, 2, at=64), both | seeds | {"parts": ("facts",)}, {"between": (1,)}),
+        (Retrieval(SINK), {"limit": 3}, {"bases": (80,), "profile": RANDOM}),
+        (Privacy(recall), {"limit": 3}, {"base": 80, "counts": (1,)}),
+        (AttentionStudy(SINK), {"limit": 3}, {"tokens": 50}),
+        (AnchorAttention(SINK), {"limit": 3}, {"facts": 3}),
+    ]
+    for study, extends, changes in cases:
+        for name, value in extends.items():
+            assert replace(study, **{name: value}).shared() == study.shared(), (study.name, name)
+        for name, value in changes.items():
+            assert replace(study, **{name: value}).shared() != study.shared(), (study.name, name)
+
+
+def test_the_parts_of_the_study_of_policies_are_extended_each(tmp_path: Path) -> None:
+    asked = {"parts": ("grocery",), "at": 64}
+    run_units(Policies((SINK,), 1, **asked), babbler(), tmp_path)  # type: ignore[arg-type]
+    before = (tmp_path / "policies.jsonl").read_text("utf-8")
+    more = Policies((RANDOM, SINK), 1, **asked)  # type: ignore[arg-type]
+    found = run_units(more, babbler(), tmp_path)
+    after = (tmp_path / "policies.jsonl").read_text("utf-8")
+    assert after.startswith(before)
+    assert after.count("\n") == before.count("\n") + 1
+    assert found == run_units(more, babbler())
+
+
+def test_rows_of_one_setting_with_other_shots_are_other_units() -> None:
+    study = MultipleChoice((Profile(policy="full"),), 1, shots=(1, 2))
+    keys = study.keys()
+    assert len({study.log_key(key) for key in keys}) == len(keys) == 3

@@ -1,0 +1,205 @@
+"""The retrieval study: cells and conversations; the privacy study."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chatting import tiny
+from command import run
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.needle import (
+    TASKS,
+    NeedleDialogue,
+    dialogues_of_file,
+    needle_dialogue,
+    scored_part,
+)
+from sirchat.lab.studies.privacy import Privacy
+from sirchat.lab.studies.retrieval import (
+    BASE,
+    EVERYTHING,
+    FULL,
+    Retrieval,
+    cells,
+)
+from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.study import share
+
+FEW = Retrieval(
+    Profile(),
+    task="facts-12",
+    limit=2,
+    counts=(50,),
+    measures=("attention", "random"),
+    spans=(0,),
+    soft=(False,),
+)
+
+
+def test_every_variant_is_run_with_every_count() -> None:
+    options = Retrieval(Profile())
+    rows = {cell.row for cell in cells(options)}
+    assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
+    assert "attention x surprisal, soft, span 2" in rows
+    assert not any("soft" in row for row in rows if not row.startswith("attention"))
+    assert {row for row in rows if row.startswith("random")} == {"random", "random, span 2"}
+    by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
+    assert by_row.pop(BASE) == [0]
+    assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())
+    assert len({cell.key for cell in cells(options)}) == len(cells(options))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_conversations_contain_the_answer_to_their_question(task: str) -> None:
+    for number in range(20):
+        one = needle_dialogue(task, 0, number)
+        assert one == needle_dialogue(task, 0, number)
+        assert one != needle_dialogue(task, 1, number)
+        assert len(one.rounds) == TASKS[task] + task.startswith("facts")
+        users = [user for user, _ in one.rounds]
+        assert one.is_right(one.answer)
+        assert not one.is_right("I do not know.")
+        if task.startswith("stories"):
+            numbers = [text.split("In story ")[1].split(",")[0] for text in users]
+            assert numbers == [str(n + 1) for n in range(TASKS[task])]
+            words = one.answer.rstrip(".")
+            assert sum(words in text for text in users) == 1
+            assert words not in users[-1]
+        elif task.startswith("lines"):
+            line = one.question.removeprefix("What is the number in ").rstrip("?")
+            assert f"{line}: {one.answer}" in users[:-2]
+
+
+def test_a_right_answer_may_have_words_around_it_where_that_is_asked() -> None:
+    one = NeedleDialogue((), "", "In story 2, a Frog escaped.", substring=True)
+    assert one.is_right("1. In story 2,  a frog escaped. Is that right?")
+    assert not one.is_right("In story 1, a frog escaped.")
+    assert one.may_become_right("1. In")
+
+
+def test_released_conversations_contain_the_answer_to_their_question(data: Path) -> None:
+    lines = dialogues_of_file(data / "rag_questions.jsonl")
+    assert len(lines) == 10  # of eleven: one asks for a line that there is not
+    for one in lines:
+        line = one.question.removeprefix("What is the number in ").rstrip("?")
+        assert (f"{line}: {one.answer}", "OK.") in one.rounds
+    (story,) = dialogues_of_file(data / "rag_A_test_story.jsonl")
+    assert story.answer.startswith("In story 2, a Frog escaped")
+    last, frog = dialogues_of_file(
+        data / "rag_A_test_story_2.jsonl"
+    )  # a third tells and asks in one turn
+    assert last.answer.startswith("In story 10, a Princess")
+    assert frog.answer.startswith("In story 2, a Frog")
+    with pytest.raises(SettingError, match="no conversation"):
+        dialogues_of_file(data / "rag_mt_bench.jsonl")  # nothing is told there
+    study = Retrieval(Profile(), limit=3, data=str(data / "rag_questions.jsonl"))
+    assert (study.name, study.keys()) == ("rag_questions", ["0", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "can't be read"),
+        ("[]", "can't be read"),
+        ('{"turn": []}', "can't be read"),
+        ('{"turns": ["Line 1: 5", "What is the number in Line 2?"]}', "no conversation"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "data.jsonl").write_text(text, "utf-8")
+    with pytest.raises(SettingError, match=words):
+        Retrieval(Profile(), data=str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        ("In story 2, a Frog", "Frog"),
+        ("In story 12, an Owl met", "Owl met"),
+        ("In story 2, a", ""),
+        ("In sto", ""),
+        ("", ""),
+        ("It is a Frog", "It is a Frog"),
+        (" Your name is Anna. ", "Your name is Anna."),
+    ],
+)
+def test_the_number_of_a_story_is_not_scored(said: str, counts: str) -> None:
+    assert scored_part(said) == counts
+
+
+def test_a_task_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SettingError, match="there are stories-3, stories-10"):
+        Retrieval(Profile(), task="facts")
+
+
+def test_the_study_distinguishes_forgetting_from_recalling() -> None:
+    found = run_units(FEW, tiny())
+    assert all(one[FULL] and one[EVERYTHING] for one in found.values())
+    assert not any(one[f"{BASE}/0"] for one in found.values())
+    ends, table = FEW.report(found).tables
+    assert [name for name, _ in ends.rows] == [FULL, EVERYTHING, BASE]
+    shares = {row[0]: row[1] for row in table.rows}
+    assert shares["attention x surprisal"] == share([True, True])
+    assert min(one["tokens"] for one in found.values()) > 200
+
+
+@pytest.mark.slow
+def test_several_base_budgets_find_what_each_finds_alone() -> None:
+    one, other, both = (replace(FEW, limit=1, bases=bases) for bases in ((48,), (72,), (48, 72)))
+    alone = [run_units(study, tiny())["0"] for study in (one, other)]
+    together = run_units(both, tiny())["0"]
+    for base, found in zip((48, 72), alone, strict=True):
+        for key, right in found.items():
+            row, slash, count = key.partition("/")
+            assert together[f"{row}, base {base}/{count}" if slash else key] == right
+    ends, table = both.report({"0": together}).tables
+    assert [name for name, _ in ends.rows][2:] == [f"{BASE}, base 48", f"{BASE}, base 72"]
+    assert len(table.rows) == 2 * len(other.report({"0": alone[1]}).tables[1].rows)
+    with pytest.raises(SettingError, match="--base"):
+        replace(FEW, bases=(3,))
+
+
+def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
+    arguments = [
+        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--measures", "random"),
+        *("--weights", "none", "--spans", "0", "--out", str(tmp_path / "out"), "--json"),
+    ]
+    first = run(*arguments)
+    assert first.returncode == 0, first.stderr
+    record = json.loads(first.stdout)
+    assert record["task"] == "facts-12"
+    (_, random) = record["tables"]["facts-12"]["rows"]
+    assert random[1]["value"] in (0, 1)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names > {"facts-12.jsonl", "facts-12.md", "facts-12.svg", "facts-12.json"}
+    again = run(*arguments)
+    assert again.stdout == first.stdout
+    assert run("eval", "retrieval", "--measures", "bm52").returncode == 2
+
+
+def test_recalled_tokens_reveal_the_private_answer() -> None:
+    study = Privacy(
+        Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
+    )
+    found = run_units(study, tiny())
+    for one in found.values():
+        assert one["100"]["nats"] < one["0"]["nats"]
+        assert one["100"]["said"]
+        assert not one["0"]["said"]
+        assert one["0"]["quiz"]
+    (table,) = study.report(found).tables
+    assert [row[0] for row in table.rows] == ["0", "100"]
+    with pytest.raises(SettingError, match="recall is off"):
+        Privacy(Profile())
+
+
+def test_the_privacy_command_turns_recall_on_by_default() -> None:
+    done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall  # type: ignore[arg-type]

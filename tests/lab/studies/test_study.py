@@ -1,0 +1,264 @@
+"""Studies: the same units for every setting, and a report in every form."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import babbler, tiny, with_anchors
+from command import run
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.commands.study_flags import repeatable, settings_of
+from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.output import draw, markdown, print_report, record_of, write_report
+from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.report import Estimate, Plot, Report, Table, provenance
+from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.study import mean, share, share_over_seeds
+
+SINK = Profile(policy="sink", budget=64)
+RANDOM = Profile(policy="random", budget=64, seed=5)
+
+REPORT = Report(
+    header=("seed 0", "2 conversations"),
+    tables=(
+        Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
+        Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
+    ),
+    plots=(Plot("curve", "n", "right", {"a": ((1.0, 0.5), (10.0, 0.7))}, log_x=True),),
+    details={"seed": 0},
+)
+
+
+def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
+    study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
+    assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [
+        f"1/{seed}/{unit}" for seed in (5, 6, 7) for unit in "01"
+    ]
+    sink, random = study.findings(run_units(study, babbler()))
+    assert [len(one.by_seed) for one in (sink, random)] == [1, 3]
+    assert len(random.records) == 6
+
+
+def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
+    assert share_over_seeds([[True, False]]) == share([True, False])
+    uneven = share_over_seeds([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+    assert uneven.value == pytest.approx(14 / 27)
+    assert (uneven.low, uneven.high) == (0.0, 1.0)  # three seeds are few
+    same = share_over_seeds([[False] * 9] * 3)
+    assert same == share([False] * 27)
+
+
+@pytest.mark.slow
+def test_swept_settings_are_in_the_names_of_the_rows() -> None:
+    flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20,30")
+    done = run("eval", "dailydialog", *flags, "--limit", "1", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [row[0] for row in json.loads(done.stdout)["tables"]["dailydialog"]["rows"]]
+    assert rows == [
+        "reservoir 256 recent 8 sample 20",
+        "reservoir 256 recent 8 sample 30",
+        "reservoir 256 recent 16 sample 20",
+        "reservoir 256 recent 16 sample 30",
+        "sink 256",
+    ]
+    (row,) = settings_of(Profile(), "salience", "96", "1", ["words=false"])
+    assert (row.policy_options, row.attention) == ({"words": False}, "auto")
+    for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
+        refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
+        assert refused.returncode == 2
+        assert hint in refused.stderr
+
+
+def test_an_option_goes_to_every_policy_that_has_it() -> None:
+    given = changed(Profile(), "--option", policy_options={"words": True})
+    rows = settings_of(given, "salience,sink", "96", "1")
+    assert [(one.policy, one.policy_options) for one in rows] == [
+        ("salience", {"words": True}),
+        ("sink", {}),
+    ]
+    with pytest.raises(SettingError, match="--option: none of sink,random has an option words"):
+        settings_of(given, "sink,random", "96", "1")
+
+
+def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
+    head = provenance(tiny(), "test", "sirchat eval test --limit 2")
+    assert write_report(REPORT, head, tmp_path, "test") == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["test-2.csv", "test.csv", "test.json", "test.md", "test.svg"]
+    record = json.loads((tmp_path / "test.json").read_text("utf-8"))
+    assert record == json.loads(json.dumps(record_of(REPORT, head)))
+    first = record["tables"]["First"]["rows"][0]
+    assert (first[0], first[1]["value"], first[2]) == ("a | b", 0.5, 1200)
+    with (tmp_path / "test.csv").open() as file:
+        header, row = csv.reader(file)
+    assert header == ["setting", "right", "right low", "right high", "tokens"]
+    assert (row[0], float(row[1]), float(row[2])) == ("a | b", 0.5, first[1]["low"])
+    text = (tmp_path / "test.md").read_text("utf-8")
+    assert text == markdown(REPORT, head)
+    assert "`sirchat eval test --limit 2`" in text
+    assert r"| a \| b | 0.500 (0.09 to 0.91) | 1,200 |" in text
+    assert "| two |  |" in text
+    for part in ("tiny", "cpu", "float32", "torch", "transformers", "seed 0"):
+        assert part in text.splitlines()[0]
+
+
+def test_whether_an_earlier_chat_compiled_the_model_changes_no_study() -> None:
+    assert Profile().compile == "auto"
+    assert repeatable(Profile()).compile == "off"
+    assert [repeatable(Profile(compile=how)).compile for how in ("auto", "on")] == ["auto", "on"]
+    head = provenance(tiny(), "test", "")
+    assert head["compiled"] is False
+    assert "compiled step" not in markdown(REPORT, head)
+    assert "1 thread, compiled step, seed 0" in markdown(
+        REPORT, head | {"compiled": True, "threads": "1 thread"}
+    )
+
+
+def test_a_share_without_an_interval_has_none_in_json() -> None:
+    report = Report((), (Table("t", ("a", "b"), (("x", Estimate(0.5, -math.inf, math.inf)),)),))
+    record = record_of(report, {})
+    assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
+    json.loads(json.dumps(record, allow_nan=False))
+
+
+def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(
+    tmp_path: Path,
+) -> None:
+    empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
+    report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
+    head = provenance(tiny(), "test", "")
+    assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
+    assert "| x | - | - | - | - |" in markdown(report, head)
+    write_report(report, head, tmp_path, "t")
+    with (tmp_path / "t.csv").open() as file:
+        assert list(csv.reader(file))[1] == ["x", *[""] * 10]
+    assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
+
+
+def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
+    (plot,) = REPORT.plots
+    for name in ("one.svg", "two.svg"):
+        assert draw(plot, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
+    model = tiny()
+    study = Perplexity((Profile(policy="full"),), 400)
+    ids = [token for piece in study.rounds(model) for token in piece]
+    assert len(ids) == 400
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    (found,) = run_units(study, model).values()
+    assert found["tokens"] == 400
+    for at, each in enumerate(found["nats"][1:], 1):  # the first token of all has no surprisal
+        assert each == pytest.approx(float(nats[4 * at - 1 : 4 * at + 3].mean()), abs=1e-4)
+    assert len(found["nats"]) == 100
+
+
+def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
+    settings = (Profile(policy="full"), SINK, Profile(policy="window", budget=64))
+    study = Perplexity(settings, 300, text=str(file))
+    (table,) = study.report(run_units(study, tiny())).tables
+    assert [row[0] for row in table.rows] == ["full", "sink 64", "window 64"]
+    assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
+    with pytest.raises(SettingError, match="can't be read"):
+        Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
+
+
+def test_anchors_are_inserted_into_a_text_and_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("My name is Anna. I live in Lisbon. " * 60, "utf-8")
+    model = with_anchors()
+    assert model.anchors is not None
+    study = Perplexity((Profile(policy="full", sinks=1),), 300, text=str(file))
+    ids = [token for piece in study.rounds(model) for token in piece]
+    anchor = np.array(ids) == model.anchors.token_id
+    assert (~anchor).sum() == 300
+    text = model.tokenizer.decode(np.array(ids)[~anchor])
+    assert file.read_text("utf-8").startswith(text.lstrip())
+    assert anchor.sum() == text.count(".")  # one for each sentence
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    (found,) = run_units(study, model).values()
+    assert found["tokens"] == 300
+    expected = nats.numpy()[~anchor[1:]]  # [299]: the first token of all has no surprisal
+    assert np.mean(found["nats"][1:]) == pytest.approx(float(expected[2:].mean()), abs=1e-3)
+
+
+def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(f"number {n}" for n in range(400)), "utf-8")
+    study = Perplexity((SINK,), 640, text=str(file), readings=5)
+    readings = [list(study.rounds(tiny(), number)) for number in range(5)]
+    assert [len(rounds) for rounds in readings] == [10] * 5
+    for place in range(10):
+        assert {tuple(one[place]) for one in readings} == {
+            tuple(readings[0][(place + 2 * number) % 10]) for number in range(5)
+        }
+
+
+@pytest.mark.slow
+def test_all_readings_of_synthetic_dialogue_have_the_same_rounds() -> None:
+    study = Perplexity((SINK,), 3_000, readings=2)
+    first, second = (list(study.rounds(tiny(), number)) for number in range(2))
+    assert first[0] != second[0]
+    assert sum(map(len, first)) == sum(map(len, second)) == 3_000
+    shared = {tuple(one) for one in first} & {tuple(one) for one in second}
+    assert len(shared) >= 0.6 * len(first)
+    (found, again) = run_units(study, tiny()).values()
+    assert found["nats"] != again["nats"]
+
+
+def test_full_reads_on_beyond_the_models_length() -> None:
+    study = Perplexity((Profile(policy="full"),), 4_200)
+    (found,) = run_units(study, babbler()).values()
+    assert found["tokens"] == 4_200  # of 4,096
+
+
+def test_the_command_of_a_study_refuses_in_one_line() -> None:
+    for words, hint in (
+        (("grocery", "--policies", "entropie"), "entropy"),
+        (("grocery", "--shots", "x"), "numbers"),
+        (("recall", "--ask", "tell"), "told"),
+        (("perplexity", "--text", "/nowhere"), "can't be read"),
+    ):
+        done = run("eval", *words)
+        assert done.returncode == 2, words
+        assert hint in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("width", [40, 90, 200])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_number_is_cut_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    columns = ("setting", "exact answers", "demonstrations", "milliseconds", "half", "last")
+    row = ("entropy 256, decay 0.9", Estimate(0.93, 0.9, 0.96), 1234.5, 0.25, "far-away", 7)
+    head = {"model": "tiny", "revision": "r", "device": "cpu", "dtype": "float32"}
+    head |= dict.fromkeys(("task", "command", "sirchat", "torch", "transformers"), "x")
+    print_report(Report((), (Table("Recall", columns, (row,)),)), head)
+    shown = capsys.readouterr().out
+    for part in ("entropy 256, decay 0.9", "0.930", "1234.500", "demonstrations", "far-away", "7"):
+        assert part in shown
+    assert "…" not in shown
+    assert ("0.930 (0.90 to 0.96)" in shown) == (width == 200 or not is_terminal)

@@ -1,0 +1,80 @@
+"""The clock of a training, and its learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from sirchat.lab.training.time_limit import Schedule, TrainingClock, learning_rate
+
+
+class Time:
+    """A time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def finish_steps(clock: TrainingClock, time: Time, *seconds: float) -> None:
+    for one in seconds:
+        time.seconds += one
+        clock.finish_step()
+
+
+def test_the_time_is_over_before_a_step_that_would_not_fit() -> None:
+    clock = TrainingClock(60, now=(time := Time()))
+    finish_steps(clock, time, 20)
+    assert (clock.seconds, clock.is_over) == (20, False)
+    assert clock.share == pytest.approx(1 / 3)
+    finish_steps(clock, time, 19)
+    assert not clock.is_over
+    finish_steps(clock, time, 11)  # at second 50, and another step as long would end at 61
+    assert clock.is_over
+
+
+def test_the_time_between_two_runs_does_not_count() -> None:
+    clock = TrainingClock(60, before=[10, 20, 30], now=(time := Time()))
+    time.seconds += 500  # until the training begins
+    clock.start()
+    assert (clock.seconds, clock.is_over) == (30, False)
+    finish_steps(clock, time, 10)
+    assert (clock.seconds, clock.is_over) == (40, False)
+
+
+def test_a_training_whose_time_was_over_has_no_further_step() -> None:
+    assert TrainingClock(60, before=[25, 50]).is_over
+    assert not TrainingClock(80, before=[25, 50]).is_over
+
+
+def test_without_a_limit_it_is_never_over() -> None:
+    clock = TrainingClock(now=(time := Time()))
+    finish_steps(clock, time, 1e9)
+    assert (clock.share, clock.is_over) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"), [("constant", "constant_with_warmup"), ("cosine",) * 2]
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_by_steps_the_learning_rate_is_that_of_transformers(
+    schedule: Schedule, theirs: str, warmup: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    oracle = get_scheduler(theirs, optimizer, warmup, 12)
+    for step in range(12):
+        (expected,) = oracle.get_last_lr()
+        assert learning_rate(step, 12, warmup, schedule) == pytest.approx(expected)
+        optimizer.step()
+        oracle.step()
+
+
+def test_cosine_follows_whichever_ends_first_steps_or_time() -> None:
+    assert learning_rate(50, 100, 0, "cosine", share=0.1) == pytest.approx(0.5)
+    assert learning_rate(10, 100, 0, "cosine", share=0.5) == pytest.approx(0.5)
+    assert learning_rate(10, 100, 0, "cosine", share=1.0) == pytest.approx(0.0)
+    assert learning_rate(1, 100, 2, "cosine", share=0.5) == pytest.approx(0.25)
+    assert learning_rate(10, 100, 0, "constant", share=0.9) == 1.0
