@@ -33,7 +33,7 @@ def test_a_chat_works_without_the_laboratory(tmp_path: Path) -> None:
     overview = run("--help").stdout
     assert "  sessions " in overview
     assert "  bench " not in overview
-    assert "there is no command 'train'" in run("train").stderr
+    assert 'there is no command "train"' in run("train").stderr
     chat = run("--max-new-tokens", "3", typed="My name is Anna.")
     assert (chat.returncode, chat.stderr) == (0, "")
     assert chat.stdout.strip()
