@@ -101,7 +101,7 @@ def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     knowing = {f"sirchat.saved.{name}" for name in ("autosave", "saved_settings", "saved_state")}
     for module in set(below("sirchat.saved")) - knowing:
         for name in ours(module):
-            more = records if module == "sirchat.saved.tensors" else set()
+            more = records if module == "sirchat.saved.keys_values" else set()
             assert within(name, *(f"sirchat.{one}" for one in allowed | more)), (module, name)
 
 

@@ -1,4 +1,4 @@
-"""Settings that follow the model where the user has set none: how replies are drawn, the budget."""
+"""Settings that follow the model where the user has set none: sampling, the budget."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 from sirchat.config.profile import Profile
 from sirchat.models.names import BUNDLED
 
-if TYPE_CHECKING:  # a list of models needs no torch
+if TYPE_CHECKING:  # the prompt is there before torch
     from sirchat.models.model import LoadedModel
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 """Settings that say how the next token is drawn; they belong together."""
 
+
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 """For a model that says nothing itself: near the likeliest words, but not in circles."""
+
 
 MOST_BUDGET = 4096
 

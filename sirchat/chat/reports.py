@@ -19,9 +19,8 @@ from sirchat.chat.events import (
     TokenRow,
     TurnDone,
 )
-from sirchat.chat.scores import policy_scores
 from sirchat.chat.settings import has_effect
-from sirchat.chat.snapshot import Positions, Texts, token_rows
+from sirchat.chat.snapshot import Positions, Texts, policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine

@@ -1,12 +1,15 @@
-"""Reading a conversation anew: its text, turn by turn, in another session."""
+"""Reading a conversation anew: in another session, further back, or as a summary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from sirchat.chat.session import Session
-from sirchat.models.bars import Progress
+from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.settings import temporarily
+from sirchat.errors import UndoError, UsageError
+from sirchat.models.progress import Progress
 
 
 class SaidTurn(Protocol):
@@ -39,3 +42,90 @@ def own_pins(session: Session) -> int:
     """How many tokens the user pinned; reading anew does not pin them again."""
     prompt, rows = session.conversation.system, session.snapshot().rows
     return sum("pinned" in row.flags and row.position not in prompt for row in rows)
+
+
+def check_rewind(session: Session, count: int) -> list[int]:
+    """Indices of all user turns; raises UndoError if they are fewer than `count`."""
+    asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
+    if count > len(asked):
+        raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
+    return asked
+
+
+def rewind(session: Session, count: int) -> bool:
+    """Take back the last `count` user turns and all after them.
+
+    Turns are undone exactly where that is possible. Otherwise the turns before them are read again,
+    from their text; returns whether they were.
+
+    Raises UndoError, changing nothing, as `check_rewind` does.
+    """
+    asked = check_rewind(session, count)
+    try:
+        for _ in range(count):
+            session.undo()
+    except UndoError:
+        before = session.turns[: asked[-count]]
+        session.reset()
+        read_again(session, before)
+        return True
+    return False
+
+
+def read_before_last(session: Session, progress: Progress | None = None) -> Session:
+    """Another session, with the same settings, that has read the turns before the last user turn.
+
+    `session` stays as it is. Raises UndoError as `check_rewind` does.
+    """
+    before = session.turns[: check_rewind(session, 1)[-1]]
+    again = Session(session.model, session.profile)
+    read_again(again, before, progress)
+    return again
+
+
+_QUESTION = (
+    "Summarize our conversation so far in a few short sentences, with all names, numbers and "
+    "decisions. Write nothing else."
+)
+_MARK = "Summary of our conversation so far, by the assistant: "
+_ANSWER = "Noted."
+_SHARE = 8
+"""A summary takes at most the budget divided by this: pins may take half of it."""
+
+
+def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
+    """Ask the model for a summary, undo that, and read the summary as a pinned turn.
+
+    It is a turn like any other for `undo`. Raises UsageError where nothing was said, and
+    SettingError where the pin leaves too little room; the conversation is then as it was.
+    """
+    if not session.turns:
+        raise UsageError("nothing is said yet, so there is nothing to summarize")
+    index, said = len(session.turns), ""
+    most = max(16, min(session.profile.max_new_tokens, session.budget // _SHARE))
+    with temporarily(session, "/summarize", {"max_new_tokens": most}):
+        try:
+            for event in session.ask(_QUESTION, interrupted):
+                if not isinstance(event, TurnDone):
+                    yield event
+                elif event.role == "assistant":
+                    said = event.text.strip()
+        finally:
+            if len(session.turns) > index:
+                session.undo()
+    if interrupted() or not said:
+        yield Notice("no summary was made; the conversation is as it was")
+        return
+    yield from _quietly(session.read_user(_MARK + said))
+    yield from _quietly(session.read_reply(_ANSWER))
+    try:
+        session.pin(f"turn {index}")
+    except BaseException:
+        session.undo()
+        raise
+    yield Notice(f"turn {index} is the summary, and pinned; /undo takes it back")
+
+
+def _quietly(events: Iterator[Event]) -> Iterator[Event]:
+    """Without the reports of turns that nobody said."""
+    return (event for event in events if not isinstance(event, TurnDone))

@@ -17,27 +17,30 @@ import numpy as np
 
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Tally, Turn, UndoPoint
 from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, TokenRow, Undone
-from sirchat.chat.forget import erase_text, tokens_to_erase
 from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
-from sirchat.chat.settings import build_cache_settings, build_engine, build_sampling, check_profile
-from sirchat.chat.snapshot import Positions, Snapshot, take_snapshot
-from sirchat.chat.standing import Standing, standings
-from sirchat.chat.switching import all_or_nothing, switched
-from sirchat.chat.targets import positions_of
+from sirchat.chat.settings import (
+    all_or_nothing,
+    build_cache_settings,
+    build_engine,
+    build_sampling,
+    check_profile,
+    switched,
+)
+from sirchat.chat.snapshot import Positions, Snapshot, Standing, standings, take_snapshot
+from sirchat.chat.targets import erase_text, positions_of, tokens_to_erase
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.config.profile import Profile
-from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
-from sirchat.engine.sampling import Sampler
+from sirchat.engine.sampling import PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.text.detokenizer import TextStream, TokenTexts
-from sirchat.text.surrogates import without_surrogates
 from sirchat.text.template import Template, TurnIds
+from sirchat.text.text_file import without_surrogates
 
 __all__ = ("Interrupted", "Session")
 

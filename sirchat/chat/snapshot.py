@@ -1,4 +1,4 @@
-"""The memory at one moment, to be drawn or printed: plain values, no engine behind them."""
+"""The memory at one moment, to be drawn or printed: scores, ranks, shares; plain values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,86 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.scores import policy_scores, score_unit, shown_scores
 from sirchat.chat.words import around, is_mark, said, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role, State
+from sirchat.memory.policies.base import ScorePolicy
 
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
+    """The policy's scores of rows at `positions` [n], ascending; higher stays.
+
+    None for a policy without scores. Rows that are not held are scored as if they were.
+    """
+    policy = engine.settings.policy
+    if not isinstance(policy, ScorePolicy):
+        return None
+    found = _as_if_held(engine, positions, lambda rows: {"score": policy.score(rows)})
+    return found.get("score", np.zeros(0))
+
+
+def shown_scores(engine: Engine, scores: Floats) -> Floats:
+    """Scores [n] as people see them: finite, and not as logarithms."""
+    policy = engine.settings.policy
+    if isinstance(policy, ScorePolicy) and policy.log_scale:
+        return finite_exp(scores)
+    return np.nan_to_num(scores, nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+
+
+def score_unit(engine: Engine) -> str:
+    """Unit of the shown scores, such as "nats"; empty for a plain number."""
+    policy = engine.settings.policy
+    return policy.unit if isinstance(policy, ScorePolicy) else ""
+
+
+def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
+    """The factors [n] that explain the policy's scores at `positions` [n], by name."""
+    policy = engine.settings.policy
+    if not isinstance(policy, ScorePolicy):
+        return {}
+    found = _as_if_held(engine, positions, policy.log_factors)
+    return {name: finite_exp(one) for name, one in found.items()}
+
+
+def finite_exp(logarithms: Floats) -> Floats:
+    """The exponential, at most the largest number there is; of NaN it is 0."""
+    known = np.nan_to_num(logarithms, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    numbers: Floats = np.exp(known.clip(max=np.log(_LARGEST)))
+    return numbers
+
+
+def _as_if_held(
+    engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
+) -> dict[str, Floats]:
+    """What `compute` gives for the rows at `positions` [n], by name, [n] each.
+
+    A score may depend on the other rows. Rows that the policy holds are computed as it sees them;
+    recalled rows as if the policy held them too; all other rows as if all of these were held.
+    """
+    held = engine.ledger.held_positions
+    own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
+    found: dict[str, Floats] = {}
+    unknown = np.ones(len(positions), bool)
+    for among in (own, held, np.union1d(held, positions)):
+        here = unknown & np.isin(positions, among)
+        if here.any():
+            at = np.searchsorted(among, positions[here])
+            for name, one in compute(engine.view(among)).items():
+                values = found.setdefault(name, np.zeros(len(positions)))
+                values[here] = one.double().numpy()[at]
+            unknown &= ~here
+    return found
+
+
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 """Ids and their stream positions to the text of each; see `text.detokenizer.TokenTexts`."""
 
@@ -263,3 +333,67 @@ def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
     shown = flags & ~Flag.CONTINUES  # the text shows it
     names += [flag.name.lower() for flag in Flag if shown & flag and flag.name]
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One token among those that are held.
+
+    Attributes:
+        row: the token, with its score.
+        state: `held`, `archived` (it can come back) or `gone`.
+        decayed_to: product of the decays since the token was read; 1 for none.
+        factors: what else explains the score, by name.
+        rank: 1 for the highest score of the held tokens; the rank it would have, if it is not held;
+            null for a policy without scores.
+        held: number of held tokens.
+        threshold: score at or below which a token would leave now, as in `Snapshot`.
+        leaves: whether the token is among those that would leave next.
+    """
+
+    row: TokenRow
+    state: str
+    decayed_to: float
+    factors: dict[str, float]
+    rank: int | None
+    held: int
+    threshold: float | None
+    leaves: bool
+
+
+def standings(
+    engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
+) -> list[Standing]:
+    """The standing of the tokens at these positions, ascending, in the memory as it is `now`."""
+    ledger = engine.ledger
+    among = np.union1d(ledger.held_positions, positions)
+    asked = np.searchsorted(among, positions)
+    scores = policy_scores(engine, among)
+    ranks: list[int | None] = [None] * len(positions)
+    if scores is not None:
+        held = np.sort(scores[np.searchsorted(among, ledger.held_positions)])
+        above = len(held) - np.searchsorted(held, scores[asked], side="right")
+        ranks = [int(one) + 1 for one in above]
+    own_scores = None if scores is None else scores[asked]
+    rows = token_rows(engine, positions, texts, sinks, own_scores)
+    decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
+    states = ledger.column("state")[positions].tolist()
+    leaving = set(now.next_to_go)
+    factors = {  # surprisal and decay have columns of their own
+        name: one[asked]
+        for name, one in explaining_factors(engine, among).items()
+        if name not in ("surprisal", "decay")
+    }
+    return [
+        Standing(
+            row=row,
+            state=State(states[i]).name.lower(),
+            decayed_to=float(decayed_to[i]),
+            factors={name: float(one[i]) for name, one in factors.items()},
+            rank=ranks[i],
+            held=ledger.held_count,
+            threshold=now.threshold,
+            leaves=row.position in leaving,
+        )
+        for i, row in enumerate(rows)
+    ]

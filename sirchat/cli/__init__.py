@@ -4,7 +4,7 @@ import sys
 from contextlib import suppress
 
 from sirchat.cli.registry import overview
-from sirchat.cli.streams import prepare_streams
+from sirchat.cli.signals import prepare_streams
 
 __all__ = ("main",)
 

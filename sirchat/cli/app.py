@@ -17,17 +17,12 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sirchat import __version__
-from sirchat.cli.ask import ask_once
-from sirchat.cli.chat import open_chat
-from sirchat.cli.doctor import doctor
+from sirchat.cli.chat import ask_once, open_chat, replay_transcript, tutorial
+from sirchat.cli.doctor import doctor, man, show_paths
 from sirchat.cli.flags import with_settings
 from sirchat.cli.launch import Debug, Trust, misplaced_flag
-from sirchat.cli.man import man
-from sirchat.cli.paths import show_paths
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
-from sirchat.cli.replay import replay_transcript
 from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
-from sirchat.cli.tutorial import tutorial
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 

@@ -1,25 +1,28 @@
-"""Opening a chat: a new one, or a saved one with `--resume`."""
+"""The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from sirchat.cli.launch import open_session, profile_of, quick_start
+import typer
+
+from sirchat.cli.launch import Debug, open_session, profile_of, quick_start
 from sirchat.config.layers import changed
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import trusted_policies
 from sirchat.config.values import parse_value
-from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
 from sirchat.memory.policies import import_typed
+from sirchat.text.transcript import MOST_BYTES
 from sirchat.ui.interrupt import insistent
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
-    from sirchat.models.bars import Progress
+    from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
 
 
@@ -42,8 +45,8 @@ def open_chat(
         profile, store = profile_of(flags), None
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
-    from sirchat.ui.first_prompt import chat
     from sirchat.ui.screen import Screen
+    from sirchat.ui.startup import chat
 
     def opened(report: "Progress | None") -> "Session":
         with quick_start():
@@ -89,7 +92,7 @@ def saved_settings(
     """The settings to open a saved session with, its store, and those to switch to afterwards."""
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
-    from sirchat.saved.saved_settings import saved_profile
+    from sirchat.saved.saved_state import saved_profile
     from sirchat.saved.session_list import open_session
 
     flags = dict(flags)
@@ -139,3 +142,128 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
         if not terminal_has_gone(error):
             raise
         raise BrokenPipeError from error
+
+
+if TYPE_CHECKING:
+    from sirchat.saved.store import SessionStore
+
+
+def ask_once(
+    question: str, flags: dict[str, Any], *, resume: str | None, json: bool, trust: bool
+) -> None:
+    """Ask, print the reply alone on standard output, and end.
+
+    What comes from a pipe or a file stands before the question, or is the question. A saved chat
+    (`resume`) is asked in its own memory, and saved with the reply.
+    """
+    text = _message(question)
+    later: dict[str, Any] = {}
+    store: SessionStore | None = None
+    if resume is None:
+        profile = profile_of(flags)
+    else:
+        profile, store, later = saved_settings(resume, flags, at_once=False)
+    from sirchat.ui.progress import loading_bar
+    from sirchat.ui.replay import print_reply
+    from sirchat.ui.saved_chat import SavedChat
+    from sirchat.ui.screen import Screen
+
+    screen = Screen(theme=profile.theme)
+    with loading_bar(screen, profile.model) as report:
+        session = open_saved(profile, trust, report, store, later)
+    if store is None:
+        print_reply(session, text, screen, as_json=json)
+        return
+    saved_chat = SavedChat(session, screen, store)
+    try:
+        print_reply(session, text, screen, as_json=json)
+    finally:
+        saved_chat.close()
+
+
+def _message(question: str) -> str:
+    """The question, after what standard input holds."""
+    given = ""
+    if not sys.stdin.isatty():
+        try:
+            data = sys.stdin.buffer.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise UsageError(f"standard input has more than {MOST_BYTES:,} bytes")
+            given = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise UsageError("standard input is not UTF-8", hint="ask takes text") from None
+    parts = [part for part in (given.strip("\n"), question) if part.strip()]
+    if not parts:
+        raise UsageError("there is no question", hint='sirchat ask "What is a KV cache?"')
+    return "\n\n".join(parts)
+
+
+def replay_transcript(
+    name: str,
+    flags: dict[str, Any],
+    *,
+    feed: bool,
+    format: str,
+    json: bool,
+    json_tokens: bool,
+    trust: bool,
+    quiet: bool,
+) -> None:
+    """Replay a file, or standard input where `name` is "-" or "standard input".
+
+    Raises TranscriptError for a file that can't be read, before the model is loaded.
+    """
+    from sirchat.text.transcript import one_conversation, read_turns
+
+    profile = profile_of(flags)
+    from_stdin = name in ("-", "standard input")
+    try:
+        stream = sys.stdin.buffer if from_stdin else open(name, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    with stream:
+        shown = "standard input" if from_stdin else name
+        turns = one_conversation(read_turns(stream, shown, format), shown)
+        from sirchat.ui.progress import loading_bar
+        from sirchat.ui.replay import ReplayOptions, replay
+        from sirchat.ui.screen import Screen
+
+        screen = Screen(theme=profile.theme, is_quiet=quiet)
+        with loading_bar(screen, profile.model) as report:
+            session = open_session(profile, trust, report, rows_in_events=json_tokens)
+        options = ReplayOptions(feed=feed, json=json or json_tokens, name=name)
+        replay(session, turns, screen, options)
+
+
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
+    from sirchat.models.progress import Progress
+
+
+def tutorial(
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Run through without waiting for Enter.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """See a chat forget and remember, in three minutes, with the bundled model.
+
+    Nothing is saved. Where input or output is no terminal, it does not wait.
+    The exit code is then 1 if something does not go as it should.
+    """
+    own = profile_of({}, loads_model=False)
+    with meanwhile("loading tiny"), quick_start(), insistent():
+        from sirchat.chat.session import Session
+        from sirchat.models.model import load_model
+        from sirchat.ui.screen import Screen
+        from sirchat.ui.tutorial import run_tutorial
+        from sirchat.ui.tutorial_steps import SETTINGS
+
+    def opened(report: "Progress | None") -> "Session":
+        # Of the user's settings only those that change nothing of what is shown.
+        model = load_model("tiny", device="cpu", threads=own.threads, progress=report)
+        return Session(model, Profile(save=False, theme=own.theme, **SETTINGS))
+
+    waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()
+    if not run_tutorial(opened, Screen(theme=own.theme), waits=waits) and not waits:
+        raise typer.Exit(1)

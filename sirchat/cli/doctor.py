@@ -1,10 +1,17 @@
-"""`sirchat doctor`: what a bug report needs."""
+"""`sirchat doctor`, `paths` and `man`: what is installed, where it lies, and how it is used."""
 
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sirchat import __version__, paths
 from sirchat.cli.launch import quick_start
+from sirchat.cli.registry import EXAMPLES, groups
+from sirchat.config.profile import Profile
 from sirchat.models.hub import require
 from sirchat.ui.text import displayable
 
@@ -34,3 +41,87 @@ def doctor(
         typer.echo(dumps([asdict(one) for one in found], indent=2))
     if any(one.problem for one in found):
         raise typer.Exit(1)
+
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_paths() -> None:
+    """Where sirchat keeps files, how much lies there, and how to remove everything."""
+    kept = {
+        "profiles": paths.user_profiles_dir(),
+        "saved chats": paths.sessions_dir(),
+        "models": paths.models_dir(),
+        "archives": paths.archives_dir(),
+        "what you typed": paths.history_file(),
+        "compiled": paths.compiled_dir(),
+    }
+    rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
+    wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, place, size in rows:
+        typer.echo(displayable(f"{name:<{wide[0]}}  {place:<{wide[1]}}  {size}"))
+    folders = dict.fromkeys([paths.config_dir(), paths.data_dir(), paths.state_dir()])
+    kept_in = ", ".join(map(paths.abbreviated, folders))
+    typer.echo(
+        displayable(
+            f"\nTo remove sirchat: delete {kept_in}; then pip uninstall sirchat. Models from the "
+            "Hugging Face hub lie in its own cache, which other programs share."
+        )
+    )
+
+
+def size_of(path: Path) -> str:
+    """How much a file or a folder holds, in words."""
+    if not path.exists():
+        return "nothing yet"
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    size, power = float(sum(one.stat().st_size for one in files)), 0
+    while size >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
+    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
+
+
+_NAME = "endless chat with local language models, under a budget of memory"
+
+_ABOUT = """\
+A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
+holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
+Alone, it opens a chat, in which /help lists the commands. Where standard input is a file or a pipe,
+it replays that as a transcript.
+"""
+
+_STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
+
+
+def man() -> None:
+    """Print the manual page, in roff."""
+    typer.echo("\n".join(_page()))
+
+
+def _page() -> Iterator[str]:
+    yield f'.TH SIRCHAT 1 "" "sirchat {__version__}"'
+    yield from (".SH NAME", f"sirchat \\- {_NAME}", ".SH SYNOPSIS")
+    for line in ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ..."):
+        yield from (".nf", _escaped(line), ".fi")
+    yield from (".SH DESCRIPTION", *map(_escaped, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
+    for commands in groups().values():
+        for name, meaning in commands.items():
+            yield from (".TP", f".B {name}", _escaped(f"{meaning}; for example:"), ".br")
+            yield _escaped(EXAMPLES[name])
+    yield ".SH SETTINGS"
+    yield "Flags, which are also lines of a profile, variables SIRCHAT_NAME, and /set in a chat."
+    for name, field in Profile.model_fields.items():
+        if name != "description":
+            flag = "option KEY=VALUE" if name == "policy_options" else name.replace("_", "-")
+            yield from (".TP", f".B {_escaped('--' + flag)}", _escaped(field.description or ""))
+    yield ".SH EXIT STATUS"
+    for code, meaning in _STATUS:
+        yield from (".TP", f".B {code}", meaning)
+    yield from (".SH FILES", _escaped("sirchat paths lists them, and says how to remove them."))
+
+
+def _escaped(text: str) -> str:
+    """A line of text as roff, in which a dot or a quote in front would be a request."""
+    text = text.replace("\\", "\\e").replace("-", "\\-")
+    return re.sub(r"^(?=[.'])", r"\\&", text)

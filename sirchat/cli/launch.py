@@ -18,8 +18,8 @@ from sirchat.ui.interrupt import insistent
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
-    from sirchat.models.bars import Progress
     from sirchat.models.model import LoadedModel
+    from sirchat.models.progress import Progress
 
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -76,7 +76,7 @@ def quick_start() -> Iterator[None]:
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
     """Load the model of a profile; `report` is called with its progress."""
     with insistent():
-        from sirchat.memory.archive_folder import sweep
+        from sirchat.memory.segments import sweep
         from sirchat.models.of_profile import load_of
 
     sweep(archives_dir())

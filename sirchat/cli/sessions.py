@@ -35,7 +35,7 @@ def sessions_list() -> None:
     from rich.console import Console
 
     from sirchat.saved.session_list import list_sessions
-    from sirchat.ui.sessions_table import draw_sessions
+    from sirchat.ui.tables import draw_sessions
 
     listing = list_sessions(sessions_dir())
     if listing.sessions:
@@ -68,7 +68,7 @@ def sessions_rm(
 ) -> None:
     """Delete a saved chat and all that was kept of it, after a yes."""
     from sirchat.saved.session_list import remove_session
-    from sirchat.ui.removal import removal, typed_lines
+    from sirchat.ui.saved_chat import removal, typed_lines
 
     chat = removal(sessions_dir(), ident)
     if not yes:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command in order: files are closed, archives removed; leaving early."""
+"""Standard streams and signals: closed streams, SIGTERM and SIGHUP, leaving in order."""
 
 import os
 import signal
@@ -7,6 +7,34 @@ import threading
 import warnings
 from contextlib import suppress
 from types import FrameType
+from typing import Any
+
+
+def prepare_streams() -> str:
+    """Replace closed streams, and print in any locale; returns what is wrong, or nothing.
+
+    Where standard input or error is closed, there is nothing to read, and errors are not seen.
+    Characters that the locale lacks become question marks. Only a closed standard output is a
+    problem.
+    """
+    closed = sys.stdout is None
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _nothing(number, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    return "standard output is closed" if closed else ""
+
+
+def _nothing(number: int, mode: str) -> Any:
+    """The null device under a standard number, lest a file of ours gets that number."""
+    opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    return open(number, mode, encoding="utf-8", closefd=False)
+
 
 _ENDING = ("SIGTERM", "SIGHUP")
 _SECONDS = 1.0  # until it is checked that a signal has begun to end the program
@@ -115,7 +143,7 @@ def _exit(code: int) -> None:
 
 def leave_opening(leaving: SystemExit) -> None:
     """End at once if a thread still loads a model: Python can't stop it in order."""
-    opening = sys.modules.get("sirchat.ui.opening")  # not imported, so not running
+    opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
         return
     leave_terminal()

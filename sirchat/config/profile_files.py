@@ -17,8 +17,7 @@ from typing import Any
 from sirchat import paths
 from sirchat.config.layers import Layer, Origin, check_values, merged
 from sirchat.config.profile import Profile
-from sirchat.config.values import parse_value, require_setting
-from sirchat.config.yaml12 import parse_yaml, yaml_line
+from sirchat.config.values import parse_value, parse_yaml, require_setting, yaml_line
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 

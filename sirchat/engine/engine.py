@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sirchat.engine.budget import Budget
 from sirchat.engine.cache_contents import CacheContents, Moves
-from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.reader import CausalModel, Chunk, Reader
 from sirchat.engine.records import (
     CacheSettings,
@@ -36,7 +35,7 @@ from sirchat.engine.records import (
     Stopped,
     TurnRef,
 )
-from sirchat.engine.sampling import Sampler
+from sirchat.engine.sampling import PromptLookup, Sampler
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.decay import automatic_decay

@@ -19,10 +19,9 @@ from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Role, State
-from sirchat.memory.ranking import Ranking, wants_index
+from sirchat.memory.ranking import ArchivedTurns, Ranking, Scores, wants_index
 from sirchat.memory.recall import BY_TURN, Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
-from sirchat.memory.turnwise import ArchivedTurns, Scores
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 

@@ -1,4 +1,4 @@
-"""An approximate search index over the archive, so that recall need not score every row.
+"""The search index of the archive: vectors whose inner products rank rows, and faiss over them.
 
 Its projection axes and centroids are learnt from the rows archived when it is built; it is rebuilt
 when there are four times as many. Rows that leave the archive are removed from the index. After
@@ -9,8 +9,9 @@ forgotten ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.nearest import Nearest, sample_for
-from sirchat.memory.recall import Query, RecallSettings
+from sirchat.memory.recall import Query, RecallSettings, pair, unit
 from sirchat.memory.segments import Positions, Rows
-from sirchat.memory.vectors import Vectors
 
 if TYPE_CHECKING:
     from sirchat.memory.archive import Archive
@@ -157,3 +156,237 @@ def evenly(positions: Positions, count: int) -> Positions:
 
 def _nats(rows: Rows, surprisal_of: SurprisalOf) -> Tensor:
     return torch.from_numpy(surprisal_of(rows.positions)).float()
+
+
+DIMS = 256
+"""Most numbers of a row in the index, over all its vectors."""
+
+_MIN_DIMS, _STEP = 16, 8  # of one vector; faiss is fast at multiples of 8
+_MAX_RAW_DIMS = 4096  # of the chosen heads' keys and values before projection
+_MIN_NATS = 1e-6  # surprisal whose logarithm is still finite
+
+Head = tuple[int, int]  # layer, key head
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A projection to principal axes.
+
+    Attributes:
+        mean: [D], subtracted first.
+        main: [D, d], the principal axes.
+    """
+
+    mean: Tensor
+    main: Tensor
+
+    @staticmethod
+    def of(sample: Tensor, dims: int) -> Axes:
+        """The first `dims` principal axes of vectors [n, D], at most D."""
+        mean = sample.mean(0)
+        centred = sample - mean
+        _, axes = torch.linalg.eigh(centred.T @ centred)  # by ascending variance
+        return Axes(mean, axes[:, -dims:].contiguous())
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, D] projected to [n, d]."""
+        return (rows - self.mean) @ self.main
+
+
+class Vectors:
+    """Makes the vectors of rows and queries for one measure and weight.
+
+    Args:
+        recall: measure, weight and softening.
+        rotations: one entry per layer of the model.
+        like: rows of the same model, which give the number of heads and dimensions.
+
+    Attributes:
+        heads: the chosen heads, evenly spaced over layers and heads.
+    """
+
+    def __init__(
+        self, recall: RecallSettings, rotations: Sequence[LayerRotation], like: Rows
+    ) -> None:
+        self._measure = recall.measure
+        self._is_weighted = recall.weight == "surprisal"
+        self._power = 2.0 if recall.soft else 1.0  # of the surprisal
+        self._rotations = rotations
+        shapes = [like.tensors[2 * n].shape for n in range(len(rotations))]
+        every = [(layer, head) for layer, shape in enumerate(shapes) for head in range(shape[0])]
+        self.heads = _evenly(every, self._max_heads(like))
+        self._dims = _divide_dims(len(self.heads) if self._measure == "attention" else 1)
+        self._axes: list[Axes] = []
+
+    def _max_heads(self, like: Rows) -> int:
+        if self._measure == "attention":
+            return DIMS // _MIN_DIMS
+        widest = max(int(tensor.shape[2]) for tensor in like.tensors)
+        return max(1, _MAX_RAW_DIMS // (2 * widest))
+
+    def learn(self, sample: Rows) -> None:
+        """Compute the principal axes from these rows."""
+        self._axes = [
+            Axes.of(raw, dims - self._is_weighted)
+            for raw, dims in zip(self._raw(sample), self._dims, strict=True)
+        ]
+
+    def of_rows(self, rows: Rows, nats: Tensor) -> list[Tensor]:
+        """For each part of the index, the vectors [n, d] of rows with surprisals `nats` [n]."""
+        parts = [axes.of_rows(raw) for axes, raw in zip(self._axes, self._raw(rows), strict=True)]
+        if not self._is_weighted:
+            return parts
+        if self._measure == "attention":
+            return [_append(part, nats.clamp_min(_MIN_NATS).log()) for part in parts]
+        return [_append(part * nats[:, None], nats) for part in parts]
+
+    def of_query(self, query: Query, lowest: float) -> list[Tensor]:
+        """For each part of the index, its queries [m, d]; `lowest` is the lowest score of all rows.
+
+        Raises LookupError when `attention` has no queries that match the cached keys.
+        """
+        if self._measure == "attention":
+            return self._projected_queries(query, self._power)
+        wanted = self._similarity_query(query)
+        projected = wanted @ self._axes[0].main
+        if not self._is_weighted:
+            return [projected]
+        return [_append(projected, wanted @ self._axes[0].mean - lowest)]
+
+    def of_softmax(self, query: Query) -> list[Tensor]:
+        """Queries for the rows with the largest attention logits, whatever their surprisal.
+
+        These rows dominate the softmax's sum. Empty where `of_query` finds them, too.
+        """
+        if self._measure != "attention" or not self._is_weighted:
+            return []
+        return self._projected_queries(query, 0.0)
+
+    def _projected_queries(self, query: Query, weight: float) -> list[Tensor]:
+        """The queries of each chosen head, [group x m, d], with `weight` on log surprisal."""
+        queries = [self._head_queries(query, *head) for head in self.heads]
+        parts = [head @ axes.main for head, axes in zip(queries, self._axes, strict=True)]
+        if not self._is_weighted:
+            return parts
+        return [_append(part, part.new_tensor(weight)) for part in parts]
+
+    def _raw(self, rows: Rows) -> list[Tensor]:
+        """Vectors [n, D] before projection, one for each part."""
+        pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
+        if self._measure == "attention":
+            return [pairs[layer][0][head] for layer, head in self.heads]
+        parts = [tensor[head] for layer, head in self.heads for tensor in pairs[layer]]
+        return [torch.cat(parts, dim=1)]
+
+    def _pair(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [H, n, D] as the measure compares them."""
+        keys, values = pair(layer, rows, self._rotations[layer])
+        if self._measure.startswith("cosine"):
+            keys, values = unit(keys), unit(values)
+        return keys.cpu(), values.cpu()
+
+    def _head_queries(self, query: Query, layer: int, head: int) -> Tensor:
+        """The queries [group x m, D] of all query heads that share this key head."""
+        layer_queries = query.of_layer(layer)
+        dims = layer_queries.queries.shape[-1]
+        by_head = layer_queries.queries.reshape(layer_queries.heads, -1, dims)  # [H, group x m, D]
+        return by_head[head].cpu() * layer_queries.scale
+
+    def _similarity_query(self, query: Query) -> Tensor:
+        """The query's keys and values of the chosen heads, [m, D] or their mean [1, D]."""
+        parts = []
+        for layer, head in self.heads:
+            for tensor in pair(layer, query.rows, self._rotations[layer]):
+                rows = tensor[head]
+                wanted = rows if self._measure == "cosine-pairwise" else rows.mean(0)[None]
+                parts.append(wanted if self._measure == "mips" else unit(wanted))
+        return torch.cat(parts, dim=1).cpu() / (2 * len(self.heads))
+
+
+def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
+    """Vectors [n, d] with one of the numbers [n], or the same number, appended: [n, d + 1]."""
+    return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
+
+
+def _divide_dims(parts: int) -> list[int]:
+    """DIMS divided among the parts; the remainder goes to the last ones, of deeper layers."""
+    steps, more = divmod(DIMS // _STEP, parts)
+    return [_STEP * (steps + (part >= parts - more)) for part in range(parts)]
+
+
+def _evenly(heads: list[Head], most: int) -> list[Head]:
+    """At most `most` of the heads, evenly spaced."""
+    count = min(most, len(heads))
+    return [heads[(2 * n + 1) * len(heads) // (2 * count)] for n in range(count)]
+
+
+_PER_LIST = 40  # training vectors for each list
+
+
+def lists_for(rows: int) -> int:
+    """Number of lists for this many rows."""
+    return max(1, int(rows**0.5))
+
+
+def sample_for(rows: int) -> int:
+    """Number of vectors to learn the centroids from, for this many rows."""
+    return min(rows, _PER_LIST * lists_for(rows))
+
+
+class Nearest:
+    """Vectors [n, d] by stream position, searched by inner product.
+
+    Args:
+        sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.
+        rows: expected number of vectors; four times as many still work well.
+        probes: least number of lists visited for each query; more where a search has few queries,
+            so that all of its queries together could visit each list once.
+    """
+
+    def __init__(self, sample: Tensor, rows: int, probes: int) -> None:
+        import faiss
+
+        self._probes = probes
+        count, dims = sample.shape
+        lists = max(1, min(lists_for(rows), count // _PER_LIST))
+        self._quantizer: Any = faiss.IndexFlatL2(dims)
+        kind = faiss.ScalarQuantizer.QT_8bit
+        metric = faiss.METRIC_INNER_PRODUCT
+        self._index: Any = faiss.IndexIVFScalarQuantizer(self._quantizer, dims, lists, kind, metric)
+        self._index.cp.min_points_per_centroid = 1  # else faiss warns about small samples
+        self._index.train(_array(sample))
+        self._centroids = self._quantizer.reconstruct_n(0, lists)  # [lists, d]
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all vectors, positions and centroids, in bytes."""
+        row_bytes = self._index.code_size + np.dtype(np.int64).itemsize
+        return int(len(self) * row_bytes + self._centroids.nbytes)
+
+    def add(self, positions: Positions, vectors: Tensor) -> None:
+        """Add vectors [n, d] at these positions [n], which must not be in use."""
+        self._index.add_with_ids(_array(vectors), positions)
+
+    def remove(self, positions: Positions) -> None:
+        """Remove the vectors at these positions [n]."""
+        self._index.remove_ids(positions)
+
+    def search(self, queries: Tensor, k: int) -> Positions:
+        """Positions of the best k vectors for each of the queries [m, d], concatenated."""
+        wanted = _array(queries)
+        to_centroids = wanted @ self._centroids.T  # [m, lists]
+        count = to_centroids.shape[1]
+        probes = min(count, max(self._probes, count // len(wanted)))
+        lists = np.argpartition(-to_centroids, probes - 1, axis=1)[:, :probes]
+        products = np.take_along_axis(to_centroids, lists, axis=1)
+        self._index.nprobe = probes
+        _, found = self._index.search_preassigned(wanted, k, lists, products)
+        positions: Positions = found[found >= 0]
+        return positions
+
+
+def _array(vectors: Tensor) -> NDArray[np.float32]:
+    return np.ascontiguousarray(vectors.float().cpu().numpy())

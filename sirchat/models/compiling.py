@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from sirchat.errors import ModelError
-from sirchat.models.bars import Progress
 from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
+from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir
 
 Compile = Literal["auto", "on", "off"]

@@ -13,9 +13,7 @@ from typing import Literal
 
 from sirchat import paths
 from sirchat.errors import ModelError
-from sirchat.models.hub_cache import cached_models, snapshot_of
-from sirchat.models.names import BUNDLED
-from sirchat.models.packaged import PACKAGED, packaged_gguf
+from sirchat.models.names import BUNDLED, PACKAGED, cached_models, packaged_gguf, snapshot_of
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
 
 Source = Literal["bundled", "package", "folder", "hub"]

@@ -24,11 +24,9 @@ from sirchat.models.attention_hook import (
     is_observed,
     observed_by,
 )
-from sirchat.models.bars import Progress
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.contents import has_blocks, is_read_here
 from sirchat.models.gguf.header import read_gguf
-from sirchat.models.head_scores import can_score, surprisal_at
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
 from sirchat.models.packed import can_pack_four_bits, packed_buffers, unpacked_once
@@ -40,8 +38,8 @@ from sirchat.models.probe import (
     refuse_stateful_layers,
     sliding_window,
 )
-from sirchat.models.progress import quiet_libraries, reporting
-from sirchat.models.surprisal import PassResult
+from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
 from sirchat.text.anchors import Anchors, anchors_of
 

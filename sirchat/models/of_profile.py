@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sirchat.config.profile import Profile
-from sirchat.models.bars import Progress
 from sirchat.models.compiling import use_compiled
 from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.progress import Progress
 
 
 def load_of(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sirchat.models.freed_memory import give_back
 from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
@@ -17,6 +16,7 @@ from sirchat.models.packed import (
     eight_bits,
     four_bits,
 )
+from sirchat.models.threads import give_back
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of a module that have the same input; a decode step then takes one product for all."""

@@ -1,16 +1,16 @@
-"""Progress of loading a model, taken from the bars that transformers would draw itself."""
+"""Progress of loading, and the bars of libraries made to report it."""
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from tqdm.std import tqdm
 from transformers.utils import logging as transformers_logging
-
-from sirchat.models.bars import Progress, bar_class
 
 
 @contextmanager
@@ -55,3 +55,23 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
         yield {"tqdm_class": bar}
     finally:
         transformers_logging.set_tqdm_hook(before)
+
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how much of it is done, and of how much (None if unknown)."""
+
+
+def bar_class(progress: Progress) -> type[tqdm]:
+    """A class that libraries can use for their bars, and that reports to `progress`."""
+
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
+            kwargs.pop("name", None)  # an option that only the hub's own bars have
+            super().__init__(*args, **kwargs)
+
+        def display(self, *args: Any, **kwargs: Any) -> bool:
+            progress(self.desc.removesuffix(": "), int(self.n), self.total)
+            return True
+
+    return Bar

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
-from sirchat.models.bars import Progress, bar_class
 from sirchat.models.hub import ask_hub, explained
-from sirchat.models.hub_cache import cache_folder
+from sirchat.models.names import cache_folder
+from sirchat.models.progress import Progress, bar_class
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

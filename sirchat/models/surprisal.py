@@ -1,12 +1,16 @@
-"""How much a token told the model: surprisal, in nats, from raw logits."""
+"""Surprisal from raw logits; and from hidden states, without all logits at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from sirchat.models.packed import Int8Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,3 +55,91 @@ def surprisal_of(logits: Tensor, token_id: int) -> float:
     """The same for one row [V] and one id."""
     # One fused kernel: for a single row, the number of kernels is what takes the time.
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
+
+
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose logits are the product of the last hidden states and the output head."""
+
+_ROWS, _COLUMNS = 256, 2048  # hidden states and tokens of one block on a CPU
+
+
+def can_score(module: Any) -> bool:
+    """Whether `surprisal_at` knows how a transformers model's logits come from hidden states."""
+    head = module.get_output_embeddings()
+    return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
+
+
+@torch.inference_mode()
+def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """-log p(id) for each row, in nats, never below 0; see `surprisal`.
+
+    Args:
+        head: the output head, a linear layer with V rows.
+        hidden: [m, d], its input.
+        ids: [m], the token that came after each row's context.
+
+    Returns:
+        float32 [m]. Logits are those of float32 weights to rounding, of eight-bit weights to about
+        2^-17 of their size, and of bfloat16 weights with sums that are not rounded.
+    """
+    if hidden.device.type != "cpu":
+        found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
+        return -torch.cat(found).gather(1, ids[:, None])[:, 0].clamp_max(0.0)
+    parts, precision = _exact_parts(head, hidden)
+    total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
+    chosen = torch.empty(len(ids))
+    with _products_of(precision):
+        for start in range(0, head.out_features, _COLUMNS):
+            end = min(start + _COLUMNS, head.out_features)
+            weight, scale = _columns(head, start, end)
+            for at in range(0, len(ids), _ROWS):
+                some = slice(at, at + _ROWS)
+                logits = parts[0][some] @ weight  # [m, n]
+                for part in parts[1:]:
+                    logits.addmm_(part[some], weight)
+                if scale is not None:
+                    logits.mul_(scale)
+                if head.bias is not None:
+                    logits.add_(head.bias[start:end])
+                total[some] = torch.logaddexp(total[some], torch.logsumexp(logits, -1))
+                here = ((ids[some] >= start) & (ids[some] < end)).nonzero()[:, 0]
+                chosen[some][here] = logits[here, ids[some][here] - start]
+    return (total - chosen).clamp_min_(0.0)
+
+
+def _exact_parts(head: Any, hidden: Tensor) -> tuple[list[Tensor], str]:
+    """Float32 parts [m, d] whose sum is `hidden`, and the precision to multiply them in.
+
+    Weights of eight bits are exact in bfloat16, for which many processors have fast matrix units
+    that add up in float32. A float32 state is then taken as two parts of bfloat16.
+    """
+    wide = hidden.float()
+    if isinstance(head, Int8Linear) and _has_fast_bfloat16():
+        high = wide.bfloat16().float()
+        return [high, wide - high], "medium"
+    is_half = not isinstance(head, Int8Linear) and head.weight.dtype == torch.bfloat16
+    return [wide], "medium" if is_half else "highest"
+
+
+def _has_fast_bfloat16() -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _columns(head: Any, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+    """Float32 weights [d, n] of n tokens, and the scale [n] of each, if there is one."""
+    if isinstance(head, Int8Linear):
+        return head.q[start:end].float().T, head.scale[start:end].float()
+    return head.weight[start:end].float().T, None
+
+
+@contextmanager
+def _products_of(precision: str) -> Iterator[None]:
+    """Multiply float32 matrices in `precision`, of `torch.set_float32_matmul_precision`."""
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(usual)

@@ -1,4 +1,4 @@
-"""How many threads a model computes with on a CPU.
+"""Threads and memory of the process: how many, loading torch meanwhile, memory given back.
 
 Beside other jobs, a thread for each core is several times slower than one: every step waits for the
 thread that was interrupted. So the number is that of the physical cores this process may use, less
@@ -7,7 +7,9 @@ those that are busy. What the user sets is never overridden.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,3 +87,14 @@ def threads_in_words(device: torch.device) -> str:
         return ""
     count = torch.get_num_threads()
     return f"{count} thread{'s' * (count > 1)}"
+
+
+def give_back() -> None:
+    """Return free memory to the system, where the C library has a function for it (glibc)."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return
+    trim(0)

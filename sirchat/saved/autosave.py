@@ -29,18 +29,18 @@ from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
-from sirchat.saved.names import tells_of
-from sirchat.saved.saved_state import read_state, saved_head
-from sirchat.saved.session_list import remove_session
-from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
-from sirchat.saved.tensors import (
+from sirchat.saved.saved_state import (
     attention_fits,
     attention_tensors,
     pop_attention,
     pop_rows,
+    read_state,
     row_tensors,
     rows_fit,
+    saved_head,
 )
+from sirchat.saved.session_list import remove_session, tells_of
+from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20
 """Most bytes of keys and values that are saved under `save_kv: auto`."""

@@ -1,4 +1,4 @@
-"""The SQLite file of a session: its lock, the durability of commits, and its errors.
+"""The SQLite file of a session: its lock, durability, check sums and errors.
 
 SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
 the journal, then the file, then the truncated journal: once it returns, neither a kill nor a power
@@ -12,14 +12,19 @@ any other way, the lock is lost.
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError
-from sirchat.saved.check_sums import sums_match
 
 APPLICATION = 0x53495243
 """SQLite's application id in the header of every session file: `SIRC`."""
@@ -179,3 +184,85 @@ def require(condition: bool) -> None:
 
 def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike; no vowels, so no words
+
+
+def new_file(folder: Path, suffix: str) -> Path:
+    """Create an empty private file with a name that no other session has; raises SessionError."""
+    created = time.strftime("%Y%m%d-%H%M")
+    try:
+        paths.private_dir(folder)
+        while True:
+            letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
+            path = folder / f"{created}-{letters}{suffix}"
+            try:
+                paths.open_private(path, "xb").close()
+            except FileExistsError:
+                continue
+            return path
+    except OSError as error:
+        raise SessionError(f"no session can be saved in {folder}: {error.strerror}") from None
+
+
+def sync(path: Path) -> None:
+    """Sync a file or folder to the drive, so that a power loss does not undo what was written."""
+    if os.name == "nt" and path.is_dir():  # Windows can't open folders
+        return
+    opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+_NAME = "sums"  # of the entry in the table `about`
+_QUERIES = {
+    "about": "SELECT name, value FROM about WHERE name NOT IN ('sums', 'erasing') ORDER BY name",
+    "turns": "SELECT turn, role, text, finish FROM turns WHERE turn >= ? ORDER BY turn",
+    "rows": "SELECT start, data FROM rows WHERE start >= ? ORDER BY start",
+    "head": "SELECT id, seen, held, logits, fields FROM head",
+}
+
+
+def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
+    """Write the sums; turns before index `turns`, and rows before `rows`, are as at the last."""
+    since = {"turns": turns, "rows": rows}
+    before = _written(connection)
+    if before is None:  # a file of the first format, which had none
+        since, before = {}, {}
+    sums = {
+        table: _sum(connection, table, since.get(table, 0), before.get(table, 0))
+        for table in _QUERIES
+    }
+    values = (_NAME, json.dumps(sums))
+    connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
+
+
+def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
+    """Whether the contents have the sums that were written; without any, whether none need be."""
+    written = _written(connection)
+    if written is None:
+        return not required
+    return written == {table: _sum(connection, table) for table in _QUERIES}
+
+
+def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
+    found = connection.execute("SELECT value FROM about WHERE name = ?", (_NAME,)).fetchone()
+    return None if found is None else dict(json.loads(found[0]))
+
+
+def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
+    """The sum of a table; with `since`, of what comes from there on, continued from `before`."""
+    query = _QUERIES[table]
+    total = before if since else 0
+    for values in connection.execute(query, (since,) if "?" in query else ()):
+        for value in values:
+            data = _bytes_of(value)
+            total = crc32(data, crc32(b"%d:" % len(data), total))
+    return total
+
+
+def _bytes_of(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from sirchat import paths
 from sirchat.errors import SessionError
-from sirchat.saved.files import sync
+from sirchat.saved.database import sync
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor

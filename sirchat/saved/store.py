@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.errors import SessionError
-from sirchat.saved.check_sums import put_sums
 from sirchat.saved.database import (
     APPLICATION,
     FORMAT,
@@ -35,10 +34,12 @@ from sirchat.saved.database import (
     explained,
     locked,
     make_durable,
+    new_file,
+    put_sums,
     refuse_missing,
     require,
+    sync,
 )
-from sirchat.saved.files import new_file, sync
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.text.transcript import RoleName
 

@@ -1,4 +1,4 @@
-"""Anchor settings of a model that was trained to compress a sequence into its last token.
+"""Anchors: the settings of a model trained with them, and where they stand in a text.
 
 See Anchor-based LLMs (AnLLM). They are an entry `sirchat_anchors` in the model's config, which says
 which tokens are anchors and where they are inserted.
@@ -7,10 +7,11 @@ which tokens are anchors and where they are inserted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from random import Random
 from typing import Any, Literal, cast, get_args
 
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, UsageError
 from sirchat.text.detokenizer import SentenceEnds
 
 Variant = Literal["ac", "ep"]
@@ -85,3 +86,71 @@ def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bo
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
     return SentenceEnds(tokenizer)
+
+
+def sentences(text: str, language: str = "en") -> list[str]:
+    """The sentences of a text, each with the space before it; joined they give the text.
+
+    Raises UsageError if the optional dependency sentencex is not installed.
+    """
+    try:
+        from sentencex import segment
+    except ImportError:
+        raise UsageError(
+            "the sentence splitter is not installed", hint="pip install 'sirchat[anchors]'"
+        ) from None
+    ends, at = list[int](), 0
+    for found in segment(language, text):
+        sentence = found.strip()
+        at = text.find(sentence, at) + len(sentence) if sentence in text[at:] else at
+        if sentence and at not in ends:
+            ends.append(at)
+    if not ends or text[ends[-1] :].strip():
+        ends.append(len(text))
+    ends[-1] = len(text)
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+EVERY = 10
+"""Tokens between two anchors, where they are evenly spaced (`per` is `tokens`)."""
+
+CHANCE = 0.1
+"""Probability of an anchor after each token, where they are random (`per` is `random`)."""
+
+
+def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of a text, with anchors inserted as `anchors.per` says.
+
+    Random anchors depend on the text alone, so the same text always gets the same ones.
+    """
+    anchor = anchors.token_id
+    if anchor is None:
+        return encode(text)
+    if anchors.per == "sentence":
+        return [i for sentence in sentences(text) for i in (*encode(sentence), anchor)]
+    ids = encode(text)
+    if anchors.per == "tokens":
+        return _insert_after(ids, anchor, lambda count: count % EVERY == 0)
+    if anchors.per == "random":
+        random = Random(text)
+        return _insert_after(ids, anchor, lambda count: random.random() < CHANCE)
+    return ids
+
+
+def plain_text_ids(
+    text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
+) -> list[int]:
+    """The ids of a text outside of a chat. It has no rounds: `round` means sentences here."""
+    if anchors is None:
+        return encode(text)
+    per = "sentence" if anchors.per == "round" else anchors.per
+    return with_anchors(text, replace(anchors, per=per), encode)
+
+
+def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
+    """The ids, with an anchor after the first n of them for each n from 1 that is chosen."""
+    return [
+        i
+        for count, token_id in enumerate(ids, 1)
+        for i in ((token_id, anchor) if is_chosen(count) else (token_id,))
+    ]

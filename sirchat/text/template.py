@@ -20,8 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.text.anchor_placement import with_anchors
-from sirchat.text.anchors import Anchors
+from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.template_limits import limits
 
 _PLAIN = (

@@ -1,8 +1,9 @@
-"""Reading a text file that the user names; everything else is refused without waiting for it."""
+"""Texts from outside: files that the user names, code blocks of Markdown, lone surrogates."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -82,3 +83,41 @@ def _decoded(name: str, data: bytes) -> str:
     if not text.strip():
         raise UsageError(f"{name} is empty")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+_FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
+_BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
+
+
+def fenced(name: str, text: str) -> str:
+    """A text as a block under its name; the fence is longer than any that the text holds."""
+    longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
+
+
+def last_fenced(text: str) -> str | None:
+    """What the last fenced block of a text holds; None without one.
+
+    A block that is not closed ends with the text, as in Markdown.
+    """
+    found: str | None = None
+    opening, lines = "", list[str]()
+    for line in text.split("\n"):
+        match = _FENCE.match(line)
+        if not opening:
+            if match:
+                opening, lines = match["fence"], []
+        elif match and match["fence"].startswith(opening) and line.strip() == match["fence"]:
+            opening, found = "", "\n".join(lines)
+        else:
+            lines.append(line)
+    return "\n".join(lines) if opening else found
+
+
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD in place of each lone surrogate.
+
+    Python stands these in for bytes that are no UTF-8; tokenizers and files refuse them.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""Files in messages: `@path` and `/read`, and what is said before their text is read.
+"""Files in messages: `@path` and `/read`, completion of their names, and what is said of them.
 
 Only text that was typed can name a file. Transcripts, pipes and pasted text never do.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from os.path import basename
 from typing import TYPE_CHECKING
 
+from prompt_toolkit.completion import CompleteEvent, Completion, PathCompleter
+from prompt_toolkit.document import Document
+
 from sirchat.errors import UsageError
-from sirchat.text.fences import fenced
-from sirchat.text.surrogates import without_surrogates
-from sirchat.text.text_file import is_missing, path_named, read_text_file
+from sirchat.text.text_file import (
+    fenced,
+    is_missing,
+    path_named,
+    read_text_file,
+    without_surrogates,
+)
 from sirchat.ui.text import displayable_line, shorten
 
 if TYPE_CHECKING:  # typing at a prompt needs no model
@@ -140,3 +148,35 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 def _joined(files: list[AttachedFile], message: str) -> str:
     """The files' texts, and the message last: it survives what is forgotten as they are read."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
+
+
+_BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
+
+
+def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
+    """The beginning of a file's name before the cursor, a quote in front included, if any.
+
+    `commands` matches the commands that a name may follow.
+    """
+    command = commands.match(text)
+    if command and (begun := _BEGUN.match(text, command.end())):
+        return begun[1]
+    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
+
+
+def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
+    """Files and folders whose names go on; those with spaces are put in quotes.
+
+    Hidden ones are offered once the dot is typed.
+    """
+    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
+    found = PathCompleter(expanduser=True).get_completions(Document(name), event)
+    for one in found:
+        path, is_folder = name + one.text, one.display_text.endswith("/")
+        if displayable_line(path) != path or '"' in path:  # can't be typed
+            continue
+        if one.display_text.startswith(".") and not basename(name).startswith("."):
+            continue
+        quotes = is_quoted or " " in path
+        text = f'"{path}' + '"' * (not is_folder) if quotes else path
+        yield Completion(text + "/" * is_folder, -len(begun), display=one.display)

@@ -19,23 +19,24 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.attaching import describe_size, with_file
-from sirchat.ui.copying import copy_reply
-from sirchat.ui.editing import drawing_settings
-from sirchat.ui.exporting import export_chat
+from sirchat.ui.explaining import (
+    KEYS,
+    draw_command,
+    draw_help,
+    explain,
+    show_forgotten,
+    show_thought,
+)
+from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.forgetting import Forgetting
-from sirchat.ui.help import KEYS, draw_command, draw_help
-from sirchat.ui.history import Typed
-from sirchat.ui.looking import show_forgotten, show_thought
-from sirchat.ui.model_switching import ModelSwitching
+from sirchat.ui.line_input import Typed
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.settings_table import draw_settings
-from sirchat.ui.switching import Switching
-from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.switching import ModelSwitching, Switching
+from sirchat.ui.tables import draw_recalled, draw_settings, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
-from sirchat.ui.undoing import undo
-from sirchat.ui.why import explain
+from sirchat.ui.turn_commands import drawing_settings, undo
 
 _PREFIX = "do_"
 

@@ -20,9 +20,9 @@ from sirchat.memory.policies import policy_class
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
-from sirchat.ui.path_completion import complete_path, path_begun
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]

@@ -1,14 +1,19 @@
-"""`/export`: the chat as Markdown, HTML or JSON, or a picture of the panel, in a private file."""
+"""`/export` and `/copy`: the chat to a private file, a reply to the clipboard."""
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import json
 import os
 import re
 import secrets
+import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -16,8 +21,7 @@ from sirchat.chat.conversation import Turn
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import open_private
-from sirchat.text.surrogates import without_surrogates
-from sirchat.text.text_file import path_named
+from sirchat.text.text_file import last_fenced, path_named, without_surrogates
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
@@ -165,3 +169,137 @@ def _put(path: Path, text: str, force: bool) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+_FLAG = "--osc52"
+
+
+def copy_reply(session: Session, screen: Screen, rest: str) -> None:
+    """Copy what `/copy REST` means, and say how much it was.
+
+    Control characters are left out, as on the screen: pasted elsewhere they could do harm.
+
+    Raises UsageError where nothing is copied.
+    """
+    words = rest.split()
+    target = " ".join(word for word in words if word != _FLAG)
+    text = displayable(_text_of(session, target)).strip("\n")
+    if not text.strip():
+        raise UsageError("nothing is copied: the reply is empty")
+    count = f"{len(text):,} character{'s' * (len(text) != 1)}"
+    if _FLAG not in words:
+        tool = copy_with_tool(text, os.environ)
+        screen.note(f"copied {count} ({tool})")
+        return
+    terminal = screen.terminal
+    if terminal is None:
+        raise UsageError("nothing is copied: OSC 52 needs a terminal for standard output")
+    terminal.write(osc52(text))
+    terminal.flush()
+    screen.note(f"sent {count} to the terminal for its clipboard; it does not say if it took them")
+
+
+def _text_of(session: Session, target: str) -> str:
+    """The text that is meant: the last reply, that of N turns ago, or the last one's code."""
+    replies = [turn.text for turn in session.turns if turn.role == "assistant"]
+    if not replies:
+        raise UsageError("nothing is copied: there is no reply yet")
+    if target == "code":
+        block = last_fenced(replies[-1])
+        if block is None:
+            raise UsageError("nothing is copied: the last reply has no block of code")
+        return block
+    if target and not target.isdecimal():
+        raise UsageError(
+            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of turns ago, "
+            f"{_FLAG}"
+        )
+    ago = int(target or 0)
+    if ago >= len(replies):
+        raise UsageError(
+            f"nothing is copied: no reply is {ago:,} turns ago; allowed: 0, the last, "
+            f"to {len(replies) - 1:,}"
+        )
+    return replies[-1 - ago]
+
+
+_SECONDS = 3.0
+"""After which a tool is given up."""
+
+
+class _Tool(NamedTuple):
+    """A program that takes the clipboard's text on standard input.
+
+    `display` is the variable that says that there is a display, where it needs one; a tool without
+    one writes the clipboard of the machine that it runs on.
+    """
+
+    command: tuple[str, ...]
+    display: str = ""
+    encoding: str = "utf-8"
+
+
+_TOOLS = (
+    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
+    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
+    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
+    _Tool(("pbcopy",)),
+    _Tool(("clip.exe",), encoding="utf-16-le"),
+    _Tool(("termux-clipboard-set",)),
+)
+
+
+def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
+    """Put a text on the clipboard; returns the name of the tool that did it.
+
+    Raises UsageError where there is no tool, or none of them does it.
+    """
+    remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
+    problems = []
+    for tool in _TOOLS:
+        is_ours = bool(environ.get(tool.display)) if tool.display else not remote
+        program = shutil.which(tool.command[0], path=environ.get("PATH")) if is_ours else None
+        if program is not None:
+            problem = _run(program, tool, text)
+            if not problem:
+                return tool.command[0]
+            problems.append(f"{tool.command[0]} {problem}")
+    hint = "/copy --osc52 asks your terminal to do it"
+    if problems:
+        raise UsageError(f"nothing is copied: {'; '.join(problems)}", hint=hint)
+    if remote:
+        raise UsageError("nothing is copied: over ssh no tool reaches your clipboard", hint=hint)
+    names = ", ".join(tool.command[0] for tool in _TOOLS)
+    raise UsageError(
+        f"nothing is copied: there is no display, or none of the tools {names}", hint=hint
+    )
+
+
+def osc52(text: str) -> str:
+    """The escape sequence by which a terminal puts a text on its clipboard, if it allows that."""
+    encoded = base64.b64encode(without_surrogates(text).encode()).decode()
+    return f"\x1b]52;c;{encoded}\x07"
+
+
+def _run(program: str, tool: _Tool, text: str) -> str:
+    """Run a tool; returns what went wrong, or nothing.
+
+    Some tools stay in the background to serve the text: they get no pipe of ours that would be
+    waited for, and a session of their own, which Ctrl-C does not reach.
+    """
+    try:
+        done = subprocess.run(
+            [program, *tool.command[1:]],
+            input=without_surrogates(text).encode(tool.encoding),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ,
+            timeout=_SECONDS,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {_SECONDS:g} seconds"
+    except OSError as error:
+        return f"can't be started: {error.strerror}"
+    return f"failed with exit code {done.returncode}" if done.returncode else ""

@@ -10,7 +10,7 @@ from sirchat.chat.events import Forgotten
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
-from sirchat.ui.history import Typed
+from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line

@@ -1,18 +1,26 @@
-"""What lines are typed with: the keyboard, the prompt, and the history of what was typed."""
+"""Typed input: the keyboard while no prompt reads it, and the history of typed lines."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
 
-from prompt_toolkit.input import create_input
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input, create_input
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.key_binding import KeyPress
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
-from sirchat.ui.history import Typed, input_history
-from sirchat.ui.keyboard import Keyboard
+from sirchat import paths
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 
@@ -46,3 +54,205 @@ def prompt_output(screen: Screen) -> Output:
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
+
+
+class Typed(History):
+    """Lines typed at the prompt, in this chat and in earlier ones.
+
+    Attributes:
+        typed_now: lines typed since the program began.
+        typed_for: the typed line of each message that was sent with a file's text in it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # those of the other base class
+        self.typed_now: set[str] = set()
+        self.typed_for: dict[str, str] = {}
+
+    def append_string(self, string: str) -> None:
+        self.typed_now.add(string.strip())
+        super().append_string(string)
+
+    def lines(self) -> list[str]:
+        """All lines, the newest first."""
+        return list(self.load_history_strings())
+
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        """Erase each line that matches; raises OSError."""
+        self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
+        self.typed_now = {one for one in self.typed_now if not matches(one)}
+        self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
+
+
+class InMemory(Typed, InMemoryHistory):
+    """A history that is lost when the chat ends."""
+
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        self._storage = [one for one in self._storage if not matches(one)]
+        super().forget(matches)
+
+
+class _Private(Typed, FileHistory):
+    """A file with private permissions, also when recreated; errors of writing are ignored."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            paths.open_private(paths.history_file(), "a").close()
+            super().store_string(string)
+
+    def forget(self, matches: Callable[[str], bool]) -> None:
+        stays = [one for one in self.lines() if not matches(one)]
+        path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
+        try:
+            paths.history_file().with_name("history.new").unlink(missing_ok=True)  # or a link
+            paths.open_private(paths.history_file().with_name("history.new"), "x").close()
+            for entry in reversed(stays):
+                FileHistory.store_string(self, entry)
+            os.replace(self.filename, path)
+        finally:
+            self.filename = path
+            paths.history_file().with_name("history.new").unlink(missing_ok=True)
+        super().forget(matches)
+
+
+def input_history(complain: Callable[[str], None]) -> Typed:
+    """The history file; in memory, with a complaint, if the folder can't be written."""
+    path = paths.history_file()
+    try:
+        paths.private_dir(path.parent)
+        paths.open_private(path, "a").close()
+    except OSError as error:
+        complain(f"the input history is not kept: {error}")
+        return InMemory()
+    return _Private(str(path))
+
+
+if sys.platform != "win32":
+    import termios
+
+_ESCAPE_SECONDS = 0.05
+"""An Esc without further bytes for this long is the Esc key, not the start of an arrow key."""
+
+_DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
+
+_PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_CURSOR_ON = "\x1b[?25h"
+
+
+class Keyboard:
+    """As a context, switches the echo of the terminal off; Ctrl-C stays a signal.
+
+    Args:
+        keys: the source of keys, shared with the prompt.
+        out: the terminal, for switching bracketed paste; None switches nothing.
+    """
+
+    def __init__(self, keys: Input, out: Any = None) -> None:
+        self._keys = keys
+        self._out = out
+        self._marks_pastes = False
+        self._typed: list[KeyPress] = []
+        self._last = 0.0  # time of the last key, in seconds
+        self._before: list[Any] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Keyboard:
+        if sys.platform != "win32":
+            self._before = termios.tcgetattr(self._keys.fileno())
+            self._handlers = {
+                signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._suspend),
+                signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
+                signal.SIGHUP: signal.signal(signal.SIGHUP, self._end),
+            }
+            self._quiet()
+            # What was typed before came with its Enter as a newline, from the terminal.
+            self._typed = [_as_enter(press) for press in self._keys.read_keys()]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._restore()
+        if kind is not None:  # a signal may have come while a prompt was being drawn
+            with suppress(OSError):
+                self._write(_PASTE_OFF + _CURSOR_ON)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The terminal as it was before, for a program that runs in it."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self._quiet()
+
+    def mark_pastes(self, on: bool) -> None:
+        """Switch bracketed paste, so that pasted text stays one message."""
+        self._marks_pastes = on
+        self._write(_PASTE_ON if on else _PASTE_OFF)
+
+    def escape_pressed(self) -> bool:
+        """Read the keys typed so far; returns whether Esc alone was among them."""
+        if sys.platform == "win32":
+            return False
+        return self._read_escape(self._keys.read_keys())
+
+    def keep_typed(self) -> None:
+        """Pass the keys typed so far to the next prompt."""
+        if sys.platform != "win32":
+            self._read_escape(self._keys.read_keys())
+            self._typed += self._keys.flush_keys()
+        typed = [press for press in self._typed if press.key not in _DROPPED]
+        self._typed = []
+        store_typeahead(self._keys, typed)
+
+    def _read_escape(self, presses: list[KeyPress]) -> bool:
+        now = time.monotonic()
+        if presses:
+            self._last = now
+        elif now - self._last > _ESCAPE_SECONDS:
+            presses = self._keys.flush_keys()
+        self._typed += presses
+        return any(press.key == Keys.Escape for press in presses)
+
+    def _write(self, sequence: str) -> None:
+        if self._out is not None:
+            self._out.write(sequence)
+            self._out.flush()
+
+    def _quiet(self) -> None:
+        """No echo, no line buffering, Enter as CR as in the prompt; Ctrl-C, Ctrl-Z are signals."""
+        if sys.platform != "win32" and self._before is not None:
+            mode = list(self._before)
+            mode[0] &= ~termios.ICRNL
+            mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, mode)
+
+    def _restore(self) -> None:
+        if sys.platform != "win32" and self._before is not None:
+            with suppress(termios.error):  # the terminal may have gone
+                termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards."""
+        self._restore()
+        self._write(_PASTE_OFF + _CURSOR_ON)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._suspend)
+        self._quiet()
+        if self._marks_pastes:
+            self._write(_PASTE_ON)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """Exit by an exception, so that every context restores what it changed."""
+        sys.exit(128 + number)
+
+
+def _as_enter(press: KeyPress) -> KeyPress:
+    return KeyPress(Keys.ControlM, "\r") if press.key == Keys.ControlJ else press

@@ -17,15 +17,15 @@ from rich.segment import ControlType, Segment
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
-from sirchat.chat.forgotten import forgotten_words, latest_words
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
-from sirchat.ui.bar import draw_bar
+from sirchat.chat.words import forgotten_words, latest_words
 from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.pace import TEXT_SECONDS, Pace
-from sirchat.ui.rows import take_rows
+from sirchat.ui.painter import TEXT_SECONDS, Pace
+from sirchat.ui.progress import draw_bar
 from sirchat.ui.screen import Screen
-from sirchat.ui.summary import describe_round
+from sirchat.ui.status_line import describe_round
+from sirchat.ui.styled_rows import take_rows
 from sirchat.ui.text import DisplayFilter
 
 if TYPE_CHECKING:

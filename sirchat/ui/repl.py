@@ -6,28 +6,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from sirchat.chat.events import Event
+from sirchat.chat.rereading import summarize
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summarize import summarize
-from sirchat.chat.switching import temporarily
+from sirchat.chat.settings import temporarily
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
-from sirchat.text.surrogates import without_surrogates
+from sirchat.text.text_file import without_surrogates
 from sirchat.ui.attaching import describe_size, with_files
 from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Send, Summarize
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.editing import edited, editor
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.keyboard import Keyboard
-from sirchat.ui.line_input import LineInput
+from sirchat.ui.line_input import Keyboard, LineInput
 from sirchat.ui.live import LiveTurn
-from sirchat.ui.model_switching import ModelSwitching
 from sirchat.ui.prompt import Line
-from sirchat.ui.resumed import greet_again
-from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
-from sirchat.ui.toolbar import toolbar
+from sirchat.ui.status_line import toolbar
+from sirchat.ui.switching import ModelSwitching
+from sirchat.ui.turn_commands import edited, editor
 
 
 class Chat:

@@ -1,28 +1,35 @@
-"""The current chat as a saved session: autosave, `/save`, and `/load` of another one."""
+"""The current chat as a saved session: autosave, `/save`, `/load`, and what `rm` says of one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from sirchat.chat.rewind import check_rewind, rewind
+from sirchat import paths
+from sirchat.chat.model_defaults import DRAWING, with_model_defaults
+from sirchat.chat.rereading import check_rewind, rewind
 from sirchat.chat.session import Session
-from sirchat.config.profile import FIXED
+from sirchat.config.profile import FIXED, Profile
+from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, take_up
-from sirchat.saved.names import same_name
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import (
     SavedSession,
     find_session,
     free_name,
     list_sessions,
     open_session,
+    same_name,
 )
 from sirchat.saved.store import SUFFIX, SessionStore
+from sirchat.ui.line_input import Typed, input_history
 from sirchat.ui.screen import Screen
-from sirchat.ui.sessions_table import draw_sessions
+from sirchat.ui.tables import draw_sessions
+from sirchat.ui.text import displayable_line, shorten
 
 _FIRST = "main"
 """What the chat that all its branches come from is called, besides its name."""
@@ -291,3 +298,93 @@ class SavedChat:
 
 def _name_part(saving: Autosave) -> str:
     return f", called {format_value(saving.name)}" if saving.name else ""
+
+
+_TURNS = 4
+_LENGTH = 200  # characters of a turn
+_ANSWERS = (*DRAWING, "max_new_tokens")
+"""Settings that change replies and are not in the first line."""
+
+
+def greet_again(session: Session, screen: Screen) -> None:
+    """Show the last turns, how much is held, and how replies are drawn, if not as usual."""
+    for turn in session.turns[-_TURNS:]:
+        if turn.text.strip():
+            text = shorten(displayable_line(turn.text), _LENGTH)
+            screen.note(f"{turn.role.upper()}: {text}")
+    screen.note(
+        f"goes on after {len(session.turns)} turns: {session.seen:,} tokens seen, "
+        f"{session.resident:,} held"
+    )
+    usual = with_model_defaults(Profile(), session.model)
+    changed = [
+        f"{name} {as_typed(getattr(session.profile, name))}"
+        for name in _ANSWERS
+        if getattr(session.profile, name) != getattr(usual, name)
+    ]
+    if changed:
+        screen.note(f"as it was set: {', '.join(changed)}")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A saved chat that is to be removed.
+
+    Attributes:
+        path: its file.
+        description: one line that tells which chat it is, for the user to say yes to.
+        messages: what the user said in it, as far as it can be read.
+        relatives: how many other chats come from the same one by `/branch`.
+    """
+
+    path: Path
+    description: str
+    messages: frozenset[str]
+    relatives: int
+
+    def what_stays(self, lines: int) -> list[str]:
+        """What is left of the chat elsewhere: so many `lines` in the history, and its branches."""
+        stays = []
+        if lines:
+            one = lines == 1
+            stays.append(
+                f"{lines:,} typed line{'s' * (not one)} of it stay{'s' * one} in the input "
+                f"history, {paths.abbreviated(paths.history_file())} (--history erases them)"
+            )
+        if self.relatives:
+            one = self.relatives == 1
+            stays.append(
+                f"{self.relatives:,} chat{'s' * (not one)} branched from it, or it from them, "
+                f"stay{'s' * one}: sirchat sessions lists them"
+            )
+        return stays
+
+
+def removal(folder: Path, ident: str) -> Removal:
+    """The chat that `ident` means; raises SessionError if there is none, or `last` is open."""
+    listed = list_sessions(folder).sessions
+    if ident == "last" and listed and listed[0].in_use:
+        raise SessionError(
+            f"the last chat, {listed[0].id}, is open in another process",
+            hint="close it first, or name another: sirchat sessions lists them",
+        )
+    path = find_session(folder, ident)
+    found = next((one for one in listed if one.path == path), None)
+    messages: set[str] = set()
+    with suppress(SessionError), SessionStore.open(path) as store:  # it may be damaged
+        messages = {turn.text.strip() for turn in store.turns() if turn.role == "user"}
+    if found is None:
+        return Removal(path, f"{path.stem}, which can't be read", frozenset(messages), 0)
+    name = f", called {format_value(found.name)}" if found.name else ""
+    begins = f', begins "{found.first}"' if found.first else ""
+    description = f"{found.id}{name}: {found.turns:,} messages{begins}"
+    relatives = sum(one.family == found.family for one in listed) - 1
+    return Removal(path, displayable_line(description), frozenset(messages), relatives)
+
+
+def typed_lines(messages: frozenset[str]) -> tuple[Typed | None, int]:
+    """The input history, if there is one, and how many of its lines are among these messages."""
+    if not paths.history_file().is_file():
+        return None, 0
+    history = input_history(lambda complaint: None)
+    return history, sum(line.strip() in messages for line in history.lines())

@@ -16,12 +16,10 @@ from sirchat.errors import SirchatError, UsageError
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.history import InMemory
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.keyboard import Keyboard
-from sirchat.ui.line_input import prompt_output
+from sirchat.ui.line_input import InMemory, Keyboard, prompt_output
 from sirchat.ui.live import LiveTurn
-from sirchat.ui.loading import loading_bar
+from sirchat.ui.progress import loading_bar
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.repl import stop_signal
 from sirchat.ui.saved_chat import SavedChat
@@ -29,7 +27,7 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.tutorial_steps import COMMANDS, GOODBYE, MORE, STEPS, WELCOME, Effect, TutorialStep
 
 if TYPE_CHECKING:
-    from sirchat.ui.opening import Open
+    from sirchat.ui.startup import Open
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read

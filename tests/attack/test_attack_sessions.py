@@ -24,7 +24,7 @@ from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
 from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 

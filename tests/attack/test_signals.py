@@ -24,7 +24,7 @@ from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.chat.session import Session
 from sirchat.saved.autosave import take_up
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
 

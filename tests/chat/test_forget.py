@@ -13,10 +13,10 @@ from sirchat.chat.events import Forgotten
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
 from sirchat.saved.autosave import Autosave, take_up
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
-from sirchat.ui.history import InMemory, input_history
+from sirchat.ui.line_input import InMemory, input_history
 from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}

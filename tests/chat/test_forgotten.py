@@ -9,9 +9,9 @@ import pytest
 
 from chatting import babbler, session, tiny
 from sirchat.chat.events import Delta, Evicted, Notice, Undone
-from sirchat.chat.forgotten import forgotten_turns, forgotten_words
+from sirchat.chat.rereading import summarize
 from sirchat.chat.session import Session
-from sirchat.chat.summarize import summarize
+from sirchat.chat.words import forgotten_turns, forgotten_words
 from sirchat.errors import SettingError, UsageError
 
 SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.chat.lexical import TurnWords, terms_of
+from sirchat.chat.recall import TurnWords, terms_of
 
 TEXTS = [
     "Hello! My zebra is called Quix.",

@@ -10,7 +10,7 @@ import pytest
 from chatting import session, tiny
 from command import run
 from sirchat import paths
-from sirchat.cli.paths import size_of
+from sirchat.cli.doctor import size_of
 from sirchat.saved.autosave import Autosave
 
 

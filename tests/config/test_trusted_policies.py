@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.saved.autosave import Autosave
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.store import SessionStore
 
 CODE = """

@@ -32,8 +32,7 @@ from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.surprisal import PassResult
-from sirchat.text.anchors import Anchors, anchors_of
-from sirchat.text.sentences import sentences
+from sirchat.text.anchors import Anchors, anchors_of, sentences
 from sirchat.text.template import Template
 
 FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs

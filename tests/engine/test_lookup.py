@@ -13,9 +13,8 @@ from chatting import tiny
 from engine_steps import feed, generate, some_ids
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
-from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.memory.policies import policy_class
 
 few = st.lists(st.integers(0, 2), min_size=1, max_size=60)

@@ -13,7 +13,7 @@ from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import Index
+from sirchat.memory.index import Index, Vectors
 from sirchat.memory.ranking import Ranked, Ranking
 from sirchat.memory.recall import (
     LayerQueries,
@@ -27,7 +27,6 @@ from sirchat.memory.recall import (
 )
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
-from sirchat.memory.vectors import Vectors
 
 pytest.importorskip("faiss")
 

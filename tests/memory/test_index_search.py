@@ -134,7 +134,7 @@ def test_an_index_with_scope_layer_is_refused() -> None:
 
 def test_faiss_is_loaded_only_where_it_is_used() -> None:
     users = {name for name, source in SOURCES.items() if "faiss" in imports(source)}
-    assert users == {"sirchat.memory.nearest"}
+    assert users == {"sirchat.memory.index"}
     assert not any("faiss" in imports(SOURCES[name], at_load=True) for name in users)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from families import loaded
-from sirchat.memory import turnwise
+from sirchat.memory import ranking as turnwise
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
+from sirchat.memory.ranking import ArchivedTurns
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import Rows
-from sirchat.memory.turnwise import ArchivedTurns
 
 NO_ROTATION = LayerRotation(None)
 TURNS = [0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 7]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.models.freed_memory import give_back
+from sirchat.models.threads import give_back
 
 
 def resident() -> int:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from families import HELD, build, loaded
-from sirchat.models.head_scores import can_score, surprisal_at
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packed import Int8Linear, eight_bits
-from sirchat.models.surprisal import PassResult
+from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 

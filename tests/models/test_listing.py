@@ -55,7 +55,7 @@ def by_name(*folders: Path) -> dict[str, FoundModel]:
 
 
 def test_bundled_and_packaged_models_are_always_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.models.packaged.find_spec", lambda name: None)
+    monkeypatch.setattr("sirchat.models.names.find_spec", lambda name: None)
     found = by_name()
     assert list(found) == ["tiny", "tiny-anchor", "smollm2"]
     assert found["tiny"].size > 5_000_000

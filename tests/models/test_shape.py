@@ -16,9 +16,8 @@ from families import HELD, REFUSED, build, loaded
 from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.cache_size import cache_bytes
 from sirchat.models.model import load_model
-from sirchat.models.shape import shape_of_folder, shape_of_gguf
+from sirchat.models.shape import cache_bytes, shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
 
 ALL_HEADS = ("gpt-neox", "persimmon")

@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from session_files import ROW, columns, head_at, new, refusal, rows_at, said
-from sirchat.saved import files, keys_values
+from sirchat.saved import database as files
+from sirchat.saved import keys_values
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 texts = st.text(max_size=40)
@@ -130,7 +131,7 @@ def test_ids_sort_by_time_and_none_is_given_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letters = iter("aaaa" + "aaaa" + "bbbb")
-    monkeypatch.setattr("sirchat.saved.files.secrets.choice", lambda _: next(letters))
+    monkeypatch.setattr("sirchat.saved.database.secrets.choice", lambda _: next(letters))
     clock = SimpleNamespace(strftime=lambda _: "20261121-1432", time=time.time)
     monkeypatch.setattr(files, "time", clock)
     ids = [new(tmp_path, "hi").stem for _ in range(2)]

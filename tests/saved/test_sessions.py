@@ -19,7 +19,7 @@ from sirchat.errors import SessionError
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, fingerprint, take_up
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 

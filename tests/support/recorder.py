@@ -32,7 +32,7 @@ from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands
 from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.history import InMemory
+from sirchat.ui.line_input import InMemory
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens

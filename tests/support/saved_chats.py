@@ -15,15 +15,15 @@ from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import take_up
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Another, Commands
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.history import InMemory
-from sirchat.ui.model_switching import ModelSwitching
+from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.switching import ModelSwitching
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]

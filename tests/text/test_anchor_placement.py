@@ -6,8 +6,7 @@ import pytest
 
 from chatting import tiny
 from sirchat.memory.ledger import Role
-from sirchat.text.anchor_placement import with_anchors
-from sirchat.text.anchors import Anchors, Per
+from sirchat.text.anchors import Anchors, Per, with_anchors
 from sirchat.text.template import Template
 
 ANCHOR = 2048

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirchat.text.fences import fenced, last_fenced
+from sirchat.text.text_file import fenced, last_fenced
 
 
 def test_a_text_stands_under_its_name() -> None:

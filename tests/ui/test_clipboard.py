@@ -13,8 +13,8 @@ import pytest
 from chatting import session
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError
-from sirchat.ui import clipboard
-from sirchat.ui.copying import copy_reply
+from sirchat.ui import exporting as clipboard
+from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen
 from terminal import Terminal
 

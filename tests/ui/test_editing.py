@@ -11,7 +11,7 @@ import pytest
 from chatting import answer, babbler, session
 from sirchat.chat.events import Undone
 from sirchat.errors import SirchatError, UndoError
-from sirchat.ui.editing import drawing_settings
+from sirchat.ui.turn_commands import drawing_settings
 from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8}

@@ -10,7 +10,7 @@ import pytest
 from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
-from sirchat.ui.history import input_history
+from sirchat.ui.line_input import input_history
 
 
 @pytest.fixture

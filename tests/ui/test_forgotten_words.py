@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saved_chats import Chat
-from sirchat.chat.forgotten import ForgottenTurn
+from sirchat.chat.words import ForgottenTurn
 from terminal import Terminal
 
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
@@ -47,7 +47,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     chat = Chat()
     chat.say("One.")
     turns = [ForgottenTurn(0, "user", 9, 3, ("Rome",)), ForgottenTurn(1, "assistant", 4, 2, ())]
-    monkeypatch.setattr("sirchat.ui.looking.forgotten_turns", lambda session: iter(turns))
+    monkeypatch.setattr("sirchat.ui.explaining.forgotten_turns", lambda session: iter(turns))
     shown = chat.do("/forgotten")
     assert "6 of 9" in shown
     assert "2 of 4" not in shown

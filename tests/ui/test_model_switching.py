@@ -141,7 +141,7 @@ def test_ctrl_c_on_the_way_leaves_the_chat_as_it_was(
     chat = chat_of(SAYINGS[0])
     before = chat.session
     with monkeypatch.context() as broken:
-        broken.setattr(f"sirchat.ui.model_switching.{step}", interrupted)
+        broken.setattr(f"sirchat.ui.switching.{step}", interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.do("/model tiny-anchor")
     chat.say(SAYINGS[1])

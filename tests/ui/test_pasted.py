@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirchat.ui.pasted import PastedSigns
+from sirchat.ui.prompt import PastedSigns
 
 
 def typed(signs: PastedSigns, text: str, before: str = "") -> None:

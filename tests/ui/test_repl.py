@@ -11,8 +11,8 @@ import pytest
 
 from chatting import session
 from sirchat.ui.commands import Commands, Leave
-from sirchat.ui.help import GROUPS
-from sirchat.ui.history import InMemory
+from sirchat.ui.explaining import GROUPS
+from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from terminal import Shared, Terminal, pager_into

@@ -15,7 +15,7 @@ from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave, take_up
-from sirchat.saved.saved_settings import saved_profile
+from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from terminal import Terminal

@@ -74,7 +74,7 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sirchat.chat.rewind.read_again", stops)
+    monkeypatch.setattr("sirchat.chat.rereading.read_again", stops)
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)

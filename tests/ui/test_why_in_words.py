@@ -11,7 +11,7 @@ import pytest
 from chatting import session, tiny
 from sirchat.chat.session import Session
 from sirchat.memory.policies import policy_names
-from sirchat.ui.why import explain
+from sirchat.ui.explaining import explain
 from terminal import Terminal
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")

@@ -8,9 +8,8 @@ from itertools import cycle
 from torch import Tensor
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.lookup import PromptLookup
 from sirchat.engine.records import TurnRef
-from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.lab.bench.ratio import BenchOptions, some_ids, timed
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel

@@ -23,8 +23,7 @@ from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchor_placement import CHANCE, EVERY
-from sirchat.text.anchors import Per
+from sirchat.text.anchors import CHANCE, EVERY, Per
 
 OPTIONS = 5
 

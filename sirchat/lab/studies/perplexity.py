@@ -28,7 +28,7 @@ from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid, mean
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchor_placement import plain_text_ids
+from sirchat.text.anchors import plain_text_ids
 from sirchat.text.template import Template
 
 _POINTS = 100

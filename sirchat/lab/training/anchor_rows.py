@@ -20,8 +20,7 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import draw_length
 from sirchat.lab.training.anchor_files import read_file
 from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
-from sirchat.text.anchor_placement import plain_text_ids
-from sirchat.text.anchors import Anchors
+from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
 

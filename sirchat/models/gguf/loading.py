@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
-from sirchat.models.bars import Progress
-from sirchat.models.freed_memory import give_back
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
 from sirchat.models.gguf.contents import config_values, parameter_name
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
@@ -31,6 +29,8 @@ from sirchat.models.packed import (
     eight_bits,
 )
 from sirchat.models.packing import WeightStore, settle
+from sirchat.models.progress import Progress
+from sirchat.models.threads import give_back
 
 _ROWS = 4096  # of a matrix that are held as float32 at once
 _SOME = 10  # tensors after which freed memory is given back

@@ -1,4 +1,4 @@
-"""The progress of a download: a bar on a terminal, elsewhere a line now and then."""
+"""Progress bars on a terminal: while a model loads, and while one is downloaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,43 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from sirchat.models.bars import Progress
-from sirchat.ui.models_table import in_bytes
+from sirchat.models.progress import Progress
+from sirchat.ui.screen import Screen
+from sirchat.ui.tables import in_bytes
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.theme import Theme
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
+    """One row: `reading ████▌      512 of 4,096 tokens`."""
+    head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
+    room = max(4, min(40, width - 1 - len(head) - len(tail)))
+    eighths = 8 * room * min(done, total) // max(1, total)
+    bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    text = Text(no_wrap=True, overflow="crop")
+    text.append(head, theme.quiet)
+    text.append(bar.ljust(room), theme.gauge)
+    text.append(tail, theme.quiet)
+    return text
+
+
+@contextmanager
+def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
+    """Show a bar for loading `name`; yields the progress callback, or None without a bar."""
+    if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
+        yield None
+        return
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30))
+    with bars.Progress(*columns, console=screen.notes, transient=True) as shown:
+        task = shown.add_task(f"loading {displayable_line(name)}", total=None)
+
+        def report(step: str, done: int, total: int | None) -> None:
+            shown.update(task, description=displayable_line(step), completed=done, total=total)
+
+        yield report
+
 
 _EVERY = 10.0  # seconds between lines in a log
 _LONGEST = 24  # characters of a file's name in a bar

@@ -7,8 +7,16 @@ hands over to `repl.py`, even in the middle of a line.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -16,9 +24,8 @@ from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
+from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.line_input import LineInput, line_input
-from sirchat.ui.opening import Opening
-from sirchat.ui.path_completion import complete_path, path_begun
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
     from sirchat.chat.events import Event
     from sirchat.chat.session import Session
     from sirchat.saved.store import SessionStore
-    from sirchat.ui.opening import Open
     from sirchat.ui.repl import Chat
 
 _LEAVING = ("/exit", "/quit", "/bye")
@@ -84,7 +90,7 @@ class _FirstPrompt:
     def run(self, *, at_once: bool) -> None:
         """Chat until the user leaves; `at_once`: show the prompt while the model loads."""
         if not at_once:
-            from sirchat.ui.loading import loading_bar
+            from sirchat.ui.progress import loading_bar
 
             with loading_bar(self._screen, self._profile.model) as report:
                 session = self._open(report)
@@ -135,7 +141,7 @@ class _FirstPrompt:
 
     def _wait(self, opening: Opening) -> Chat:
         """The chat, once the session is open; Ctrl-C raises KeyboardInterrupt."""
-        from sirchat.ui.loading import loading_bar
+        from sirchat.ui.progress import loading_bar
 
         with loading_bar(self._screen, self._profile.model) as bar:
             opening.show_on(bar)
@@ -182,3 +188,91 @@ class _EarlyCompleter(Completer):
         else:
             async for completion in now.get_completions_async(document, event):
                 yield completion
+
+
+if TYPE_CHECKING:  # the thread imports what loads a model
+    from sirchat.chat.events import Event
+    from sirchat.chat.session import Session
+    from sirchat.models.progress import Progress
+
+    Open = Callable[[Progress | None], Session]
+    """Loads the model and opens a session, reporting progress."""
+
+THREAD = "opening a session"
+"""Name of the thread."""
+
+_SWITCH_SECONDS = 0.0005
+"""How long the thread may keep Python's lock while a key waits: the prompt takes it many times for
+each key."""
+
+_REPORT_SECONDS = 0.25  # between two calls of `on_step`
+
+
+class Opening:
+    """Opens a session in a thread that ends with the program.
+
+    Attributes:
+        session: becomes the session and the events of its start, or the error.
+        step: what is being done, such as `Loading weights 3/30`; empty before that is known.
+    """
+
+    def __init__(self, open_session: Open, on_step: Callable[[], None]) -> None:
+        self.session: Future[tuple[Session, list[Event]]] = Future()
+        self.session.set_running_or_notify_cancel()  # now nobody who waits can cancel it
+        self.step = ""
+        self._open = open_session
+        self._on_step = on_step
+        self._reported = 0.0
+        self._has_begun = False
+        self._bar: Progress | None = None
+
+    def begin(self) -> None:
+        """Start the thread. Not before the prompt is drawn: libraries that load hold it up."""
+        if not self._has_begun:
+            self._has_begun = True
+            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+
+    def show_on(self, bar: Progress | None) -> None:
+        """Report to a bar, too, from now on."""
+        self._bar = bar
+
+    def _run(self) -> None:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            preload_torch()
+            session = self._open(self._report)
+            started = list(session.start())
+        except BaseException as error:
+            self.session.set_exception(error)
+        else:
+            self.session.set_result((session, started))
+        finally:
+            sys.setswitchinterval(usual)
+
+    def _report(self, step: str, done: int, total: int | None) -> None:
+        self.step = f"{step} {done:,}/{total:,}" if total else step
+        if self._bar is not None:
+            self._bar(step, done, total)
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            self._on_step()
+
+
+def preload_torch() -> None:
+    """Load torch's largest library, on Linux; `import torch` then finds it loaded.
+
+    An import, and ctypes' own loading, hold the lock for some tenths of a second: no key would be
+    echoed. A call of a C function does not. Whatever fails here is left to the import.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return
+    with suppress(ImportError, AttributeError, OSError):
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return
+        library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+        load = ctypes.CDLL(None).dlopen
+        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        load(os.fsencode(library), os.RTLD_NOW)

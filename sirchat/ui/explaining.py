@@ -1,0 +1,214 @@
+"""`/help`, `/why` and lists of what was evicted: answers that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sirchat.chat.session import Session
+from sirchat.chat.snapshot import Standing
+from sirchat.chat.targets import turn_of_target, without_quotes
+from sirchat.chat.thinking import thought
+from sirchat.chat.words import forgotten_turns
+from sirchat.ui.screen import Screen
+from sirchat.ui.tables import draw_forgotten
+from sirchat.ui.text import displayable, displayable_line, shorten
+
+
+def show_forgotten(session: Session, screen: Screen) -> None:
+    """The turns that lost words, and how many others lost none."""
+    turns = list(forgotten_turns(session))
+    named = [turn for turn in turns if turn.words]
+    if named:
+        screen.page(draw_forgotten(named, screen.theme, screen.width))
+        screen.note('/recall "words" brings words back, with what stood beside them')
+    if others := len(turns) - len(named):
+        went = "lost only what is held elsewhere, too, and punctuation"
+        screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
+    if not turns:
+        screen.note("nothing is forgotten")
+
+
+def show_thought(session: Session, screen: Screen) -> None:
+    """The reasoning of the last reply that has some."""
+    is_open = session.template.opens_reasoning
+    replies = [one.text for one in session.turns if one.role == "assistant"]
+    thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
+    if text := next(filter(None, thoughts), ""):
+        screen.page(Text(displayable(text), screen.theme.quiet))
+    else:
+        screen.note("no reply has any reasoning")
+
+
+_LENGTH = 40  # characters of the words that were asked for
+_FEW = 4  # one in so many is few
+
+_FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
+_RANKED_BY = {
+    **dict.fromkeys(_FADING, ("surprised", "surprised", "the model more")),
+    **dict.fromkeys(("sink", "window"), ("is", "are", "newer")),
+    **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
+    **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
+}
+"""What is true of one token that a policy ranks higher, and of several."""
+
+
+def explain(standings: Sequence[Standing], target: str, policy: str) -> str:
+    """One or two sentences about the tokens, at least one, that `target` means."""
+    what, held = _named(target, standings), [one for one in standings if one.state == "held"]
+    best = min(held or standings, key=lambda one: (one.rank is None, one.rank))
+    if not held:
+        way_back = _way_back(standings, target)
+        return f"{what} is forgotten{_why_forgotten(best, policy)} {way_back}"
+    if len(held) == len(standings):
+        return f"{what} is held{_why_held(best, policy)}"
+    share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
+    return (
+        f"Of the {len(standings):,} tokens of {what}, {share}. "
+        f"The best of these is held{_why_held(best, policy)}"
+    )
+
+
+def _named(target: str, standings: Sequence[Standing]) -> str:
+    if turn_of_target(target, ()) is not None:
+        return f"turn {standings[0].row.turn}"
+    return f"“{shorten(displayable_line(without_quotes(target)), _LENGTH)}”"
+
+
+def _why_held(best: Standing, policy: str) -> str:
+    flags, higher = best.row.flags, _higher(best, policy)
+    if "pinned" in flags:
+        return " because it is pinned."
+    if "sink" in flags:
+        return " because it is among the first tokens of all, which stay."
+    if "recalled" in flags:
+        return " for this turn only: it was recalled."
+    if best.rank is None:
+        return f"; policy {policy} gives no token a rank."
+    if best.leaves:
+        return f", but goes next: {higher}."
+    if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
+        return f" because it is new, and for that alone: {higher}."
+    return f": {higher}."
+
+
+def _why_forgotten(best: Standing, policy: str) -> str:
+    if best.rank is None:
+        return f"; policy {policy} gives no token a rank."
+    higher = _higher(best, policy)
+    is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
+    if best.rank <= best.held // 2 and not is_low:
+        return f": it went before, or under other settings. Now, {higher}."
+    return f": {higher}."
+
+
+def _higher(one: Standing, policy: str) -> str:
+    """How many held tokens rank above this one."""
+    default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
+    singular, plural, what = _RANKED_BY.get(policy, default)
+    above = (one.rank or 1) - 1
+    few = "only " * (0 < above * _FEW <= one.held)
+    verb = singular if above == 1 else plural
+    fading = " (what is older counts less)" if one.decayed_to < 1 and policy in _FADING else ""
+    count = f"{few}{above:,}" if above else "none"
+    return f"of the {one.held:,} held tokens, {count} {verb} {what}{fading}"
+
+
+def _way_back(standings: Sequence[Standing], target: str) -> str:
+    if all(one.state == "gone" for one in standings):
+        return "It is gone for good."
+    if turn_of_target(target, ()) is not None:
+        return "It is archived: /pin brings it back."
+    words = displayable_line(without_quotes(target))
+    return f'It is archived: /recall "{words}" brings it back.'
+
+
+GROUPS: Final[dict[str, dict[str, str]]] = {
+    "Talk": {
+        "/edit": "change your last message",
+        "/retry": "draw another reply to it",
+        "/undo": "take it back, and the reply",
+        "/read FILE": "send a file's text, as @FILE",
+        "/copy": "put a reply on the clipboard",
+        "/thinking": "show the reply's reasoning",
+    },
+    "Memory": {
+        "/forgotten": "list what is forgotten",
+        '/recall "WORDS"': "bring words back",
+        "/pin, /unpin": "keep words; let them go again",
+        "/summarize": "keep the model's own summary",
+        "/forget": "erase words or turns for good",
+        "/reset": "forget the whole conversation",
+    },
+    "Look": {
+        "/panel": "draw all that is held",
+        "/tokens": "list the tokens that are held",
+        "/why WORDS": "why words are held, or not",
+        "/stats": "counts and speed",
+        "/clear": "clear the screen, nothing else",
+    },
+    "Chats": {
+        "/save NAME": "save this chat under a name",
+        "/load NAME": "go on with a saved chat",
+        "/branch NAME": "go on in a copy of this chat",
+        "/branches": "list the copies",
+        "/switch NAME": "go on with another copy",
+        "/export": "write chat or panel to a file",
+    },
+    "Settings": {
+        "/model NAME": "let another model go on",
+        "/policy NAME": "what decides which tokens stay",
+        "/budget N": "how many tokens are held",
+        "/decay": "how fast surprise fades",
+        "/sinks, /recent": "first and last ones that stay",
+        "/system TEXT": "the system prompt",
+        "/profile NAME": "many settings at once",
+        "/set, /show": "any setting; all of them",
+    },
+    "Help": {
+        "/help COMMAND": "all about one command",
+        "/exit": "leave, as Ctrl-D does",
+    },
+}
+"""Commands, some with what follows them, by group. A row may name several."""
+
+KEYS: Final = (
+    "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
+    '""" opens and closes a block; // sends a text that begins with a slash. '
+    "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
+)
+
+_NAMES, _COLUMN = 16, 50  # cells of the commands; of a column of groups, with the gap
+_MOST = 3  # columns
+
+
+def draw_help(width: int) -> RenderableType:
+    """All groups, in as many columns as fit into `width` cells."""
+    count = max(1, min(_MOST, (width + 2) // _COLUMN))
+    names = list(GROUPS)
+    share = -(-len(names) // count)
+    columns = [names[start : start + share] for start in range(0, len(names), share)]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row(*(Group(*map(_group, column)) for column in columns))
+    return table
+
+
+def _group(name: str) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=_NAMES)
+    for commands, meaning in GROUPS[name].items():
+        table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
+    return Group(Text(name, style="bold"), table)
+
+
+def draw_command(
+    name: str, arguments: str, description: str, others: Sequence[str]
+) -> RenderableType:
+    """One command: how it is typed, `others` that are the same, and what it does."""
+    aliases = f" (also {', '.join(f'/{one}' for one in others)})" if others else ""
+    usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), aliases)
+    return Group(usage, Text(description))
