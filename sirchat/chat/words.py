@@ -7,10 +7,13 @@ import string
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from typing import TYPE_CHECKING
 from unicodedata import east_asian_width
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.session import Session
+
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
 
 _MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
 

@@ -63,7 +63,6 @@ GROUPS: dict[str, dict[str, str]] = {
 """Commands by name, in groups, with a line for each."""
 
 _LAB = ("compare", "eval", "bench", "train")
-_GROUPS_OF_COMMANDS = ("sessions", "models", "policies", "profiles")
 
 
 def groups() -> dict[str, dict[str, str]]:
@@ -83,8 +82,13 @@ def commands() -> dict[str, str]:
 
 def lazy_commands() -> dict[str, str]:
     """The commands that are imported when used, and the module of each, which has `NAME_app`."""
-    modules = {name: f"sirchat.cli.{name}" for name in _GROUPS_OF_COMMANDS}
-    modules |= {name: f"sirchat.lab.commands.{name}" for name in _LAB}
+    modules = {
+        "sessions": "sirchat.cli.sessions",
+        "models": "sirchat.cli.models",
+        "policies": "sirchat.cli.profiles",
+        "profiles": "sirchat.cli.profiles",
+        **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
+    }
     return {name: module for name, module in modules.items() if name in commands()}
 
 

@@ -1,4 +1,4 @@
-"""A session's state after its last turn: the head of its file, and tensors; written, read, checked."""
+"""A session's state after its last turn: the head of its file, and tensors; written and checked."""
 
 from __future__ import annotations
 
