@@ -42,6 +42,12 @@ class TokenRow:
         """What tokens are ordered by when the strongest are shown."""
         return self.decayed_surprisal if self.score is None else self.score
 
+    @property
+    def shown_rank(self) -> float:
+        """The same to nine digits: tokens of one word differ by rounding errors alone, and are
+        then shown in the order of the text, on every processor."""
+        return float(f"{self.rank_key:.9g}")
+
 
 @dataclass(frozen=True)
 class Event:
@@ -168,10 +174,10 @@ class Pinned(Event):
 
 
 @dataclass(frozen=True)
-class Forgotten(Event):
+class Erased(Event):
     """`tokens` tokens were erased, from cache, archive and the saved text."""
 
-    kind: ClassVar[str] = "forget"
+    kind: ClassVar[str] = "erase"
     tokens: int
     resident: int
 

@@ -43,7 +43,7 @@ class TurnRecall:
         """
         return {at: self._scores.get(at, 0.0) for at in self._engine.recalled_positions.tolist()}
 
-    def forget_words(self) -> None:
+    def erase_words(self) -> None:
         """Drop what is kept of the turns' texts; it is made again when it is needed."""
         self._words = TurnWords()
 

@@ -149,7 +149,7 @@ class Reports:
             return []
         return [
             Notice(
-                "this model was not trained to gather text in anchors and will forget nearly "
+                "this model was not trained to gather text in anchors and will evict nearly "
                 "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
                 "/policy anchor lazy=true waits"
             )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Tally, Turn, UndoPoint
-from sirchat.chat.events import Ended, Event, Forgotten, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.recall import TurnRecall
 from sirchat.chat.reports import Reports
 from sirchat.chat.settings import (
@@ -71,7 +71,7 @@ class Session:
         self.epoch = 0
         """Number of conversations begun here; `reset` begins another."""
         self.erasures = 0
-        """Number of times that `forget` erased something; saved text must then be rewritten."""
+        """Number of times that `erase` erased something; saved text must then be rewritten."""
         check_profile(profile, model)
         self.reset()
 
@@ -261,20 +261,20 @@ class Session:
             events.append(Notice(f"policy {self.profile.policy} makes no use of pins"))
         return events
 
-    def forget(self, target: str) -> list[Event]:
+    def erase(self, target: str) -> list[Event]:
         """Erase what `target` means: from cache, archive, ledger, text and undo.
 
         Tokens that were read later have seen it, and stay. Raises UsageError if nothing is meant.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
-        self._engine.forget(positions)
+        self._engine.erase(positions)
         self._now.prompt = erase_text(target, self._now, system)
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._undo_points = []
-        self._recall.forget_words()
+        self._recall.erase_words()
         self.erasures += 1
-        return [Forgotten(len(positions), self.resident)]
+        return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[Standing]:
         """The standing of the tokens that `target` means, held or not.
@@ -398,7 +398,7 @@ class Session:
         return self._turn(self._now.begin(role))
 
     def _turn(self, tally: Tally) -> OpenTurn:
-        return OpenTurn(self._now, self._engine, self._reports, tally, self.profile.forget_thinking)
+        return OpenTurn(self._now, self._engine, self._reports, tally, self.profile.evict_thinking)
 
     @property
     def _reports(self) -> Reports:

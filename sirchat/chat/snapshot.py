@@ -120,7 +120,7 @@ class Histogram:
     """Tokens by surprisal, one count for each bin between `EDGES`; those without are left out."""
 
     held: tuple[int, ...]
-    forgotten: tuple[int, ...]
+    evicted: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Snapshot:
         recalled: held tokens that were brought back for this round.
         speed: tokens per second of the current reply, or of the last one; 0 before the first.
         threshold: score at or below which a token would leave if room were needed now; null where
-            nothing was ever forgotten, or the policy has no scores.
+            nothing was ever evicted, or the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
         next_to_go: positions of the tokens that would leave then, in stream order; none while
             there is plenty of room.
@@ -141,7 +141,7 @@ class Snapshot:
         rows: the held tokens in stream order, or some of them.
         slots: where each of `rows` stands among all held tokens.
         turns: every turn so far.
-        histogram: surprisal of held and of forgotten tokens; null in a summary.
+        histogram: surprisal of held and of evicted tokens; null in a summary.
         apart: resident tokens that belong to single layers.
     """
 
@@ -169,7 +169,7 @@ class Snapshot:
         return self.resident - self.in_single_layers
 
     @property
-    def forgotten(self) -> int:
+    def evicted(self) -> int:
         """Tokens that were read and are no longer held by all layers."""
         return self.seen - self.in_all_layers
 
@@ -272,7 +272,7 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """Words of the tokens that would leave, with what was forgotten of each word before."""
+    """Words of the tokens that would be evicted, with what was evicted of each word before."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])

@@ -31,7 +31,7 @@ class OpenTurn:
         engine: reads and generates its ids.
         reports: makes the events.
         tally: cost of the turn so far; of the last turn, where only owed ids are read.
-        forgets_thinking: whether a reply's reasoning is evicted when the reply is closed.
+        evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class OpenTurn:
         engine: Engine,
         reports: Reports,
         tally: Tally,
-        forgets_thinking: bool = False,
+        evicts_thinking: bool = False,
     ) -> None:
         self._now = now
         self._engine = engine
         self._reports = reports
-        self._forgets_thinking = forgets_thinking
+        self._evicts_thinking = evicts_thinking
         self.tally = tally
         self.ref = TurnRef(tally.index, now.round)
 
@@ -147,7 +147,7 @@ class OpenTurn:
         """Read the ids that end a reply, and apply the round's decay."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
-        if self._forgets_thinking:
+        if self._evicts_thinking:
             thought = reasoning(self._engine.ledger, self._reports.texts, self.ref.turn)
             if len(thought):
                 moves = self._engine.retire(thought)

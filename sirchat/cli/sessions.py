@@ -35,7 +35,7 @@ def sessions_list() -> None:
     from rich.console import Console
 
     from sirchat.saved.session_list import list_sessions
-    from sirchat.ui.tables import draw_sessions
+    from sirchat.ui.lists import draw_sessions
 
     listing = list_sessions(sessions_dir())
     if listing.sessions:
@@ -82,7 +82,7 @@ def sessions_rm(
     typer.echo(displayable_line(f"removed {chat.path.stem}"), err=True)
     typed, lines = typed_lines(chat.messages)
     if history and typed is not None and lines:
-        typed.forget(lambda line: line.strip() in chat.messages)
+        typed.erase(lambda line: line.strip() in chat.messages)
         typer.echo(f"{lines:,} typed line{'s' * (lines > 1)} erased", err=True)
         lines = 0
     for line in chat.what_stays(lines):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -32,6 +33,27 @@ BEST_RECALL = "hybrid"
 """The measure that `recall: on` stands for: it brings back most of what real questions need."""
 
 _BY_WORDS = ("hybrid", "bm25")  # measures that compare the words of a turn
+
+
+FORMER_NAMES = {"forget_thinking": "evict_thinking"}
+"""Settings that were called otherwise, by their former names."""
+
+_FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
+_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of salience and kvzip
+
+
+def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of settings from a file of an earlier sirchat, under the names they have now."""
+    renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
+    evict, options = renamed.get("evict"), renamed.get("policy_options")
+    if isinstance(evict, str):
+        renamed["evict"] = _FORMER_EVICT.get(evict, evict)
+    if renamed.get("policy") in ("salience", "kvzip") and isinstance(options, Mapping):
+        options = {_FORMER_OPTIONS.get(name, name): value for name, value in options.items()}
+        if isinstance(options.get("user_weight"), bool):
+            options["user_weight"] = 1 + options["user_weight"]
+        renamed["policy_options"] = options
+    return renamed
 
 
 class Profile(BaseModel):
@@ -90,7 +112,7 @@ class Profile(BaseModel):
         default=4,
         ge=0,
         le=_MANY,
-        description="The first tokens of the conversation, never forgotten.",
+        description="The first tokens of the conversation, never evicted.",
     )
     recent: int = Field(
         default=32, ge=0, le=_MANY, description="The newest tokens that the policy always keeps."
@@ -148,9 +170,9 @@ class Profile(BaseModel):
     system: str | None = Field(
         default=None, description="The system prompt: what the model is told before you speak."
     )
-    pin_system: bool = Field(default=True, description="Never forget the system prompt.")
-    forget_thinking: bool = Field(
-        default=False, description="Forget a reply's reasoning (<think>) once the reply is over."
+    pin_system: bool = Field(default=True, description="Never evict the system prompt.")
+    evict_thinking: bool = Field(
+        default=False, description="Evict a reply's reasoning (<think>) once the reply is over."
     )
     archive: Literal["ram", "disk", "off"] = Field(
         default="ram",
@@ -205,10 +227,10 @@ class Profile(BaseModel):
         default=True,
         description="Keep the newest part of the current round, whatever the policy says.",
     )
-    evict: Literal["room", "turn", "between-turns"] = Field(
-        default="room",
-        description="When to forget: whenever room is needed; when you speak, so that turn and "
-        "reply fit (turn); or when you speak, down to the budget, which turn and reply then exceed "
+    evict: Literal["when-full", "before-turn", "between-turns"] = Field(
+        default="when-full",
+        description="When to evict: whenever the cache is full; before a user turn, so that turn "
+        "and reply fit; or before a user turn, down to the budget, which these then exceed "
         "(between-turns, as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(

@@ -16,7 +16,7 @@ from typing import Any
 
 from sirchat import paths
 from sirchat.config.layers import Layer, Origin, check_values, merged
-from sirchat.config.profile import Profile
+from sirchat.config.profile import Profile, with_new_names
 from sirchat.config.values import parse_value, parse_yaml, require_setting, yaml_line
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
@@ -204,6 +204,7 @@ def _read(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
         return {}
     if not isinstance(values, dict):
         raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
+    values = with_new_names(values)
     check_values(Layer(values, _named(path)))
     policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from sirchat.config.profile import LEAST_TEMPERATURE, Profile
+from sirchat.config.profile import FORMER_NAMES, LEAST_TEMPERATURE, Profile
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
@@ -118,6 +118,8 @@ def require_setting(key: object, source: str) -> None:
     """
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
+        if key in FORMER_NAMES:
+            raise SettingError(f"{start}{key} is now called {FORMER_NAMES[str(key)]}")
         hint = nearest(str(key), Profile.model_fields)
         raise SettingError(f"{start}there is no setting {format_value(key)}", hint=hint)
 

@@ -105,13 +105,13 @@ class CacheContents:
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
-        """Make room for a user turn of `count` ids and its reply, unless `evict` is "room".
+        """Make room for a user turn of `count` ids and its reply, unless `evict` is "when-full".
 
         If it is "between-turns", only what exceeds the budget is evicted, before turn and reply,
         for which the cache then grows.
         """
         budget, to_come = self.budget, count + max_new_tokens
-        if budget.settings.evict == "room" or budget.unbounded:
+        if budget.settings.evict == "when-full" or budget.unbounded:
             return []
         wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
         evicted = list[EvictedRows]()
@@ -255,9 +255,9 @@ class CacheContents:
             return []
         return self._hold(Selection(self.budget.policy_positions, _NONE))
 
-    def forget(self, positions: Positions) -> None:
+    def erase(self, positions: Positions) -> None:
         """Erase rows from cache and archive, with all that the ledger knows of them."""
-        self._store.forget(positions)
+        self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
         self._at_last_pass = None

@@ -280,9 +280,9 @@ class Engine:
         """Empty the reserve."""
         return self.contents.clear_reserve()
 
-    def forget(self, positions: Positions) -> None:
+    def erase(self, positions: Positions) -> None:
         """Erase rows from cache, archive and ledger."""
-        self.contents.forget(positions)
+        self.contents.erase(positions)
 
     def save(self) -> EngineState:
         """All that a saved conversation needs to continue, except keys and values."""

@@ -134,7 +134,7 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Forget what was computed ahead; how many ids of it were read, None if there was none."""
+        """Drop what was computed ahead; how many ids of it were read, None if there was none."""
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.used
 

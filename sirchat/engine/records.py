@@ -30,10 +30,11 @@ class CacheSettings:
         archive: most bytes that the archive may take; 0 for no archive.
         folder: folder for full segments of the archive; None for RAM.
         protect: whether the newest E/2 rows of the current round are protected from eviction.
-        evict: "room" evicts whenever room is needed; "turn" when a user turn arrives, for the turn
-            and its whole reply, otherwise only to stay within the budget; "between-turns" only when
-            a user turn arrives, down to the budget, which turn and reply then exceed (SirLLM's
-            Algorithm 1), otherwise only to stay within the model's context length.
+        evict: "when-full" evicts whenever room is needed; "before-turn" when a user turn arrives,
+            for the turn and its whole reply, otherwise only to stay within the budget;
+            "between-turns" only when a user turn arrives, down to the budget, which turn and reply
+            then exceed (SirLLM's Algorithm 1), otherwise only to stay within the model's context
+            length.
         in_stream: whether keys stand at their positions in the stream, which then ends with the
             model's context; otherwise they stand close together in the cache.
         recall: how archived rows are brought back for a turn; None for no recall.
@@ -47,7 +48,7 @@ class CacheSettings:
     archive: int = 0
     folder: Path | None = None
     protect: bool = True
-    evict: Literal["room", "turn", "between-turns"] = "room"
+    evict: Literal["when-full", "before-turn", "between-turns"] = "when-full"
     in_stream: bool = False
     recall: RecallSettings | None = None
     count_attention: bool = False

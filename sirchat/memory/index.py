@@ -2,8 +2,8 @@
 
 Its projection axes and centroids are learnt from the rows archived when it is built; it is rebuilt
 when there are four times as many. Rows that leave the archive are removed from the index. After
-`/forget` it is rebuilt from the remaining rows, because axes and centroids carry traces of the
-forgotten ones.
+`/erase` it is rebuilt from the remaining rows, because axes and centroids carry traces of the
+erased ones.
 """
 
 from __future__ import annotations

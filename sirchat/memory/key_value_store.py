@@ -250,7 +250,7 @@ class KeyValueStore:
             self.ledger.archive(rows.positions[archived])
             self._shrink()
 
-    def forget(self, positions: Positions) -> None:
+    def erase(self, positions: Positions) -> None:
         """Erase the rows at these stream positions from the cache and from the archive."""
         self.cache.remove_inserted()
         held = self.ledger.held_positions

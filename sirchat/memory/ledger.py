@@ -305,7 +305,7 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Forget that anything was read after the first `seen` tokens; none of it may be held."""
+        """Remove all rows after the first `seen` tokens; none of it may be held."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay, self._pinned = seen, log_decay, None

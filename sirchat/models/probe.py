@@ -61,12 +61,12 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
 
 
 def refuse_stateful_layers(config: Any, name: str) -> None:
-    """Raise ModelError for layers that cannot forget one token (recurrent, convolutional)."""
+    """Raise ModelError for layers that cannot evict one token (recurrent, convolutional)."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
     if odd:
         raise ModelError(
-            f"{name} has {odd[0]} layers, whose state cannot forget one token",
+            f"{name} has {odd[0]} layers, from whose state no token can be evicted",
             hint="choose a model whose layers all keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):
@@ -110,7 +110,7 @@ def _check_a_move(
     at_start: tuple[Tensor, Tensor],
     name: str,
 ) -> None:
-    """Read one token twice and forget the first: layer 0 must be as if it stood at the start.
+    """Read one token twice and evict the first: layer 0 must be as if it stood at the start.
 
     This finds models that count positions by themselves, whatever position they are given.
     """

@@ -129,7 +129,7 @@ class Autosave:
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Clear the name if it repeats text that is to be forgotten; returns whether it did.
+        """Clear the name if it repeats text that is to be erased; returns whether it did.
 
         `said` is some words of the conversation, or a `whole` turn.
         """

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sirchat.chat.conversation import Conversation, Tally, Turn
 from sirchat.chat.events import Finish
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile
+from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
@@ -172,7 +172,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     """
     head = store.head()
     try:
-        profile = Profile.model_validate(head.fields.get("profile")) if head else Profile()
+        profile = _profile(head.fields.get("profile")) if head else Profile()
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this sirchat does not know",
@@ -180,6 +180,10 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
         ) from None
     refuse_untrusted(profile.policy, f"session {store.id}", trusted)
     return profile
+
+
+def _profile(values: object) -> Profile:
+    return Profile.model_validate(with_new_names(values) if isinstance(values, dict) else values)
 
 
 _ATTENTION = "attention."

@@ -293,7 +293,7 @@ def same_name(one: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name repeats text that is to be forgotten: words, or a `whole` turn.
+    """Whether a name repeats text that is to be erased: words, or a `whole` turn.
 
     A name made of a turn's words also repeats the turn.
     """

@@ -119,7 +119,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
     if total <= session.budget or session.profile.policy == "full":
         return line
     share = "most" if total > 2 * session.budget else "part of it"
-    return f"{line}: {share} will be forgotten as it is read"
+    return f"{line}: {share} will be evicted as it is read"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
@@ -146,7 +146,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, and the message last: it survives what is forgotten as they are read."""
+    """The files' texts, and the message last: it is still held when parts of them are evicted."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
@@ -19,22 +20,23 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.ui.attaching import describe_size, with_file
+from sirchat.ui.erasing import Erasing
 from sirchat.ui.explaining import (
     KEYS,
     draw_command,
     draw_help,
     explain,
-    show_forgotten,
+    show_evicted,
     show_thought,
 )
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.forgetting import Forgetting
 from sirchat.ui.line_input import Typed
+from sirchat.ui.lists import draw_settings
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_recalled, draw_settings, draw_standings, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.turn_commands import drawing_settings, undo
 
@@ -48,40 +50,49 @@ _LONGEST = 40  # characters of a command that is not known
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
-class Leave(Exception):
-    """The user wants to leave the chat."""
+_FORMER = {"forget": "erase", "forgotten": "evicted"}
+"""Former names of commands: they still work, say the new name, and are listed nowhere."""
 
 
-class Retry(Exception):
-    """The user wants another reply to the last message, drawn with these settings this once."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__()
-        self.settings = settings
+@dataclass(frozen=True)
+class Leave:
+    """The chat ends."""
 
 
-class Summarize(Exception):
-    """The user wants the model to sum up the conversation."""
+@dataclass(frozen=True)
+class Send:
+    """This message is sent."""
+
+    text: str
 
 
-class Edit(Exception):
-    """The user wants to change the last message, and a reply to that."""
+@dataclass(frozen=True)
+class Retry:
+    """Another reply to the last message, sampled with these settings this once."""
+
+    settings: dict[str, Any]
 
 
-class Another(Exception):
+@dataclass(frozen=True)
+class Edit:
+    """The user changes the last message, and gets a reply to that."""
+
+
+@dataclass(frozen=True)
+class Summarize:
+    """The model sums up the conversation."""
+
+
+@dataclass(frozen=True)
+class SwitchSession:
     """Another session goes on: of another chat, or of this one with another model."""
 
-    def __init__(self, session: Session, *, is_other_chat: bool) -> None:
-        super().__init__()
-        self.session, self.is_other_chat = session, is_other_chat
+    session: Session
+    is_other_chat: bool
 
 
-class Send(Exception):
-    """The user wants this message to be sent."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
+Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
+"""What the chat does after a command, beside what the command did itself."""
 
 
 class Commands:
@@ -102,7 +113,7 @@ class Commands:
         self._saved_chat = saved_chat
         self._screen = screen
         self._switching = Switching(session, screen, trusted)
-        self._forgetting = Forgetting(session, screen, history, saved_chat)
+        self._erasing = Erasing(session, screen, history, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -119,18 +130,26 @@ class Commands:
         arguments, _, description = text.partition(":")
         return arguments.strip().strip("-"), " ".join(description.split())
 
-    def run(self, line: str) -> None:
-        """Run one command line, slash included; raises UsageError for an invalid one."""
+    def run(self, line: str) -> Action | None:
+        """Run one command line, slash included; returns what the chat does next.
+
+        Raises UsageError for an invalid line.
+        """
         word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
             raise UsageError(f"/{word} takes no argument", hint=f"/{word} alone")
-        command: Callable[[str], None] = getattr(self, _PREFIX + name)
-        command(rest)
-        self._models.check(self._session)
+        command: Callable[[str], Action | None] = getattr(self, _PREFIX + name)
+        action = command(rest)
+        if action is None:
+            self._models.check(self._session)
+        return action
 
     def _known(self, word: str) -> str:
         word = word.removeprefix("/")
+        if word in _FORMER:
+            self._screen.note(f"/{word} is now /{_FORMER[word]}")
+            return _FORMER[word]
         if word not in self.names():
             close = nearest(word, self.names(), "/")
             raise UsageError(
@@ -149,12 +168,13 @@ class Commands:
         others = [alias for alias, target in _ALIASES.items() if target == name]
         self._screen.show(draw_command(name, *self.help_of(name), others))
 
-    def do_model(self, rest: str) -> None:
+    def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the chat anew; alone, the models here."""
         if not rest:
             self._models.show(self._session)
         elif (session := self._models.switch(self._session, without_quotes(rest))) is not None:
-            raise Another(session, is_other_chat=False)
+            return SwitchSession(session, is_other_chat=False)
+        return None
 
     def do_policy(self, rest: str) -> None:
         """[NAME [OPTION=VALUE ...]]: what the model remembers by; alone, the present one."""
@@ -182,8 +202,8 @@ class Commands:
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|MEASURE|"WORDS"]: bring archived tokens back for each turn; alone, what came
-        back; words in quotes are brought back now, with their surroundings, and pinned."""
+        """[on|off|RETRIEVER|"WORDS"]: restore archived tokens for each turn; alone, what was
+        restored; words in quotes are restored now, with their surroundings, and pinned."""
         recalled = self._session.recalled
         if rest.startswith('"'):
             self._switching.pin(rest, pinned=True, around=_AROUND)
@@ -248,7 +268,7 @@ class Commands:
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
             f"{end.turns} turns; {end.seen:,} tokens seen, {end.resident:,} of {session.budget:,} "
-            f"held, {end.seen - end.resident:,} forgotten; {end.tokens_out:,} said, "
+            f"held, {end.seen - end.resident:,} evicted; {end.tokens_out:,} said, "
             f"{speed:,.0f} tok/s; policy {session.profile.policy}, "
             f"decay {short(session.profile.decay)}"
             + f"; {at_control} ended at a control token, which is left out"
@@ -256,25 +276,25 @@ class Commands:
         )
 
     def do_pin(self, rest: str) -> None:
-        """TEXT|last|turn N: never forget these words, what you said last, or a turn."""
+        """TEXT|last|turn N: never evict these words, what you said last, or a turn."""
         self._switching.pin(rest, pinned=True)
 
     def do_unpin(self, rest: str) -> None:
-        """TEXT|last|turn N: let these words, what you said last, or a turn go again."""
+        """TEXT|last|turn N: allow that these words, what you said last, or a turn are evicted."""
         self._switching.pin(rest, pinned=False)
 
-    def do_forget(self, rest: str) -> None:
+    def do_erase(self, rest: str) -> None:
         """TEXT|last|turn N: show what would be erased for good (memory, archive, saved chat, typed
         lines); with --yes erase it, with --everywhere from lines of other chats, too."""
-        self._forgetting.run(rest)
+        self._erasing.run(rest)
 
-    def do_forgotten(self, rest: str) -> None:
-        """-: what is forgotten of each turn, the most surprising words first."""
-        show_forgotten(self._session, self._screen)
+    def do_evicted(self, rest: str) -> None:
+        """-: what was evicted of each turn, the most surprising words first."""
+        show_evicted(self._session, self._screen)
 
-    def do_summarize(self, rest: str) -> None:
+    def do_summarize(self, rest: str) -> Action:
         """-: let the model sum up the conversation; the summary is read and pinned as a turn."""
-        raise Summarize
+        return Summarize()
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
@@ -282,28 +302,28 @@ class Commands:
         table = draw_standings(standings, screen.theme, screen.width)
         screen.page(Group(Text(explain(standings, rest, self._session.profile.policy)), table))
 
-    def do_undo(self, rest: str) -> None:
+    def do_undo(self, rest: str) -> Action | None:
         """-: take back what you said last, and the reply; or a change of the model."""
-        if (former := self._models.go_back(self._session)) is not None:
-            raise Another(former, is_other_chat=False)
-        if (before := undo(self._session, self._screen, self._saved_chat)) is not None:
-            raise Another(before, is_other_chat=False)
+        before = self._models.go_back(self._session)
+        if before is None:
+            before = undo(self._session, self._screen, self._saved_chat)
+        return None if before is None else SwitchSession(before, is_other_chat=False)
 
-    def do_retry(self, rest: str) -> None:
+    def do_retry(self, rest: str) -> Action:
         """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
         are for this reply only, too."""
-        raise Retry(drawing_settings(rest))
+        return Retry(drawing_settings(rest))
 
-    def do_edit(self, rest: str) -> None:
+    def do_edit(self, rest: str) -> Action:
         """-: change what you said last, in $EDITOR or at the prompt, and go on from there; Ctrl-C
         leaves it as it was."""
-        raise Edit
+        return Edit()
 
-    def do_read(self, rest: str) -> None:
+    def do_read(self, rest: str) -> Action:
         """FILE [QUESTION]: send a file's text, and a question about it; in a message, @FILE."""
         text, files = with_file(rest)
         self._screen.note(describe_size(files, self._session))
-        raise Send(text)
+        return Send(text)
 
     def do_copy(self, rest: str) -> None:
         """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
@@ -331,33 +351,35 @@ class Commands:
         """-: this chat and its branches."""
         self._saved_chat.show_branches()
 
-    def do_switch(self, rest: str) -> None:
+    def do_switch(self, rest: str) -> Action | None:
         """[NAME|ID|main]: leave this chat and go on with a branch of it; alone, list them."""
         if not rest:
             self._saved_chat.show_branches()
         elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:
-            raise Another(session, is_other_chat=True)
+            return SwitchSession(session, is_other_chat=True)
+        return None
 
-    def do_load(self, rest: str) -> None:
+    def do_load(self, rest: str) -> Action | None:
         """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
         if not rest:
             self._saved_chat.show()
         elif (session := self._saved_chat.load(without_quotes(rest))) is not None:
             self._models.let_go()
-            raise Another(session, is_other_chat=True)
+            return SwitchSession(session, is_other_chat=True)
+        return None
 
     def do_reset(self, rest: str) -> None:
-        """-: forget the whole conversation; the settings stay."""
+        """-: start an empty conversation; the settings stay."""
         self._session.reset()
         self._screen.note("the conversation starts anew")
 
     def do_clear(self, rest: str) -> None:
-        """-: clear the screen; nothing is forgotten (that is /reset)."""
+        """-: clear the screen; the conversation stays (/reset ends it)."""
         self._screen.clear()
 
-    def do_exit(self, rest: str) -> None:
+    def do_exit(self, rest: str) -> Action:
         """-: leave; Ctrl-D does, too."""
-        raise Leave
+        return Leave()
 
     def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
         """The held tokens that `/tokens KIND NUMBER` selects."""
@@ -370,11 +392,11 @@ class Commands:
             return [row for row in snapshot.rows if row.turn == turn]
         if kind == "top":
             count = _number("/tokens top", *(numbers or ("20",)), least=1)
-            return sorted(snapshot.rows, key=lambda row: -row.rank_key)[:count]
+            return sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:count]
         if kind == "next":
             leaving = set(snapshot.next_to_go)
             rows = [row for row in snapshot.rows if row.position in leaving]
-            return sorted(rows, key=lambda row: row.rank_key)
+            return sorted(rows, key=lambda row: row.shown_rank)
         return list(snapshot.rows)
 
 

@@ -48,11 +48,11 @@ _WIDE = 72
 
 
 def draw_compact_panel(
-    snapshot: Snapshot, theme: Theme, width: int, *, forgotten: Sequence[str] = ()
+    snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
     """Title, gauge, turns, what leaves next, and the held words of highest score.
 
-    `forgotten`: words that were just evicted; they have a row of their own, struck out.
+    `evicted`: words that were just evicted; they have a row of their own, struck out.
     """
     width -= 1  # a full row would make some terminals wrap
     lines = [
@@ -62,8 +62,8 @@ def draw_compact_panel(
         _leaving(snapshot, theme, width),
         *_held(snapshot, theme, width),
     ]
-    if forgotten:
-        lines.insert(4, _forgotten(forgotten, theme, width))
+    if evicted:
+        lines.insert(4, _evicted(evicted, theme, width))
     return Group(*lines)
 
 
@@ -102,7 +102,7 @@ def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
-        f"{snapshot.forgotten:,} forgotten",
+        f"{snapshot.evicted:,} evicted",
     ]
     if snapshot.recalled > 0:
         counts.append(f"{snapshot.recalled:,} recalled")
@@ -125,9 +125,9 @@ def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
         count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
-        summary = f"  {count} wholly forgotten" if turns else ""
+        summary = f"  {count} wholly evicted" if turns else ""
     else:
-        summary = f"  {gone:,} wholly forgotten" if gone else ""
+        summary = f"  {gone:,} wholly evicted" if gone else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
@@ -150,15 +150,15 @@ def share_glyph(turn: TurnShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The threshold to stay, and the words that leave next."""
-    parts, leave, count = [], "next to go", len(snapshot.next_to_go)
+    """The threshold to be held, and the words that are evicted next."""
+    parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
         needs = "a token needs" if width >= _WIDE else "needs"
-        parts.append(f"{needs} {snapshot.threshold:.2f} {snapshot.unit} to stay")
+        parts.append(f"{needs} {snapshot.threshold:.2f} {snapshot.unit} to be held")
     elif snapshot.threshold is not None:
-        leave = f"the weakest {count:,} of {snapshot.resident:,} go next"
-    elif not snapshot.forgotten:
-        parts.append("nothing forgotten yet")
+        leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
+    elif not snapshot.evicted:
+        parts.append("nothing evicted yet")
     if count:
         words = _joined(snapshot.leaving_words) or _ONLY_MARKS
         parts.append(f"{leave}: {words}")
@@ -167,9 +167,9 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
 
 
-def _forgotten(words: Sequence[str], theme: Theme, width: int) -> Text:
-    """The words just forgotten, as many as fit."""
-    label = "forgot: "
+def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
+    """The words just evicted, as many as fit."""
+    label = "evicted: "
     text = cut(_joined(words), width - len(label))
     return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
 
@@ -244,13 +244,13 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
     position = slot = turn = -1
     for first, at, runs, _ in words:
         unseen = at - slot - 1
-        forgotten = first.position - position - 1 - unseen
+        evicted = first.position - position - 1 - unseen
         if first.turn == turn:
-            yield from gap(forgotten, unseen, runs[0].text, theme)
+            yield from gap(evicted, unseen, runs[0].text, theme)
             yield runs[0]
         else:  # what is held and not shown needs no mark here: a message begins
-            yield from gap(forgotten, 0, "", theme)
-            if position >= 0 or forgotten > 0:
+            yield from gap(evicted, 0, "", theme)
+            if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
             name = shown(ROLE_NAMES.get(first.role, first.role))
             yield StyledRun(f"{name}:{_NO_BREAK}", theme.role(first.role) + theme.gap)
@@ -262,9 +262,9 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
     yield from gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
 
 
-def gap(forgotten: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
-    """`⋯n` for n forgotten tokens, else `…` for held ones that are not shown, else nothing."""
-    mark = f"⋯{forgotten}" if forgotten > 0 else "…" if left_out > 0 else ""
+def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
+    """`⋯n` for n evicted tokens, else `…` for held ones that are not shown, else nothing."""
+    mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
     return [StyledRun(mark, theme.gap, whole=True)] if mark else []

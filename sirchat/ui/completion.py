@@ -112,7 +112,7 @@ class SlashCompleter(Completer):
                 yield from _COPIED
             case ["export"]:
                 yield from FORMATS.items()
-            case ["pin" | "unpin" | "why" | "forget"]:
+            case ["pin" | "unpin" | "why" | "erase"]:
                 yield from _TARGETS
             case ["show" | "set"]:
                 yield from self._settings()

@@ -13,24 +13,24 @@ from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Standing
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.thinking import thought
-from sirchat.chat.words import forgotten_turns
+from sirchat.chat.words import evicted_turns
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_forgotten
+from sirchat.ui.tables import draw_evicted
 from sirchat.ui.text import displayable, displayable_line, shorten
 
 
-def show_forgotten(session: Session, screen: Screen) -> None:
+def show_evicted(session: Session, screen: Screen) -> None:
     """The turns that lost words, and how many others lost none."""
-    turns = list(forgotten_turns(session))
+    turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
     if named:
-        screen.page(draw_forgotten(named, screen.theme, screen.width))
+        screen.page(draw_evicted(named, screen.theme, screen.width))
         screen.note('/recall "words" brings words back, with what stood beside them')
     if others := len(turns) - len(named):
         went = "lost only what is held elsewhere, too, and punctuation"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
     if not turns:
-        screen.note("nothing is forgotten")
+        screen.note("nothing is evicted")
 
 
 def show_thought(session: Session, screen: Screen) -> None:
@@ -63,7 +63,7 @@ def explain(standings: Sequence[Standing], target: str, policy: str) -> str:
     best = min(held or standings, key=lambda one: (one.rank is None, one.rank))
     if not held:
         way_back = _way_back(standings, target)
-        return f"{what} is forgotten{_why_forgotten(best, policy)} {way_back}"
+        return f"{what} is evicted{_why_evicted(best, policy)} {way_back}"
     if len(held) == len(standings):
         return f"{what} is held{_why_held(best, policy)}"
     share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
@@ -96,7 +96,7 @@ def _why_held(best: Standing, policy: str) -> str:
     return f": {higher}."
 
 
-def _why_forgotten(best: Standing, policy: str) -> str:
+def _why_evicted(best: Standing, policy: str) -> str:
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     higher = _higher(best, policy)
@@ -137,12 +137,12 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/thinking": "show the reply's reasoning",
     },
     "Memory": {
-        "/forgotten": "list what is forgotten",
+        "/evicted": "list what was evicted",
         '/recall "WORDS"': "bring words back",
         "/pin, /unpin": "keep words; let them go again",
         "/summarize": "keep the model's own summary",
-        "/forget": "erase words or turns for good",
-        "/reset": "forget the whole conversation",
+        "/erase": "erase words or turns for good",
+        "/reset": "start an empty conversation",
     },
     "Look": {
         "/panel": "draw all that is held",

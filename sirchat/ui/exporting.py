@@ -130,7 +130,7 @@ _AS = {"md": _markdown, "html": _page, "json": _json}
 
 
 def _said(session: Session) -> list[Turn]:
-    """The turns that say something; a turn that was forgotten or broke off may be empty."""
+    """The turns that say something; a turn that was erased or broke off may be empty."""
     return [turn for turn in session.turns if turn.text.strip()]
 
 

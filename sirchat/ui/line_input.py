@@ -77,7 +77,7 @@ class Typed(History):
         """All lines, the newest first."""
         return list(self.load_history_strings())
 
-    def forget(self, matches: Callable[[str], bool]) -> None:
+    def erase(self, matches: Callable[[str], bool]) -> None:
         """Erase each line that matches; raises OSError."""
         self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
         self.typed_now = {one for one in self.typed_now if not matches(one)}
@@ -87,9 +87,9 @@ class Typed(History):
 class InMemory(Typed, InMemoryHistory):
     """A history that is lost when the chat ends."""
 
-    def forget(self, matches: Callable[[str], bool]) -> None:
+    def erase(self, matches: Callable[[str], bool]) -> None:
         self._storage = [one for one in self._storage if not matches(one)]
-        super().forget(matches)
+        super().erase(matches)
 
 
 class _Private(Typed, FileHistory):
@@ -100,7 +100,7 @@ class _Private(Typed, FileHistory):
             paths.open_private(paths.history_file(), "a").close()
             super().store_string(string)
 
-    def forget(self, matches: Callable[[str], bool]) -> None:
+    def erase(self, matches: Callable[[str], bool]) -> None:
         stays = [one for one in self.lines() if not matches(one)]
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
@@ -112,7 +112,7 @@ class _Private(Typed, FileHistory):
         finally:
             self.filename = path
             paths.history_file().with_name("history.new").unlink(missing_ok=True)
-        super().forget(matches)
+        super().erase(matches)
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:

@@ -19,7 +19,7 @@ from rich.text import Text
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
-from sirchat.chat.words import forgotten_words, latest_words
+from sirchat.chat.words import evicted_words, latest_words
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.painter import TEXT_SECONDS, Pace
 from sirchat.ui.progress import draw_bar
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sirchat.ui.markdown_reply import MarkdownReply
 
 _WORDS = 3
-"""Forgotten words of the user's that the status line names."""
+"""Evicted words of the user's that the status line names."""
 
 _LATEST = 100
 """Number of the latest evicted tokens among which a frame looks for words."""
@@ -56,7 +56,7 @@ class LiveTurn:
         self._user: TurnDone | None = None
         self._notes: list[str] = []
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
-        self._forgotten_words: tuple[str, ...] = ()  # of the latest eviction that had any
+        self._evicted_words: tuple[str, ...] = ()  # of the latest eviction that had any
         self._gone: set[int] = set()  # positions evicted in this round
         self._pace = Pace()
         self._region = _Region()
@@ -147,12 +147,12 @@ class LiveTurn:
         self._end_reply()
         gone, self._gone = sorted(self._gone), set()
         if not self._screen.is_quiet:
-            words = forgotten_words(self._session, gone)[:_WORDS] if gone else ()
+            words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
             self._note(describe_round(self._user, turn, self._session.budget, words))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
-            forgotten = latest_words(self._session, gone, snapshot.rows)
-            self._screen.show(draw_compact_panel(snapshot, theme, width, forgotten=forgotten))
+            evicted = latest_words(self._session, gone, snapshot.rows)
+            self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
 
     def _note(self, text: str) -> None:
         if self._live is None and self._markdown is None:
@@ -232,10 +232,10 @@ class LiveTurn:
             if self._evicted_positions:
                 latest = sorted(self._evicted_positions)
                 words = latest_words(self._session, latest, snapshot.rows)
-                self._forgotten_words = words or self._forgotten_words
+                self._evicted_words = words or self._evicted_words
                 self._evicted_positions = []
-            forgotten = self._forgotten_words
-            parts.append(draw_compact_panel(snapshot, theme, width, forgotten=forgotten))
+            evicted = self._evicted_words
+            parts.append(draw_compact_panel(snapshot, theme, width, evicted=evicted))
         return parts
 
     def _snapshot(self) -> Snapshot:

@@ -83,13 +83,13 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
     """A turn's tokens with the gaps before them; brackets around sinks, pins, recalled tokens."""
     opened: tuple[str, str] | None = None
-    for row, forgotten in rows:
+    for row, evicted in rows:
         brackets = _brackets(row)
-        if opened and (brackets != opened or forgotten):
+        if opened and (brackets != opened or evicted):
             yield StyledRun(opened[1], theme.mark)
             opened = None
         text = shown(row.text)
-        yield from gap(forgotten, 0, text, theme)
+        yield from gap(evicted, 0, text, theme)
         if brackets and not opened:
             yield StyledRun(brackets[0], theme.mark)
         opened = brackets
@@ -124,9 +124,9 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """The held tokens of highest score, and the next to leave."""
     leaving = set(snapshot.next_to_go)
-    strongest = sorted(snapshot.rows, key=lambda row: -row.rank_key)[:_RANKED]
+    strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
     weakest = sorted(
-        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.rank_key
+        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.shown_rank
     )[:_RANKED]
     name, scores = _scores(snapshot)
     half = _half(width)
@@ -195,7 +195,7 @@ def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     runs.append(StyledRun("left after decay ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style, whole=True), space]
-    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" forgotten  ", theme.quiet)]
+    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]
     marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
         runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sirchat.models.progress import Progress
+from sirchat.ui.lists import in_bytes
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import in_bytes
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme
 

@@ -15,7 +15,16 @@ from sirchat.models.threads import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.ui.attaching import describe_size, with_files
-from sirchat.ui.commands import Another, Commands, Edit, Leave, Retry, Send, Summarize
+from sirchat.ui.commands import (
+    Action,
+    Commands,
+    Edit,
+    Leave,
+    Retry,
+    Send,
+    Summarize,
+    SwitchSession,
+)
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.line_input import Keyboard, LineInput
@@ -116,27 +125,11 @@ class Chat:
         """Run a command or a turn; an error keeps the conversation. False if the user leaves."""
         try:
             if line.is_command:
-                try:
-                    self._commands.run(line.text)
-                except Retry as again:
-                    self._retry(again.settings)
-                except Edit:
-                    self._edit()
-                except Summarize:
-                    self._turn(lambda stops: summarize(self._session, stops))
-                except Send as message:
-                    self._send(message.text, line)
-                except Another as other:
-                    self._switch_to(other.session)
-                    if other.is_other_chat:
-                        self.greet(self._session.start())
-            else:
-                text, files = with_files(line.text, self._screen.note, line.pasted_signs)
-                if files:
-                    self._screen.note(describe_size(files, self._session))
-                self._send(text, line)
-        except Leave:
-            return False
+                return self._do(self._commands.run(line.text), line)
+            text, files = with_files(line.text, self._screen.note, line.pasted_signs)
+            if files:
+                self._screen.note(describe_size(files, self._session))
+            self._send(text, line)
         except SirchatError as error:
             self._screen.error(str(error))
         except KeyboardInterrupt:
@@ -145,6 +138,25 @@ class Chat:
             if self._debug or terminal_has_gone(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
+        return True
+
+    def _do(self, action: Action | None, line: Line) -> bool:
+        """Do what a command asks for; False if the user leaves."""
+        match action:
+            case Leave():
+                return False
+            case Send(text):
+                self._send(text, line)
+            case Retry(settings):
+                self._retry(settings)
+            case Edit():
+                self._edit()
+            case Summarize():
+                self._turn(lambda stops: summarize(self._session, stops))
+            case SwitchSession(session, is_other_chat):
+                self._switch_to(session)
+                if is_other_chat:
+                    self.greet(self._session.start())
         return True
 
     def _retry(self, settings: dict[str, Any]) -> None:

@@ -27,8 +27,8 @@ from sirchat.saved.session_list import (
 )
 from sirchat.saved.store import SUFFIX, SessionStore
 from sirchat.ui.line_input import Typed, input_history
+from sirchat.ui.lists import draw_sessions
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_sessions
 from sirchat.ui.text import displayable_line, shorten
 
 _FIRST = "main"

@@ -54,26 +54,26 @@ def describe_turn(turn: TurnDone, budget: int) -> str:
 
 
 def describe_round(
-    user: TurnDone | None, reply: TurnDone, budget: int, forgotten: Sequence[str] = ()
+    user: TurnDone | None, reply: TurnDone, budget: int, evicted_words: Sequence[str] = ()
 ) -> str:
     """Tokens in and out of a user turn and its reply, speed, evicted tokens, held tokens.
 
-    `forgotten` are words of the user's that went.
+    `evicted_words` are words of the user's that were evicted.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
     parts = [f"{tokens_in:,} in", f"{reply.tokens_out:,} out"]
     if reply.tokens_out:
         parts.append(_speed(reply))
-    return ", ".join(parts + _cache(reply, evicted, budget, forgotten))
+    return ", ".join(parts + _cache(reply, evicted, budget, evicted_words))
 
 
 def _speed(turn: TurnDone) -> str:
     return f"{turn.tokens_out / max(turn.seconds_decode, 1e-9):,.0f} tok/s"
 
 
-def _cache(turn: TurnDone, evicted: int, budget: int, forgotten: Sequence[str] = ()) -> list[str]:
-    words = f" (of yours: {', '.join(forgotten)})" if forgotten else ""
-    parts = [f"forgot {evicted:,}{words}"] if evicted else []
+def _cache(turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()) -> list[str]:
+    of_yours = f" (of yours: {', '.join(words)})" if words else ""
+    parts = [f"{evicted:,} evicted{of_yours}"] if evicted else []
     parts.append(f"holds {turn.resident:,}/{budget:,}")
     return [*parts, _ENDINGS[turn.finish]] if turn.finish in _ENDINGS else parts

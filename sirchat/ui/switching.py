@@ -23,10 +23,10 @@ from sirchat.models.of_profile import load_of
 from sirchat.models.progress import Progress
 from sirchat.models.threads import give_back
 from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.lists import in_bytes
 from sirchat.ui.progress import loading_bar
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import in_bytes
 from sirchat.ui.text import shorten
 
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
@@ -156,7 +156,7 @@ class Switching:
     def _report_moved(self, evicted: int, restored: int) -> None:
         """Report how many tokens were evicted and restored, and how many are held now."""
         now = f"holds {self._session.resident:,}/{self._session.budget:,}"
-        left = [f"forgot {evicted:,}" if evicted else "nothing forgotten"]
+        left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
         came = [f"{restored:,} came back"] if restored else []
         self._screen.note(", ".join([*left, *came, now]))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -16,14 +15,10 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.snapshot import EDGES, Histogram, Standing, TurnShare
-from sirchat.chat.words import ForgottenTurn
-from sirchat.config.profile import FIXED, Profile
-from sirchat.config.values import as_typed
-from sirchat.models.listing import FoundModel
-from sirchat.saved.session_list import SavedSession
+from sirchat.chat.words import EvictedTurn
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
@@ -164,13 +159,13 @@ def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_forgotten(turns: Sequence[ForgottenTurn], theme: Theme, width: int) -> RenderableType:
-    """One row per turn: how many tokens are forgotten, and as many words as fit."""
+def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
+    """One row per turn: how many tokens are evicted, and as many words as fit."""
     table = _table(theme)
     table.width = width
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
-    _columns(table, "forgotten")
+    _columns(table, "evicted")
     table.add_column("words that are gone", no_wrap=True, overflow="ellipsis", ratio=1)
     for turn in turns:
         words = ", ".join(displayable_line(word) for word in turn.words)
@@ -187,27 +182,27 @@ def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
     """One row per bin of surprisal; the bar's heavy part is held tokens, its light part evicted."""
-    lines = [line_of([StyledRun(_bin("nats", "held", "forgotten"), theme.quiet)])]
+    lines = [line_of([StyledRun(_bin("nats", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
-    counts = list(zip(histogram.held, histogram.forgotten, strict=True))
+    counts = list(zip(histogram.held, histogram.evicted, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
     scale = min(
         (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
     )
-    for (low, high), (held, forgotten), mark in zip(pairwise(EDGES), counts, marks, strict=True):
+    for (low, high), (held, evicted), mark in zip(pairwise(EDGES), counts, marks, strict=True):
         name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
         runs = [
-            StyledRun(_bin(name, f"{held:,}", f"{forgotten:,}"), Style.null()),
+            StyledRun(_bin(name, f"{held:,}", f"{evicted:,}"), Style.null()),
             StyledRun("━" * _length(held * scale), theme.gauge),
-            StyledRun("─" * _length(forgotten * scale), theme.rest),
+            StyledRun("─" * _length(evicted * scale), theme.rest),
             StyledRun(mark, theme.mark),
         ]
         lines.append(line_of(runs))
     return lines
 
 
-def _bin(name: str, held: str, forgotten: str) -> str:
-    return f"{name:>5}  {held:>6}  {forgotten:>9}  "
+def _bin(name: str, held: str, evicted: str) -> str:
+    return f"{name:>5}  {held:>6}  {evicted:>9}  "
 
 
 def nats(surprisal: float | None) -> str:
@@ -223,7 +218,7 @@ def score_text(score: float | None) -> str:
 def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
     if threshold is None or not low <= threshold < high:
         return ""
-    return f" ◂ {threshold:.2f} to stay"
+    return f" ◂ {threshold:.2f} to be held"
 
 
 def _length(cells: float) -> int:
@@ -244,115 +239,3 @@ def _columns(table: Table, *names: str) -> None:
 def heading(text: str, theme: Theme, width: int) -> Text:
     """A section's title."""
     return line_of([StyledRun(cut(text, width), theme.heading)])
-
-
-def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Name, value and meaning; a star marks a changed default, a dot a setting that is fixed."""
-    table = Table.grid(padding=(0, 2))
-    for name, field in Profile.model_fields.items():
-        value = getattr(profile, name)
-        mark = "·" if name in FIXED else " "
-        mark = "*" if value != field.default else mark
-        shown = shorten(as_typed(value), 60)
-        cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
-        table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
-    legend = "* is not as built in; · holds for the whole conversation; /set NAME VALUE changes"
-    table.add_row("", "", "", Text(legend, theme.quiet))
-    return table
-
-
-def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
-    """One row per session, in the given order, with a star at the chat whose id is `present`."""
-    rows = [_session_cells(one, one.id == present) for one in sessions]
-    table = Table(box=None)
-    for number, title in enumerate(("id", "name", "changed", "model", "turns", "begins")):
-        # In a narrow terminal only the model and the text are cut; an id is there to be copied.
-        widest = max((cell_len(row[number]) for row in rows), default=0)
-        least = 0 if title in ("model", "begins") else max(widest, len(title))
-        table.add_column(title, no_wrap=True, min_width=least)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _session_cells(one: SavedSession, is_present: bool) -> list[str]:
-    whose = "(this chat) " if is_present else "(open) " if one.in_use else ""
-    changed, begins = f"{one.updated:%Y-%m-%d %H:%M}", f"{whose}{one.first}"
-    ident = f"{one.id} *" if is_present else one.id
-    cells = (ident, one.name, changed, one.model, str(one.turns), begins)
-    return [displayable_line(cell) for cell in cells]
-
-
-_TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache")
-_GAP = "  "
-
-
-@dataclass(frozen=True)
-class ListedModel:
-    """A model that is here, with the budget that a chat would have, and the bytes of its cache."""
-
-    found: FoundModel
-    budget: int | None
-    cache: int | None
-
-
-def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print the models that can be used, and then the others with the reason."""
-    models = list(models)
-    rows = [_model_cells(one) for one in models if not one.found.problem]
-    wide = [max(cell_len(row[n]) for row in [_TITLES, *rows]) for n in range(len(_TITLES))]
-    fits = sum(wide) + len(_GAP) * (len(wide) - 1) <= console.width
-    if fits:
-        for number, row in enumerate([_TITLES, *rows]):
-            _print(console, _aligned(row, wide), "bold" if number == 0 else "")
-    else:
-        for name, kind, size, context, budget, cache in rows:
-            _print(console, name, "bold")
-            _print(console, f"  {kind}, {size}, context {context}")
-            _print(console, f"  KV cache {cache} at budget {budget}")
-    for one in models:
-        if one.found.problem:
-            line = f"{one.found.name}: {one.found.problem}"
-            _print(console, displayable_line(line), "dim")
-
-
-def in_bytes(size: int | None) -> str:
-    """A size in words, such as `98 MB`."""
-    if size is None:
-        return "?"
-    for unit, of in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= 0.995 * of:
-            number = size / of
-            return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"
-    return f"{size} B"
-
-
-def _model_cells(one: ListedModel) -> list[str]:
-    shape = one.found.shape
-    cells = (
-        one.found.name,
-        shape.kind if shape is not None else "?",
-        in_bytes(one.found.size),
-        _count(shape.context_length if shape is not None else None),
-        _count(one.budget),
-        in_bytes(one.cache),
-    )
-    return [displayable_line(cell) for cell in cells]
-
-
-def _count(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
-def _aligned(row: Sequence[str], wide: Sequence[int]) -> str:
-    """Names and kinds begin in a column, numbers end in one."""
-    cells = []
-    for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
-        room = " " * (width - cell_len(cell))
-        cells.append(f"{cell}{room}" if number < 2 else f"{room}{cell}")
-    return _GAP.join(cells).rstrip()
-
-
-def _print(console: Console, line: str, style: str = "") -> None:
-    # The terminal breaks a long name itself, so that it can be copied as a whole.
-    console.print(Text(line, style=style), soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, UsageError
-from sirchat.ui.commands import Commands, Leave
+from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
@@ -94,35 +94,38 @@ class _Tutorial:
             for number, step in enumerate(STEPS, 1):
                 self._head(f"{number} of {len(STEPS)}")
                 self._explain(step.before)
-                self._take(step)
+                if not self._take(step):
+                    self._say_how_to_go_on()
+                    return True
                 missing += not self._conclude(step)
-        except (Leave, KeyboardInterrupt) as left:
-            self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
-            if isinstance(left, KeyboardInterrupt):
-                raise
-            return True
+        except KeyboardInterrupt:
+            self._say_how_to_go_on()
+            raise
         self._end(missing)
         return not missing
 
-    def _take(self, step: TutorialStep) -> None:
-        """Send what the user sends, until it is the step's own line; raises Leave."""
+    def _say_how_to_go_on(self) -> None:
+        self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
+
+    def _take(self, step: TutorialStep) -> bool:
+        """Send what the user sends, until it is the step's own line; False if the user leaves."""
         while True:
             line = self._read(step.line)
             if line is None or line.text.strip().lower() == "q":
-                raise Leave
-            self._send(line)
+                return False
+            if isinstance(self._send(line), Leave):
+                return False
             if line.text.strip() == step.line:
-                return
+                return True
             self._has_own_lines = True
 
-    def _send(self, line: Line) -> None:
-        """Run a command, or a turn."""
+    def _send(self, line: Line) -> Action | None:
+        """Run a command, or a turn; returns what the command asks for."""
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
             if line.is_command:
-                self._run(line.text)
-                return
+                return self._run(line.text)
             with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
                 for event in self._session.ask(line.text, self._stops(interrupt)):
                     view.show(event)
@@ -130,12 +133,13 @@ class _Tutorial:
                 raise KeyboardInterrupt
         except SirchatError as error:
             self._screen.error(str(error))
+        return None
 
-    def _run(self, text: str) -> None:
+    def _run(self, text: str) -> Action | None:
         name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
         if name in Commands.names() and name not in COMMANDS:
             raise UsageError(f"/{name} is for a chat of your own", hint="sirchat opens one")
-        self._commands.run(text)
+        return self._commands.run(text)
 
     def _conclude(self, step: TutorialStep) -> bool:
         """Say what to look at, or that it is not to be seen; False in that case."""
@@ -166,7 +170,7 @@ class _Tutorial:
         if missing:
             self._explain(f"{missing} of the steps did not go as they should.")
         else:
-            self._explain("Forgotten, remembered, and brought back.")
+            self._explain("Evicted, held, and restored.")
         width = max(map(len, MORE))
         rows = [f"{name:<{width}}  {does}" for name, does in MORE.items()]
         self._explain("\n".join([GOODBYE, *rows]))

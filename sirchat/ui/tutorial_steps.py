@@ -15,7 +15,7 @@ SETTINGS: Final[dict[str, Any]] = {
 
 COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
-    *("show", "panel", "tokens", "stats", "forgotten", "why", "pin", "unpin"),
+    *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
 }
 """Commands that may be tried: they change this chat's memory, or show it, and write no file."""
@@ -53,7 +53,7 @@ class TutorialStep:
 
 
 WELCOME: Final = (
-    "In three minutes you see what a chat remembers, what it forgets, and how to get that back. "
+    "In three minutes you see what a chat holds, what it evicts, and how to restore that. "
     "You talk with tiny, a toy model that comes with sirchat and works offline. Every reply is its "
     "own. Nothing is saved.\n"
     "Enter sends the line that is shown. You may type something of your own instead; the line is "
@@ -72,7 +72,7 @@ STEPS: Final = (
     TutorialStep(
         "Now some small talk, until the memory is full.",
         "Tell me a joke.",
-        'Old tokens had to go: "forgot" counts them, and names the words of yours that are gone.',
+        'Old tokens were "evicted": the line counts them, and names the words of yours among them.',
         (Effect("Anna", in_memory=False),),
     ),
     TutorialStep(
@@ -86,23 +86,23 @@ STEPS: Final = (
         "What is my name?",
         "It can't know: the name is no longer in its memory. The lines above are the panel. Its "
         'bar shows how full the memory is. After "turns" stands a mark for each message: a full '
-        'block if all of it is held, a dot if nothing is. After "go next": what will be forgotten '
-        'next; after "forgot": what just was. The last lines are the text that the model still '
-        "sees, as much as fits: ⋯ and a number stand for so many forgotten tokens; you: and "
+        'block if all of it is held, a dot if nothing is. After "evicted next": what will be '
+        'evicted; after "evicted": what just was. The last lines are the text that the model still '
+        "sees, as much as fits: ⋯ and a number stand for so many evicted tokens; you: and "
         "model: say who speaks.",
         (Effect("Anna", in_reply=False, in_memory=False),),
         shows_panel=True,
     ),
     TutorialStep(
         "Another policy, entropy, keeps the tokens that surprised the model most. Small talk is "
-        "easy to guess; a name is not. Forgotten tokens wait in an archive, so a new policy "
+        "easy to guess; a name is not. Evicted tokens are in an archive, so a new policy "
         "chooses from everything that was ever read.",
         "/policy entropy",
         '"came back" counts tokens that returned from the archive. The name is one of them.',
         (Effect("Anna", in_memory=True),),
     ),
     TutorialStep(
-        "More small talk. entropy, too, must now forget something.",
+        "More small talk. entropy, too, must now evict something.",
         "What is the capital of Italy?",
         "The cat's name went, too, but not Anna, which had surprised the model more.",
         (Effect("Anna", in_memory=True), Effect("Luna", in_memory=False)),
@@ -119,12 +119,12 @@ STEPS: Final = (
     TutorialStep(
         "And the cat?",
         "What is my cat called?",
-        "48 places are few: the line below the answer about Italy already named Luna as forgotten.",
+        "48 places are few: the line below the answer about Italy already named Luna as evicted.",
         (Effect("Luna", in_reply=False, in_memory=False),),
     ),
     TutorialStep(
         "What is gone can be listed, the most surprising words of each message first.",
-        "/forgotten",
+        "/evicted",
         "Luna is in the list: gone from the memory, and still in the archive.",
         (Effect("Luna", in_memory=False),),
     ),
@@ -152,7 +152,7 @@ GOODBYE: Final = (
 )
 
 MORE: Final = {
-    "/forgotten": "lists what is forgotten",
+    "/evicted": "lists what was evicted",
     '/recall "words"': "brings it back",
     "/branch NAME": "goes on in a copy of the chat",
     "/edit": "changes your last message, and goes on from there",

@@ -46,7 +46,7 @@ def test_an_option_may_be_named_as_a_setting_is() -> None:
 @pytest.fixture
 def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """A chat under `Loud`, with more said than its budget holds."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "sirchat" / "README.md").read_text("utf-8")
     (source,) = re.findall(r"```python\n(# mine\.py\n.*?)```", text, re.DOTALL)
     (tmp_path / "mine.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)

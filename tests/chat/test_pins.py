@@ -40,7 +40,7 @@ def test_what_is_pinned_stays_whatever_is_said_and_whichever_policy_rules(policy
     assert "7351" in held_text(chat)
 
 
-def test_what_had_been_forgotten_comes_back_when_it_is_pinned() -> None:
+def test_what_had_been_evicted_comes_back_when_it_is_pinned() -> None:
     chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(FACT))
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_pins_take_half_the_budget_at_most_and_a_refusal_changes_nothing() -> No
 
 
 def full_of_talk() -> Session:
-    """A chat whose fact is forgotten; a turn can be undone."""
+    """A chat whose fact is evicted; a turn can be undone."""
     chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(FACT))
     for _ in range(3):

@@ -74,11 +74,11 @@ def test_an_undone_recall_happens_again_as_it_was(measure: str) -> None:
     assert same(contents(one._engine), then)
 
 
-def test_what_is_forgotten_is_found_no_more_and_kept_nowhere() -> None:
+def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     one = chat("bm25")
     assert "bert" in ask(one, "Quixbert")
     one.undo()
-    one.forget("Quixbert")
+    one.erase("Quixbert")
     words = one._recall._words
     assert not words._texts
     assert not words._counts

@@ -12,9 +12,9 @@ import pytest
 from chatting import answer, babbler, session, tiny
 from sirchat.chat.events import (
     Delta,
+    Erased,
     Event,
     Evicted,
-    Forgotten,
     Notice,
     Pinned,
     Restored,
@@ -131,7 +131,7 @@ def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
     chat = session(babbler(), policy="full", max_new_tokens=5)
     list(chat.ask("Hello."))
     before = _ids(chat)
-    with pytest.raises(ContextFullError, match="policy full forgets none"):
+    with pytest.raises(ContextFullError, match="policy full evicts none"):
         list(chat.ask("word " * 5000))
     assert _ids(chat) == before
     list(chat.ask("Still here."))
@@ -230,7 +230,9 @@ def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() ->
 
 
 def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> None:
-    chat = session(babbler(), budget=128, recent=0, protect=False, evict="turn", max_new_tokens=20)
+    chat = session(
+        babbler(), budget=128, recent=0, protect=False, evict="before-turn", max_new_tokens=20
+    )
     for _ in range(6):
         events = list(chat.ask("word " * 20))
         kinds = [type(e) for e in events if isinstance(e, (Evicted, TurnDone))]
@@ -388,7 +390,7 @@ def test_counts_of_tokens_are_numbers_in_json() -> None:
         "pinned": True,
         "resident": 9,
     }
-    assert to_json(Forgotten(3, 9)) == {"event": "forget", "tokens": 3, "resident": 9}
+    assert to_json(Erased(3, 9)) == {"event": "erase", "tokens": 3, "resident": 9}
 
 
 def test_bytes_that_are_no_text_are_read_as_such() -> None:

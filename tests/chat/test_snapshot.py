@@ -59,7 +59,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
     assert view.histogram is not None
     for counts, positions in (
         (view.histogram.held, count.held),
-        (view.histogram.forgotten, sorted(count.gone)),
+        (view.histogram.evicted, sorted(count.gone)),
     ):
         known = [s for p in positions if (s := count.tokens[p].surprisal) is not None]
         bins = [sum(low <= s < high for s in known) for low, high in pairwise(EDGES)]
@@ -146,7 +146,7 @@ def test_the_words_that_leave_are_whole_and_not_the_templates(policy: str) -> No
     assert named <= whole
 
 
-def test_a_turn_of_which_only_the_templates_tokens_are_held_is_forgotten() -> None:
+def test_a_turn_of_which_only_the_templates_tokens_are_held_is_evicted() -> None:
     chat = session(tiny(), policy="sink", budget=64, recent=8, sinks=4, max_new_tokens=30)
     for _ in range(4):
         list(chat.ask("My brother Paul works as a baker in Hamburg near the harbour."))

@@ -1,4 +1,4 @@
-"""A reply's reasoning, between `<think>` tags, is forgotten with the reply's end, if asked for."""
+"""A reply's reasoning, between `<think>` tags, is evicted with the reply's end, if asked for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _held(chat: Session, turn: int = 1) -> str:
     ],
 )
 def test_what_is_between_the_tags_goes_and_the_rest_stays(reply: str, stays: str) -> None:
-    chat, evicted = _chat(reply, forget_thinking=True)
+    chat, evicted = _chat(reply, evict_thinking=True)
     assert _held(chat).strip() == stays.strip()
     assert bool(evicted) == (stays != reply)
     assert chat.turns[1].text == reply
@@ -56,7 +56,7 @@ def test_it_stays_unless_asked_for() -> None:
 
 
 def test_no_switch_brings_it_back_and_undo_takes_the_turn_back() -> None:
-    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     chat.switch("/policy", policy="sink", budget=512)
     assert "called" not in _held(chat)
     list(chat.read_user("And now?"))
@@ -69,20 +69,20 @@ def test_no_switch_brings_it_back_and_undo_takes_the_turn_back() -> None:
 
 def test_the_template_s_tokens_are_left_alone() -> None:
     plain, _ = _chat("Hello.")
-    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     template = [row.text for row in chat.snapshot().rows if row.role == Role.TEMPLATE.name.lower()]
     assert template == [r.text for r in plain.snapshot().rows if r.role == "template"]
 
 
-def test_it_stays_forgotten_when_the_chat_is_resumed(
+def test_it_stays_evicted_when_the_chat_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    chat, _ = _chat(f"{THOUGHT}Hello.", forget_thinking=True)
+    chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     saving = Autosave(chat)
     saving.update()
     saving.close()
-    again = session(tiny(), budget=256, forget_thinking=True)
+    again = session(tiny(), budget=256, evict_thinking=True)
     with SessionStore.open(find_session(sessions_dir(), "last")) as store:
         take_up(again, store)
     again.switch("/budget", budget=300)

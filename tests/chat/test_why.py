@@ -72,7 +72,7 @@ def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
         budget=64,
         recent=8,
         decay=0.5,
-        policy_options=dict.fromkeys(("words", "user", "template", "neighbours"), False),
+        policy_options=dict.fromkeys(("whole_words", "template", "neighbours"), False),
     )
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))

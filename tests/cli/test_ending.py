@@ -30,7 +30,7 @@ def archived(home: Path) -> list[Path]:
 def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A replay that has begun to write its archive, and takes long."""
     talk = home / "talk.txt"
-    talk.write_text("A line of some words that are soon forgotten again.\n" * 20_000)
+    talk.write_text("A line of some words that are soon evicted again.\n" * 20_000)
     flags = ["--feed", "--format", "lines", "--archive", "disk", "--budget", "128"]
     command = [sys.executable, "-m", "sirchat", "replay", str(talk), *flags, "--max-new-tokens=1"]
     environ = os.environ | {"SIRCHAT_HOME": str(home)}

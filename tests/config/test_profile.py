@@ -149,7 +149,7 @@ def test_any_text_for_any_setting_is_accepted_or_refused_in_one_line(key: str, t
         ("min_p", 1.0, "at least 0 and below 1, or null"),
         ("protect", 1, "true or false"),
         ("system", "\udcff", "text"),
-        ("evict", "never", "one of room, turn, between-turns"),
+        ("evict", "never", "one of when-full, before-turn, between-turns"),
         ("policy_options", 3, "a mapping"),
         ("policy_options", {"a": [1]}, "a finite number, true, false, text or null"),
     ],
@@ -401,3 +401,16 @@ def test_digits_of_other_scripts_are_text() -> None:
 def test_an_endless_file_is_refused() -> None:
     with pytest.raises(SettingError, match="longer than a profile"):
         load_profile("/dev/zero")
+
+
+def test_a_file_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text(
+        "policy: salience\nforget_thinking: true\nevict: turn\n"
+        "policy_options: {words: false, user: true}\n"
+    )
+    found = resolve(str(file), {}, {})
+    assert (found.evict_thinking, found.evict) == (True, "before-turn")
+    assert found.policy_options == {"whole_words": False, "user_weight": 2}
+    with pytest.raises(SettingError, match="forget_thinking is now called evict_thinking"):
+        resolve(None, {"forget_thinking": True}, {})

@@ -284,7 +284,7 @@ def test_erased_rows_lose_their_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     list(feed(engine, 23, 0))
     at = np.array([5, 6])
-    engine.forget(at)
+    engine.erase(at)
     assert not engine.ledger.attention.totals(at, 0).any()
     assert not engine.ledger.attention.recent(at).any()
     assert engine.ledger.attention.totals(np.array([4]), 0).all()

@@ -130,7 +130,7 @@ def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> No
     before = state_of(engine)[:2]
     assert not list(engine.switch(replace(engine.settings, decay=0.5)))
     assert state_of(engine)[:2] == before
-    list(engine.switch(replace(engine.settings, evict="room")))
+    list(engine.switch(replace(engine.settings, evict="when-full")))
     assert engine.resident == 100
     list(engine.switch(replace(engine.settings, evict="between-turns", decay=0.7)))
     assert engine.resident == 100

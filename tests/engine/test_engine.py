@@ -53,7 +53,7 @@ settings_ = st.fixed_dictionaries(
         "sinks": st.integers(0, 8),
         "decay": st.floats(0.01, 1),
         "protect": st.booleans(),
-        "evict": st.sampled_from(["room", "turn", "between-turns"]),
+        "evict": st.sampled_from(["when-full", "before-turn", "between-turns"]),
         "archive": st.sampled_from([0, 1, 10**6]),
     }
 )
@@ -289,7 +289,7 @@ def test_a_larger_budget_is_used() -> None:
     check_whole(engine)
 
 
-def test_full_forgets_nothing_and_grows_past_its_first_buffers() -> None:
+def test_full_evicts_nothing_and_grows_past_its_first_buffers() -> None:
     engine = Engine(BigramModel(context_length=2500), CacheSettings(Full(), budget=32))
     feed(engine, some_ids(2400))
     generate(engine, 100)
@@ -318,8 +318,8 @@ def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
     check_whole(engine)
 
 
-def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -> None:
-    memory = CacheSettings(Entropy(recent=0), budget=100, protect=False, evict="turn")
+def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() -> None:
+    memory = CacheSettings(Entropy(recent=0), budget=100, protect=False, evict="before-turn")
     engine, reply = Engine(BigramModel(), memory), 20
     for turn in range(0, 20, 2):
         ids = some_ids(30, turn)
@@ -334,7 +334,7 @@ def test_turn_mode_forgets_only_when_a_turn_opens_and_then_for_its_reply_too() -
     assert engine.resident == memory.budget
 
 
-def test_otherwise_nothing_is_forgotten_when_a_turn_opens() -> None:
+def test_otherwise_nothing_is_evicted_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     feed(engine, some_ids(40))
     assert not list(engine.make_room_for_turn(10, 20, TurnRef(2, 1)))
@@ -342,7 +342,7 @@ def test_otherwise_nothing_is_forgotten_when_a_turn_opens() -> None:
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
-    memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="turn")
+    memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="before-turn")
     engine = Engine(BigramModel(), memory)
     list(engine.make_room_for_turn(100, 20, TurnRef(0, 0)))
     assert evicted(feed(engine, some_ids(100)))

@@ -32,7 +32,7 @@ def test_a_failed_pass_leaves_no_trace(layer: int) -> None:
 
 
 @pytest.mark.parametrize("fits", [1, 2, 5, 11])
-def test_out_of_memory_halves_the_pass_and_forgets_the_same(fits: int) -> None:
+def test_out_of_memory_halves_the_pass_and_evicts_the_same(fits: int) -> None:
     small, large = BigramModel(), BigramModel()
 
     def out_of_memory(layer: int, ids: Sequence[int]) -> None:

@@ -117,6 +117,6 @@ def test_rounds_read_under_another_policy_count_as_the_median() -> None:
     list(engine.switch(KVZIP))
     read(engine, ids_of(21, 2), 2)
     rows = engine.contents.view(None)
-    score = Kvzip(words=False, template=False).score(rows).exp()
+    score = Kvzip(whole_words=False, template=False).score(rows).exp()
     known = np.sort(received(engine)[20:])
     assert score[:20].tolist() == pytest.approx([known[10]] * 20)

@@ -23,7 +23,7 @@ from sirchat.models.model import LoadedModel
 
 
 @pytest.mark.parametrize("rows_per_pass", [1, 7, 10**6])
-def test_nothing_forgotten_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
+def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Entropy(), budget=256))
     engine._reader._rows_per_pass = rows_per_pass

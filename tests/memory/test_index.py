@@ -220,8 +220,8 @@ def test_a_reused_position_is_found_by_its_new_content() -> None:
     assert len(exact & best(Ranking.proposed, archive, query, recall)) >= 95
 
 
-def test_forgetting_leaves_no_index_behind() -> None:
-    """Its axes and centroids were learnt from the forgotten rows, too."""
+def test_erasing_leaves_no_index_behind() -> None:
+    """Its axes and centroids were learnt from the erased rows, too."""
     archive, recall = filled(), RecallSettings("attention", "surprisal", index="on")
     indexed(archive, recall)
     archive.remove(np.arange(100, 200))

@@ -108,7 +108,7 @@ def test_tiny_answers_from_rows_that_an_index_found() -> None:
     assert len(recalled.positions) == 64
     list(chat.undo())
     assert answer(list(chat.ask("Where do I live?"))) == "You live in Lisbon."
-    list(chat.forget("Lisbon"))
+    list(chat.erase("Lisbon"))
     assert "Lisbon" not in answer(list(chat.ask("Where do I live?")))
 
 

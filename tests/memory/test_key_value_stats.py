@@ -123,7 +123,7 @@ def test_they_are_the_same_wherever_the_rows_are() -> None:
 def test_a_row_that_is_gone_has_the_median() -> None:
     store, keys, values = filled()
     store.keep(torch.tensor([0, 2, 3]))
-    store.forget(np.array([2, 5]))
+    store.erase(np.array([2, 5]))
     known = [p for p in range(ROWS) if p not in (2, 5)]
     found = store.statistics(np.arange(ROWS), ["value_range"])["value_range"]
     wanted = expected("value_range", keys, values, known)

@@ -255,8 +255,8 @@ def salient(case: Case, row: Row, factors: set[str]) -> float:
 
     def alone(one: Row) -> float:
         word = next(word for word in words(case.rows) if one in word)
-        total = sum(map(nats, word)) if "words" in factors else nats(one)
-        twice = "user" in factors and one.role is Role.USER
+        total = sum(map(nats, word)) if "whole_words" in factors else nats(one)
+        twice = "user_weight" in factors and one.role is Role.USER
         left_out = "template" in factors and one.role is Role.TEMPLATE
         return 0.0 if left_out else total * (2 if twice else 1) * float(one.faded)
 
@@ -266,7 +266,7 @@ def salient(case: Case, row: Row, factors: set[str]) -> float:
     return max(alone(row), *(each / 2 for each in beside), 0.0)
 
 
-ALL = {"words", "user", "template", "neighbours"}
+ALL = {"whole_words", "user_weight", "template", "neighbours"}
 SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {}, lambda case, row: float(row.attention)),
     (
@@ -289,16 +289,16 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ),
     (
         "kvzip",
-        {"words": False, "template": False},
+        {"whole_words": False, "template": False},
         lambda case, row: looked_at(case, row, words_count=False, template_counts=True),
     ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
-    ("salience", {"user": True}, lambda case, row: salient(case, row, ALL)),
+    ("salience", {"user_weight": 2}, lambda case, row: salient(case, row, ALL)),
     *(
         (
             "salience",
-            {"user": True, off: False},
+            {"user_weight": 2, off: 1 if off == "user_weight" else False},
             lambda case, row, off=off: salient(case, row, ALL - {off}),
         )
         for off in sorted(ALL)
@@ -373,7 +373,7 @@ def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
         assert np.array_equal(values, before[column]), column
 
 
-def test_every_policy_that_forgets_has_an_oracle() -> None:
+def test_every_policy_that_evicts_has_an_oracle() -> None:
     assert {ALIASES.get(name, name) for name, _, _ in [*ORACLES, *SCORES]} == set(BOUNDED)
     assert [name for name in policy_names() if name not in BOUNDED] == ["full"]
 

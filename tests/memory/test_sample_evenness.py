@@ -58,7 +58,7 @@ def test_the_largest_keys_lie_evenly_in_the_stream() -> None:
 
 
 @pytest.mark.parametrize("policy", [Reservoir(), Reservoir(sample=300)], ids=repr)
-def test_the_measurement_forgets_as_the_engine_does(policy: Reservoir) -> None:
+def test_the_measurement_evicts_as_the_engine_does(policy: Reservoir) -> None:
     rounds = [2500, 500, 120, 1700]
     model = BigramModel()
     engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)

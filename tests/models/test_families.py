@@ -109,7 +109,7 @@ def test_a_model_tells_the_width_of_its_sliding_window(name: str, window: int | 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_forget_one_token_is_refused_in_one_line(name: str) -> None:
+def test_what_cannot_evict_one_token_is_refused_in_one_line(name: str) -> None:
     model_type, overrides, reason = REFUSED[name]
     with pytest.raises(ModelError) as caught:
         wrap_model("this model", build(model_type, overrides), None)

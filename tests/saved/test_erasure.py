@@ -1,4 +1,4 @@
-"""Saved sessions are private, and forgotten text is erased from the disk."""
+"""Saved sessions are private, and erased text is erased from the disk."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_s
 @settings(max_examples=40)
 @given(turns_and_kinds, st.integers(0, 3))
 @example([(5, True), (9000, True), (0, True), (4000, True)], 1)
-def test_forgotten_text_is_in_no_file(
+def test_erased_text_is_in_no_file(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, bool]], undone: int
 ) -> None:
     folder = tmp_path_factory.mktemp("saved")

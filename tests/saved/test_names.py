@@ -137,24 +137,24 @@ def test_a_reset_leaves_the_name_to_the_session_before(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["marmalade", "last", "turn 0"])
-def test_forgotten_text_is_in_no_name(folder: Path, target: str) -> None:
+def test_erased_text_is_in_no_name(folder: Path, target: str) -> None:
     chat = Chat()
     chat.say("Oranges and Marmalade")
     chat.do("/save Marmalade")
-    assert "would erase" in chat.do(f"/forget {target}")
-    assert "name" in chat.do("/forget --yes")
+    assert "would erase" in chat.do(f"/erase {target}")
+    assert "name" in chat.do("/erase --yes")
     chat.saved_chat.close()
     assert [one.name for one in list_sessions(folder).sessions] == [""]
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
 
 
-def test_words_of_the_name_alone_can_be_forgotten_and_other_words_keep_it(folder: Path) -> None:
+def test_words_of_the_name_alone_can_be_erased_and_other_words_keep_it(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/save Marmalade")
-    chat.do("/forget --yes some words")
+    chat.do("/erase --yes some words")
     assert find_session(folder, "Marmalade")
-    chat.do("/forget --yes MARMALADE")
+    chat.do("/erase --yes MARMALADE")
     assert [one.name for one in list_sessions(folder).sessions] == [""]
     with pytest.raises(UsageError):
-        chat.do("/forget --yes MARMALADE")
+        chat.do("/erase --yes MARMALADE")

@@ -28,7 +28,7 @@ COLUMNS, ROWS = 86, 220
 SHOWN = {1: False, 5: True, 6: False, 8: True}
 """Steps in the picture, and whether with what is said after them.
 
-A name is told, forgotten under `sink`, back and kept under `entropy`.
+A name is told, evicted under `sink`, back and kept under `entropy`.
 """
 
 _THEME = TerminalTheme(

@@ -1,7 +1,7 @@
 """Random conversations, the same every time, with all that their users see.
 
 Each session draws its settings and about a dozen actions: ask, read a transcript's reply, switch
-settings, pin, undo, retry, forget, recall, ask why, draw the panels, save and resume. Half of the
+settings, pin, undo, retry, evict, recall, ask why, draw the panels, save and resume. Half of the
 sessions use the slash commands, half call `Session`.
 """
 
@@ -30,7 +30,7 @@ from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, take_up
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Another, Commands
+from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.line_input import InMemory
 from sirchat.ui.panel import draw_panel
@@ -42,7 +42,7 @@ SESSIONS = 60
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("entropy", {}),
     ("salience", {}),
-    ("salience", {"user": True}),
+    ("salience", {"user_weight": 2}),
     ("h2o", {}),
     ("tova", {}),
     ("snapkv", {}),
@@ -119,7 +119,7 @@ def _settings(draw: random.Random, number: int) -> dict[str, Any]:
         "recall_scope": draw.choice(["token", "layer"]),
         "attention": draw.choice(["auto", "on"]),
         "protect": draw.random() < 0.8,
-        "evict": draw.choice(["room", "room", "turn"]),
+        "evict": draw.choice(["when-full", "when-full", "before-turn"]),
         "max_new_tokens": 14,
         "save_kv": draw.choice(["on", "off"]),
     }
@@ -136,7 +136,7 @@ class _RunningSession:
         self._actions = [
             *(7 * [self.talk]),
             *(4 * [self.switch]),
-            *(self.read, self.pin, self.pin, self.undo, self.retry, self.forget),
+            *(self.read, self.pin, self.pin, self.undo, self.retry, self.erase),
             *(self.look, self.why, self.resume, self.reset_recall),
         ]
 
@@ -179,7 +179,7 @@ class _RunningSession:
                 ("recent", draw.choice([0, 4, 24])),
                 ("sinks", draw.choice([0, 2, 4])),
                 ("protect", draw.choice([True, False])),
-                ("evict", draw.choice(["room", "turn"])),
+                ("evict", draw.choice(["when-full", "before-turn"])),
                 ("system", draw.choice([None, "Speak like a sailor."])),
             ]
         )
@@ -202,11 +202,11 @@ class _RunningSession:
     def retry(self) -> dict[str, Any]:
         return self._events("retry", self.session.retry)
 
-    def forget(self) -> dict[str, Any]:
+    def erase(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
         if self._typed:
-            return self._command(f"/forget --yes {target}")
-        return self._events(f"forget {target}", lambda: self.session.forget(target))
+            return self._command(f"/erase --yes {target}")
+        return self._events(f"erase {target}", lambda: self.session.erase(target))
 
     def why(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
@@ -262,9 +262,10 @@ class _RunningSession:
             not_written=None,
         )
         try:
-            Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat)).run(line)
-        except Another as other:  # an undo read the conversation anew
-            self.session = other.session
+            commands = Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat))
+            action = commands.run(line)
+            if isinstance(action, SwitchSession):  # an undo read the conversation anew
+                self.session = action.session
         except SirchatError as error:
             out.write(str(error))
         return {"did": line, "shown": out.getvalue()}

@@ -18,7 +18,7 @@ from sirchat.saved.autosave import take_up
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Another, Commands
+from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
@@ -50,10 +50,9 @@ class Chat:
     def do(self, line: str) -> str:
         """Run a command; returns what it shows."""
         before = len(self._out.getvalue())
-        try:
-            self._commands.run(line)
-        except Another as other:
-            self.session = other.session
+        action = self._commands.run(line)
+        if isinstance(action, SwitchSession):
+            self.session = action.session
             self._commands = self._new_commands()
         self.saved_chat.update()
         return self._out.getvalue()[before:]

@@ -173,8 +173,8 @@ def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
     ("words", "budget", "ending"),
     [
         (5, 512, ", budget 512"),
-        (300, 256, ", budget 256: part of it will be forgotten as it is read"),
-        (900, 256, ", budget 256: most will be forgotten as it is read"),
+        (300, 256, ", budget 256: part of it will be evicted as it is read"),
+        (900, 256, ", budget 256: most will be evicted as it is read"),
     ],
 )
 def test_the_size_is_told_against_the_budget(

@@ -80,7 +80,7 @@ def test_a_file_beyond_the_budget_is_announced_as_such(chat: Terminal) -> None:
     chat.ask("/budget 256")
     shown = _ask(chat, "/read long.txt")
     assert re.match(
-        r"long\.txt: [\d,]+ tokens, budget 256: most will be forgotten as it is read ", shown
+        r"long\.txt: [\d,]+ tokens, budget 256: most will be evicted as it is read ", shown
     )
     assert re.search(r"holds 2\d\d/256", shown)
 
@@ -102,7 +102,7 @@ def test_what_is_refused_costs_a_line_and_nothing_is_sent(
     chat: Terminal, line: str, error: str
 ) -> None:
     assert _ask(chat, line).startswith(f"sirchat: {error}")
-    assert _seen(chat) == " 0 tokens seen, 0 of 1,024 held, 0 forgotten"
+    assert _seen(chat) == " 0 tokens seen, 0 of 1,024 held, 0 evicted"
 
 
 def test_a_missing_path_is_pointed_out_and_a_name_is_not(chat: Terminal) -> None:
@@ -111,14 +111,12 @@ def test_a_missing_path_is_pointed_out_and_a_name_is_not(chat: Terminal) -> None
     assert "@anna" not in shown
 
 
-def test_forgetting_such_a_message_erases_the_line_that_was_typed(
-    chat: Terminal, home: Path
-) -> None:
+def test_erasing_such_a_message_erases_the_line_that_was_typed(chat: Terminal, home: Path) -> None:
     chat.ask("@notes.txt who is it, in secret?")
     history = home / "state" / "history"
     assert "in secret" in history.read_text(encoding="utf-8")
-    chat.ask("/forget last")
-    assert "1 typed line erased" in _ask(chat, "/forget --yes")
+    chat.ask("/erase last")
+    assert "1 typed line erased" in _ask(chat, "/erase --yes")
     assert "in secret" not in history.read_text(encoding="utf-8")
 
 

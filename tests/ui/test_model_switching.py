@@ -94,7 +94,7 @@ def test_the_former_model_is_not_loaded_twice() -> None:
     assert chat.session.model is other()
 
 
-@pytest.mark.parametrize("line", ["/reset", "/forget words --yes"])
+@pytest.mark.parametrize("line", ["/reset", "/erase words --yes"])
 def test_what_is_erased_cannot_come_back_with_the_former_model(line: str) -> None:
     chat = chat_of(SAYINGS[0])
     chat.do("/model tiny-anchor")

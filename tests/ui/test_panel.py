@@ -51,7 +51,7 @@ def draw(kind: str, theme: Theme, width: int) -> RenderableType:
         return draw_panel(LONG, theme, width)
     if kind == "compact-long":
         return draw_compact_panel(compact_view(LONG), theme, width)
-    return draw_compact_panel(compact_view(TALK), theme, width, forgotten=GONE)
+    return draw_compact_panel(compact_view(TALK), theme, width, evicted=GONE)
 
 
 CASES: list[tuple[str, int, str, ColorSystem | None]] = [
@@ -124,7 +124,7 @@ def test_a_compact_panel_has_eight_rows_at_most_and_none_wraps(
     snapshot: Snapshot, width: int, strongest: int, gone: list[str]
 ) -> None:
     drawn = lines(
-        draw_compact_panel(compact_view(snapshot, strongest), DARK, width, forgotten=gone), width
+        draw_compact_panel(compact_view(snapshot, strongest), DARK, width, evicted=gone), width
     )
     assert len(drawn) <= 8
     for line in drawn:
@@ -207,25 +207,25 @@ def held_lines(snapshot: Snapshot, width: int) -> list[str]:
 
 @pytest.mark.parametrize("snapshot", [TALK, LONG], ids=["talk", "long"])
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_panel_shows_every_held_token_and_counts_every_forgotten_one(
+def test_the_panel_shows_every_held_token_and_counts_every_evicted_one(
     snapshot: Snapshot, width: int
 ) -> None:
     text = "".join(line.rstrip() for line in held_lines(snapshot, width))
     gaps = [int(gap) for gap in re.findall(r"⋯(\d+)", text)]
-    assert sum(gaps) == snapshot.forgotten
+    assert sum(gaps) == snapshot.evicted
     bare = re.sub(r"[⟨⟩⟦⟧ ]", "", MARK.sub("", text))
     assert bare == "".join(shown(row.text) for row in snapshot.rows).replace(" ", "")
 
 
 @given(memories())
-def test_the_gaps_are_all_that_was_forgotten(snapshot: Snapshot) -> None:
+def test_the_gaps_are_all_that_was_evicted(snapshot: Snapshot) -> None:
     rows = tuple(replace(row, text="x") for row in snapshot.rows)
     text = "".join(held_lines(replace(snapshot, rows=rows), 100)) if rows else ""
-    assert not rows or sum(map(int, re.findall(r"⋯(\d+)", text))) == snapshot.forgotten
+    assert not rows or sum(map(int, re.findall(r"⋯(\d+)", text))) == snapshot.evicted
     assert text.count("x") == len(rows)
 
 
-def test_a_wholly_forgotten_turn_counts_with_the_turn_after_it() -> None:
+def test_a_wholly_evicted_turn_counts_with_the_turn_after_it() -> None:
     labels = [line[2:15].split() for line in lines(draw_panel(TALK, NONE, 80), 80)]
     assert ["4", "you"] in labels
     assert labels.count(["3", "you"]) == 1, "only in the table of turns"
@@ -238,8 +238,8 @@ def test_sinks_and_pins_stand_in_brackets() -> None:
 
 
 def test_histogram_counts_and_marks_the_threshold() -> None:
-    held, forgotten = (5, 0, 1, 0, 0, 0, 0, 200), (900, 1, 0, 0, 0, 0, 0, 0)
-    drawn = draw_histogram(Histogram(held, forgotten), 1.25, DARK, 60)
+    held, evicted = (5, 0, 1, 0, 0, 0, 0, 200), (900, 1, 0, 0, 0, 0, 0, 0)
+    drawn = draw_histogram(Histogram(held, evicted), 1.25, DARK, 60)
     bars = [line.plain for line in drawn[1:]]
     assert [line.split()[:3] for line in bars][::7] == [["0–0.5", "5", "900"], ["8+", "200", "0"]]
     assert [("━" in line, "─" in line) for line in bars[:4]] == [
@@ -248,7 +248,7 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
         (True, False),
         (False, False),
     ]
-    assert [line for line in bars if "◂ 1.25 to stay" in line] == [bars[2]]
+    assert [line for line in bars if "◂ 1.25 to be held" in line] == [bars[2]]
     assert max(cell_len(line) for line in bars) <= 60
     assert bars[0].count("─") > 3 * bars[7].count("━")
 
@@ -256,19 +256,19 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
 def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
     shares = [(0, 100), (1, 100), (99, 100), (100, 100), (0, 0)]
     turns = [TurnShare(i, "user", n, held, None, held) for i, (held, n) in enumerate(shares)]
-    assert strip(turns, DARK, 60).plain == "turns ·▁▇█·  1 wholly forgotten"
+    assert strip(turns, DARK, 60).plain == "turns ·▁▇█·  1 wholly evicted"
     many = [TurnShare(i, "user", 1, i % 2, None, i % 2) for i in range(500)]
-    plain, counted = strip(many, DARK, 50).plain, "  250 wholly forgotten"
-    assert plain.startswith("turns ⋯483 █·█")
+    plain, counted = strip(many, DARK, 50).plain, "  250 wholly evicted"
+    assert plain.startswith("turns ⋯481 █·█")
     assert plain.endswith(counted)
     assert len(plain) == 50
-    assert len(plain.removeprefix("turns ⋯483 ").removesuffix(counted)) == 500 - 483
+    assert len(plain.removeprefix("turns ⋯481 ").removesuffix(counted)) == 500 - 481
 
 
-def test_the_strip_says_how_many_turns_are_wholly_forgotten() -> None:
+def test_the_strip_says_how_many_turns_are_wholly_evicted() -> None:
     turns = [TurnShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(SHARES)]
-    assert strip(turns, DARK, 80).plain == "turns ·▂·▃█  2 of 5 turns wholly forgotten"
-    assert strip(turns[3:], DARK, 80).plain == "turns ▃█  none wholly forgotten"
+    assert strip(turns, DARK, 80).plain == "turns ·▂·▃█  2 of 5 turns wholly evicted"
+    assert strip(turns[3:], DARK, 80).plain == "turns ▃█  none wholly evicted"
     assert strip(turns[3:], DARK, 60).plain == "turns ▃█"
 
 
@@ -299,7 +299,7 @@ def compact(snapshot: Snapshot, width: int = 80) -> list[str]:
 
 def test_a_compact_panel_shows_the_strongest_words_and_what_lies_between() -> None:
     view = view_of((2, "first"), (3, " next"), (9, " last"))
-    # 0 and 1 are forgotten; 4 to 8 holds two that are not shown and three forgotten
+    # 0 and 1 are evicted; 4 to 8 holds two that are not shown and three evicted
     snapshot = replace(view, slots=(0, 1, 4), seen=12, resident=6)
     assert compact(snapshot)[-1] == "⋯2 you: first next⋯3 last⋯1"
     assert compact(view)[-1] == "you: first next… last"
@@ -313,8 +313,8 @@ def test_a_compact_panel_says_who_speaks_and_hides_the_template() -> None:
     rows = (first, second, replace(third, turn=1, role="assistant"))
     snapshot = replace(view_of((9, "x")), rows=rows, slots=(1, 2, 4), seen=5, resident=5)
     assert compact(snapshot)[-1] == "you: Rex model: How"
-    forgot = replace(snapshot, slots=(0, 1, 2), seen=5, resident=3)
-    assert compact(forgot)[-1] == "⋯1 you: Rex⋯1 model: How"
+    evicted = replace(snapshot, slots=(0, 1, 2), seen=5, resident=3)
+    assert compact(evicted)[-1] == "⋯1 you: Rex⋯1 model: How"
     drawn = styles(draw_compact_panel(snapshot, DARK, 120))
     assert drawn["you:\xa0"].dim
     assert drawn["you:\xa0"].color == DARK.you.color
@@ -343,10 +343,10 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"threshold": 0.114}, "a token needs 0.11 nats to stay; next to go: Rex, green"),
-        ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 go next: Rex, green"),
-        ({"leaving_words": ()}, "next to go: only punctuation and the marks between messages"),
-        ({"seen": 10}, "nothing forgotten yet; next to go: Rex, green"),
+        ({"threshold": 0.114}, "a token needs 0.11 nats to be held; evicted next: Rex, green"),
+        ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
+        ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
+        ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
         ({"next_to_go": (), "budget": 50}, "room for 40 tokens"),
     ],
 )
@@ -356,9 +356,9 @@ def test_what_goes_next_is_said_in_words(change: dict[str, object], said: str) -
     assert compact(replace(view, **change))[3] == said  # type: ignore[arg-type]
 
 
-def test_the_words_just_forgotten_are_named_and_struck_out() -> None:
-    panel = draw_compact_panel(compact_view(TALK), DARK, 120, forgotten=GONE)
-    assert lines(panel, 120)[4] == "forgot: Tuesday, Ingrid, fish"
+def test_the_words_just_evicted_are_named_and_struck_out() -> None:
+    panel = draw_compact_panel(compact_view(TALK), DARK, 120, evicted=GONE)
+    assert lines(panel, 120)[4] == "evicted: Tuesday, Ingrid, fish"
     struck = {text for text, style in styles(panel).items() if style.strike}
     assert struck == {"Tuesday, Ingrid, fish"}
 
@@ -385,14 +385,14 @@ def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     snapshot = replace(TALK, rows=(vast,), slots=(5,))
     assert len(compact(snapshot)) == 7
     assert compact(replace(TALK, rows=(), slots=()))[4:] == ["⋯110"]
-    gone = lines(draw_compact_panel(TALK, NONE, 80, forgotten=["long" * 30, "x"]), 80)[4]
-    assert gone == "forgot: " + "long" * 17 + "lo…"
+    gone = lines(draw_compact_panel(TALK, NONE, 80, evicted=["long" * 30, "x"]), 80)[4]
+    assert gone == "evicted: " + "long" * 17 + "l…"
 
 
 def test_a_compact_panel_stays_small() -> None:
     for width, limit in ((120, 2500), (200, 4000)):
         drawn = printed(
-            draw_compact_panel(compact_view(LONG), DARK, width, forgotten=GONE),
+            draw_compact_panel(compact_view(LONG), DARK, width, evicted=GONE),
             width,
             ColorSystem.EIGHT_BIT,
         )

@@ -30,16 +30,16 @@ def test_the_panel_after_a_reply_reads_at_a_glance(
     assert "e+" not in text
     assert re.search("(?m)(^| )(you|model): ", text)
     assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
-    assert re.search(r"^forgot: \w+", text, re.M)
+    assert re.search(r"^evicted: \w+", text, re.M)
     if policy == "entropy":
-        assert re.search(r"needs [\d.]+ nats to stay; next to go: \w+", text)
+        assert re.search(r"needs [\d.]+ nats to be held; evicted next: \w+", text)
     else:
-        assert re.search(r"the weakest \d+ of \d+ go next: \w+", text)
-        assert re.search(r"wholly forgotten", text)
+        assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
+        assert re.search(r"wholly evicted", text)
 
 
 @pytest.mark.slow
-def test_while_a_reply_comes_the_words_just_forgotten_stay_on_the_screen(
+def test_while_a_reply_comes_the_words_just_evicted_stay_on_the_screen(
     home: Path, endless: str
 ) -> None:
     flags = ("--model", endless, "--budget", "64", "--panel", "live")
@@ -47,10 +47,10 @@ def test_while_a_reply_comes_the_words_just_forgotten_stay_on_the_screen(
         chat.wait_prompt()
         chat.ask("/set max_new_tokens 100000")
         chat.say("Go on.")
-        chat.wait_screen(r"forgot: \S")
+        chat.wait_screen(r"evicted: \S")
         for _ in range(2):
             chat.read_on()
-            chat.wait_screen(r"(?m)^forgot: \S")  # a frame may be half drawn
+            chat.wait_screen(r"(?m)^evicted: \S")  # a frame may be half drawn
         chat.send("\x03")
         chat.wait_prompt()
-        assert not re.search(r"(?m)^forgot: ", chat.text)
+        assert not re.search(r"(?m)^evicted: ", chat.text)

@@ -143,7 +143,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
         ("/panel turn", "panel: live -> turn"),
-        ("/profile sirllm-rps", "evict: room -> between-turns"),
+        ("/profile sirllm-rps", "evict: when-full -> between-turns"),
     ],
     ids=str,
 )
@@ -157,8 +157,8 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Terminal) -> None:
     for _ in range(3):
         chat.ask("Tell me a joke about the sea, please.")
     held = _seen(chat)
-    assert f"nothing forgotten, holds {held}/512" in chat.ask("/budget 512")
-    assert f"forgot {held - 32}, holds 32/32" in chat.ask("/budget 32")
+    assert f"nothing evicted, holds {held}/512" in chat.ask("/budget 512")
+    assert f"{held - 32} evicted, holds 32/32" in chat.ask("/budget 32")
     assert "budget is 32 already" in chat.ask("/budget 32")
     assert "policy entropy makes no use" not in chat.ask("/decay 0.9")
     assert "policy window makes no use of sinks" in chat.ask("/policy window") + chat.ask(
@@ -175,8 +175,7 @@ def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
 def test_three_words_leave(line: str) -> None:
     chat, screen = session(), Screen(io.StringIO(), io.StringIO())
-    with pytest.raises(Leave):
-        Commands(chat, screen, InMemory(), SavedChat(chat, screen)).run(line)
+    assert Commands(chat, screen, InMemory(), SavedChat(chat, screen)).run(line) == Leave()
 
 
 def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
@@ -226,7 +225,7 @@ def test_panel_shows_all_that_is_held(chat: Terminal) -> None:
     on_screen = chat.ask("/panel full")
     assert on_screen.startswith("╭─ salience · decay 1 · tiny ─")
     assert re.search(r"0 you .*My name.* is Anna\.", on_screen)
-    assert re.search(r"━─* +\d+/1,024 held +\d+ seen +0 forgotten", on_screen)
+    assert re.search(r"━─* +\d+/1,024 held +\d+ seen +0 evicted", on_screen)
 
 
 def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> None:
@@ -259,13 +258,13 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("Hello.")
     chat.ask("/decay 0.9")
     assert re.fullmatch(
-        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 forgotten; \d+ said, [\d,]+ tok/s; "
+        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 evicted; \d+ said, [\d,]+ tok/s; "
         r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )
 
 
-def test_reset_forgets_and_clear_clears_only_the_screen(chat: Terminal) -> None:
+def test_reset_evicts_and_clear_clears_only_the_screen(chat: Terminal) -> None:
     chat.ask("My name is Anna.")
     chat.ask("/budget 512")
     chat.say("/clear")

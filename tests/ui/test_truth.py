@@ -28,7 +28,7 @@ _SAYINGS = (
     "I want you to buy the GROCERY: [apples, rice, tea]",
     "Where do I live?",
 )
-_GAUGE = re.compile(r"([\d,]+)/([\d,]+) held +([\d,]+) seen +([\d,]+) forgotten")
+_GAUGE = re.compile(r"([\d,]+)/([\d,]+) held +([\d,]+) seen +([\d,]+) evicted")
 
 
 def _talk(policy: str, seed: int) -> tuple[Session, Count]:
@@ -120,7 +120,7 @@ def test_the_threshold_is_true(seed: int) -> None:
     free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
     block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
     weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
-    said = re.search(r"needs ([\d.]+) nats to stay", "\n".join(_compact_panel(chat)))
+    said = re.search(r"needs ([\d.]+) nats to be held", "\n".join(_compact_panel(chat)))
     if count.gone and len(count.held) + 2 * block > profile.budget:
         assert said
         assert said.group(1) == f"{weakest[-1].score:.2f}"
@@ -149,6 +149,6 @@ def test_while_a_reply_is_generated_the_gauge_is_true_too() -> None:
         for event in chat.ask(saying):
             if isinstance(event, Evicted):
                 gone |= set(event.positions)
-                held, _, seen, forgotten = _numbers(_compact_panel(chat))
-                assert (held, seen, forgotten) == (event.resident, event.seen, len(gone))
+                held, _, seen, evicted = _numbers(_compact_panel(chat))
+                assert (held, seen, evicted) == (event.resident, event.seen, len(gone))
     assert gone

@@ -66,7 +66,7 @@ def piped() -> str:
 # --- what it shows
 
 
-def test_the_name_is_forgotten_under_sink(piped: str) -> None:
+def test_the_name_is_evicted_under_sink(piped: str) -> None:
     assert "Anna" not in reply_in(piped, number_of("What is my name?"))
 
 
@@ -74,7 +74,7 @@ def test_the_name_is_held_under_entropy(piped: str) -> None:
     assert "Anna" in reply_in(piped, number_of("What is my name?", 1))
 
 
-def test_the_cat_is_forgotten_and_recalled(piped: str) -> None:
+def test_the_cat_is_evicted_and_recalled(piped: str) -> None:
     assert "Luna" not in reply_in(piped, number_of("What is my cat called?"))
     assert number_of('/recall "Luna"') < number_of("What is my cat called?", 1)
     assert "Luna" in reply_in(piped, number_of("What is my cat called?", 1))
@@ -85,16 +85,16 @@ def test_every_effect_shows_and_is_explained(piped: str) -> None:
     for step in STEPS:
         assert words_of(step.before) in said
         assert words_of(step.after) in said
-    assert "Forgotten, remembered, and brought back." in said
+    assert "Erased, remembered, and brought back." in said
     assert "did not go as" not in said
 
 
 def test_the_panel_has_what_is_explained_of_it(piped: str) -> None:
     first, second = (step_of(piped, number_of("What is my name?", nth)) for nth in (0, 1))
     above = first.split("It can't know")[0]
-    for part in ("━", "turns ", "█", "·", " go next: ", "⋯", "you:", "model:"):
+    for part in ("━", "turns ", "█", "·", " evicted next: ", "⋯", "you:", "model:"):
         assert part in above, part
-    assert re.search(r"needs \d+\.\d+ nats to stay", second.split("It knows")[0])
+    assert re.search(r"needs \d+\.\d+ nats to be held", second.split("It knows")[0])
 
 
 def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) -> None:
@@ -105,7 +105,7 @@ def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) ->
     assert "Anna" not in drawn
     assert "Anna went" in folded(said)
     first = step_of(piped, number_of("What is my name?"))
-    assert 'after "forgot": what just was' in folded(first)
+    assert 'after "evicted": what just was' in folded(first)
 
 
 def test_commands_it_names_exist() -> None:
@@ -227,7 +227,9 @@ def test_enter_at_every_step_leads_to_the_end(home: Path, columns: int) -> None:
         assert max(map(len, explained)) <= min(columns - 1, 94)
         assert max(map(len, explained)) > min(columns - 1, 94) - 12
         nexts = [
-            row for row in rows if row.startswith("turns ") or re.search(" to stay;| go next:", row)
+            row
+            for row in rows
+            if row.startswith("turns ") or re.search(" to be held;| evicted next:", row)
         ]
         assert len(nexts) == 10  # the panel, below five replies
 
@@ -300,5 +302,5 @@ def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
 def test_without_colours_it_has_the_panel_as_text(home: Path, environ: dict[str, str]) -> None:
     with Terminal("--debug", "tutorial", "--auto", home=home, environ=environ) as terminal:
         assert terminal.ended() == 0
-        assert " go next: " in step_of(terminal.everything, number_of("What is my name?"))
+        assert " evicted next: " in step_of(terminal.everything, number_of("What is my name?"))
         assert not re.search(rb"\x1b\[[\d;]*3[0-9]", terminal.raw)

@@ -80,11 +80,11 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
 
 
-def test_what_was_forgotten_is_not_read_anew() -> None:
+def test_what_was_erased_is_not_read_anew() -> None:
     chat = Chat()
     chat.say("The code is 7351.", SAYINGS[1])
-    chat.do('/forget "7351"')
-    chat.do("/forget --yes")
+    chat.do('/erase "7351"')
+    chat.do("/erase --yes")
     assert "read anew" in chat.do("/undo")
     assert chat.texts == ["The code is ."]
 

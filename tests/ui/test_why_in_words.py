@@ -43,10 +43,10 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert int(found[1]) == min(one.rank or 99 for one in chat.why("Anna")) - 1
 
 
-def test_a_word_that_is_forgotten_is_said_to_be_with_the_way_back() -> None:
+def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     assert _said(chat, "Anna") == (
-        "“Anna” is forgotten: of the 59 held tokens, 55 are newer. It is archived: "
+        "“Anna” is evicted: of the 59 held tokens, 55 are newer. It is archived: "
         '/recall "Anna" brings it back.'
     )
     assert "It is gone for good." in _said(_told("sink", archive="off"), "Anna")
@@ -77,7 +77,7 @@ def test_under_every_policy_the_sentence_agrees_with_the_state(policy: str) -> N
     for target in ("Anna", "Lisbon", "turn 0", "last"):
         states = {one.state for one in chat.why(target)}
         said = _said(chat, target)
-        assert ("is forgotten" in said) == ("held" not in states)
+        assert ("is evicted" in said) == ("held" not in states)
         assert said.startswith("Of the ") == (len(states) > 1 and "held" in states)
         assert "\n" not in said
 

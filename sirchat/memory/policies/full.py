@@ -24,8 +24,8 @@ class Full(Policy):
     bounded: ClassVar[bool] = False
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Raises ContextFullError: nothing may be forgotten."""
+        """Raises ContextFullError: nothing may be evicted."""
         raise ContextFullError(
-            f"the model's context is full: {len(rows)} tokens held, and policy full forgets none",
+            f"the model's context is full: {len(rows)} tokens held, and policy full evicts none",
             hint="choose another policy, such as /policy entropy, or start anew with /reset",
         )

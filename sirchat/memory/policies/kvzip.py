@@ -26,14 +26,14 @@ class Kvzip(RecentScorePolicy):
     (section 3). A repeated token looks for its first occurrence, and needs no look where it can be
     foretold. Known deviations: a round is read again once, when it ends, and without the paper's
     prompt; the score is the mean over heads and layers, so that one choice serves them all. Two
-    factors of `salience` are ours, and can be switched off: `words` adds up the score over the
-    row's word, `template` is 0 for the chat template's tokens.
+    factors of `salience` are ours, and can be switched off: `whole_words` adds up the score over
+    the row's word, `template` is 0 for the chat template's tokens.
 
     On SmolLM2-135M and real talk (`sirchat eval chatter`, 1,000 tokens, 200 questions, seed 0;
     paired, 95 %) it answers more questions rightly than `salience`: 0.12 more (0.07 to 0.17) at a
     budget of 256, 0.03 (0.00 to 0.06) at 512, and as many (-0.05 to 0.05) at 128. Simulated on the
-    recorded attention of 16 conversations it holds 0.91 of the values at 256, without `words` 0.62,
-    and with a prompt that asks to repeat 0.93.
+    recorded attention of 16 conversations it holds 0.91 of the values at 256, without `whole_words`
+    0.62, and with a prompt that asks to repeat 0.93.
     """
 
     source: ClassVar[str] = "KVzip, arXiv:2505.23416"
@@ -42,7 +42,7 @@ class Kvzip(RecentScorePolicy):
     log_scale: ClassVar[bool] = True
 
     layers: int = field(default=0, metadata={"help": "layers that are counted; 0 for all"})
-    words: bool = field(default=True, metadata={"help": "add up attention over each word"})
+    whole_words: bool = field(default=True, metadata={"help": "add up attention over each word"})
     template: bool = field(default=True, metadata={"help": "evict the chat template first"})
 
     @property
@@ -52,7 +52,7 @@ class Kvzip(RecentScorePolicy):
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         own = or_median(rows.repeat_attention).double().clamp_min(_LEAST).log()
         found = {"repeat attention": own + rows.log_decay_since}
-        if self.words:
+        if self.whole_words:
             found["word"] = log_sum_by_word(own, words_of(rows)) - own
         if self.template:
             found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)

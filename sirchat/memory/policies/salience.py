@@ -13,9 +13,6 @@ from sirchat.memory.factors import log_sum_by_word, product_of, with_neighbours,
 from sirchat.memory.ledger import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
 
-USER_FACTOR = 2.0
-"""Factor on the score of what the user said."""
-
 NEIGHBOUR_SHARE = 0.5
 """Share of its score that a token lends to the ones right before and after it."""
 
@@ -28,21 +25,21 @@ class Salience(RecentScorePolicy):
 
     Ours, from SirLLM's token entropy. Each factor is switched by the option of its name:
 
-    - `words`: the sum of the surprisals of the tokens of the row's word, after the decays, in place
-      of its own. A name, a number or a rare word is several tokens, of which only the first is a
-      surprise; `entropy` keeps it in halves.
+    - `whole_words`: the sum of the surprisals of the tokens of the row's word, after the decays, in
+      place of its own. A name, a number or a rare word is several tokens, of which only the first
+      is a surprise; `entropy` keeps it in halves.
     - `template`: 0 for the chat template's tokens, which are always the same.
     - `neighbours`: at least half of the score of the token right before or after, so that what
       stands beside a surprising word stays with it.
-    - `user` (off): 2 for what the user said.
+    - `user_weight` (1): for what the user said.
 
     Why: on SmolLM2-135M and real talk (`sirchat eval chatter`, 1,000 tokens, budget 256, 200
-    questions, seed 0; paired, 95 %) 0.68 of the questions are answered rightly. Without `words` it
-    is 0.14 less (0.08 to 0.18), and `entropy` has 0.15 less (0.10 to 0.20): whole words are nearly
-    all of it. Without `template` it is 0.03 less (0.01 to 0.06; 35 of the 40 conversations),
-    without `neighbours` 0.01 less (-0.02 to 0.04), but the right reply is then less likely by 0.6
-    nats. `user` adds 0.05 (0.02 to 0.08) to facts that the user tells, and evicts what the
-    assistant said first, so it is off.
+    questions, seed 0; paired, 95 %) 0.68 of the questions are answered rightly. Without
+    `whole_words` it is 0.14 less (0.08 to 0.18), and `entropy` has 0.15 less (0.10 to 0.20): whole
+    words are nearly all of it. Without `template` it is 0.03 less (0.01 to 0.06; 35 of the 40
+    conversations), without `neighbours` 0.01 less (-0.02 to 0.04), but the right reply is then less
+    likely by 0.6 nats. A `user_weight` of 2 adds 0.05 (0.02 to 0.08) to facts that the user tells,
+    and evicts what the assistant said first, so it is 1.
     """
 
     source: ClassVar[str] = "ours"
@@ -50,20 +47,23 @@ class Salience(RecentScorePolicy):
     log_scale: ClassVar[bool] = True
     unit: ClassVar[str] = "nats"
 
-    words: bool = field(default=True, metadata={"help": "add up surprisal over each word"})
+    whole_words: bool = field(default=True, metadata={"help": "add up surprisal over each word"})
     neighbours: bool = field(default=True, metadata={"help": "keep what stands beside, too"})
     template: bool = field(default=True, metadata={"help": "evict the chat template first"})
-    user: bool = field(default=False, metadata={"help": "count what the user said twice"})
+    user_weight: int = field(
+        default=1, metadata={"help": "multiplies the score of what the user said"}
+    )
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         own = rows.surprisal.double().clamp_min(_LEAST).log()
         found = {"surprisal": own + rows.log_decay_since}
-        if self.words:
+        if self.whole_words:
             found["word"] = log_sum_by_word(own, words_of(rows)) - own
         if self.template:
             found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
-        if self.user:
-            found["user"] = torch.where(rows.role == Role.USER, math.log(USER_FACTOR), 0.0)
+        if self.user_weight != 1:
+            weight = math.log(self.user_weight) if self.user_weight else -math.inf
+            found["user"] = torch.where(rows.role == Role.USER, weight, 0.0)
         if self.neighbours:
             total = product_of(found)
             shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)

@@ -192,7 +192,7 @@ def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
     print("printed by the library")
     return Cache()
 """
-"""In the place of SirLLM's code: it forgets the first token, and notes what it is called with."""
+"""In the place of SirLLM's code: it evicts the first token, and notes what it is called with."""
 
 
 def test_sirllms_code_evicts_and_decays_before_each_turn(

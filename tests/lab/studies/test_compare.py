@@ -115,7 +115,7 @@ def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) ->
     oracle = rel_entr(full, np.exp(log_softmax(logits, -1))).sum(-1)
     assert [one.id for one in result.tokens] == ids
     assert [one.nats for one in result.tokens] == pytest.approx(oracle.tolist(), abs=1e-4)
-    assert oracle.max() > 0.1  # something was forgotten that mattered
+    assert oracle.max() > 0.1  # something was evicted that mattered
     start = 0
     for after in result.rounds:
         assert after.nats == pytest.approx(oracle[start : after.seen].mean(), abs=1e-4)

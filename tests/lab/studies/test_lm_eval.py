@@ -218,7 +218,7 @@ def test_accuracy_is_what_a_count_by_hand_gives(tasks: Path) -> None:
         share = right / 12
         assert score["stderr"] == pytest.approx((share * (1 - share) / 11) ** 0.5)
     costs = [found[f"{row}/sirchat_costs"]["scores"][0]["value"] for row in (0, 1)]
-    assert costs[0] != pytest.approx(costs[1])  # one of them forgets
+    assert costs[0] != pytest.approx(costs[1])  # one of them evicts
 
 
 def test_what_lm_eval_prints_is_not_shown(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:

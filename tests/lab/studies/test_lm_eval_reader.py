@@ -114,7 +114,7 @@ def test_rounds_let_a_decay_take_effect() -> None:
     assert sum(held(plain, 50)) < sum(held(fading, 50))  # what is far fades
 
 
-def test_what_is_forgotten_changes_what_comes_next() -> None:
+def test_what_is_evicted_changes_what_comes_next() -> None:
     context, after = (random_ids(random.Random(4), count) for count in (200, 6))
     (full,) = TextReader(tiny(), FULL).score_continuation(context, [after])
     (held,) = TextReader(tiny(), Profile(policy="sink", budget=32)).score_continuation(

@@ -183,7 +183,7 @@ def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tiny_keeps_its_knowledge_and_forgets_what_the_policy_evicts() -> None:
+def test_tiny_keeps_its_knowledge_and_evicts_what_the_policy_evicts() -> None:
     study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 3, task="grocery")
     found = run_units(study, tiny())
     full, sink = study.findings(found)

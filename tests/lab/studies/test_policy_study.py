@@ -114,7 +114,7 @@ def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(name.startswith("rock-paper-scissors") for name in names)
     ablation = next(t for t in report.tables if t.name == "ablation: Facts recalled")
     assert [row[0] for row in ablation.rows][:2] == [
-        "salience 64 words off",
+        "salience 64 whole_words off",
         "salience 64 neighbours off",
     ]
 

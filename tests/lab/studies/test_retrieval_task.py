@@ -138,7 +138,7 @@ def test_a_task_that_is_not_there_is_refused() -> None:
         Retrieval(Profile(), task="facts")
 
 
-def test_the_study_distinguishes_forgetting_from_recalling() -> None:
+def test_the_study_distinguishes_evicting_from_recalling() -> None:
     found = run_units(FEW, tiny())
     assert all(one[FULL] and one[EVERYTHING] for one in found.values())
     assert not any(one[f"{BASE}/0"] for one in found.values())

@@ -70,7 +70,7 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
         "reservoir 256 recent 16 sample 30",
         "sink 256",
     ]
-    (row,) = settings_of(Profile(), "salience", "96", "1", ["words=false"])
+    (row,) = settings_of(Profile(), "salience", "96", "1", ["whole_words=false"])
     assert (row.policy_options, row.attention) == ({"words": False}, "auto")
     for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
         refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
@@ -79,10 +79,10 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
 
 
 def test_an_option_goes_to_every_policy_that_has_it() -> None:
-    given = changed(Profile(), "--option", policy_options={"words": True})
+    given = changed(Profile(), "--option", policy_options={"whole_words": True})
     rows = settings_of(given, "salience,sink", "96", "1")
     assert [(one.policy, one.policy_options) for one in rows] == [
-        ("salience", {"words": True}),
+        ("salience", {"whole_words": True}),
         ("sink", {}),
     ]
     with pytest.raises(SettingError, match="--option: none of sink,random has an option words"):
@@ -173,7 +173,7 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
     study = Perplexity(settings, 300, text=str(file))
     (table,) = study.report(run_units(study, tiny())).tables
     assert [row[0] for row in table.rows] == ["full", "sink 64", "window 64"]
-    assert len({row[1] for row in table.rows}) == 3  # they forget, and not the same
+    assert len({row[1] for row in table.rows}) == 3  # they evict, and not the same
     with pytest.raises(SettingError, match="can't be read"):
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
 

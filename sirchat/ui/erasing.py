@@ -1,4 +1,4 @@
-"""`/forget`: says first what it would erase, erases it, and says what still tells of it."""
+"""`/erase`: says first what it would erase, erases it, and says what still tells of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from sirchat import paths
-from sirchat.chat.events import Forgotten
+from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
@@ -17,19 +17,19 @@ from sirchat.ui.text import displayable_line
 
 _TELLING = 5.0  # nats: a word of this surprisal tells of something
 _SHOWN = 5
-_COMMAND = re.compile(r"\s*/forget\b")
+_COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be forgotten: words, or a turn; and whether other chats' typed lines are meant."""
+    """What is to be erased: words, or a turn; and whether other chats' typed lines are meant."""
 
     target: str
     everywhere: bool
 
 
-class Forgetting:
-    """The command `/forget` of one chat."""
+class Erasing:
+    """The command `/erase` of one chat."""
 
     def __init__(
         self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
@@ -46,11 +46,11 @@ class Forgetting:
         request = _Request(target, "--everywhere" in flags)
         if not target:
             if "--yes" not in flags or self._previewed is None:
-                raise UsageError("say what", hint="/forget TEXT, last, or turn N")
+                raise UsageError("/erase: expected text, last, or turn N", hint="/erase TEXT")
             request = self._previewed
         if "--yes" in flags:
             self._previewed = None
-            self._forget(request)
+            self._erase(request)
         else:
             self._preview(request)
             self._previewed = request
@@ -70,10 +70,10 @@ class Forgetting:
             stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
         self._screen.note(
             f"would erase {' and '.join(parts)}, and then /undo reads the chat anew{stays}: "
-            "/forget --yes does it"
+            "/erase --yes does it"
         )
 
-    def _forget(self, request: _Request) -> None:
+    def _erase(self, request: _Request) -> None:
         """Erase from memory, archive and saved chat first, then from what was typed."""
         session, target = self._session, request.target
         telling = self._telling_words(target)
@@ -84,20 +84,20 @@ class Forgetting:
         typed = mine + request.everywhere * others
         unnamed = self._saved_chat.unname(said or without_quotes(target), whole=turn is not None)
         try:
-            events = session.forget(target)
+            events = session.erase(target)
         except UsageError:
             if not typed and not unnamed:
                 raise
             events = []
         self._saved_chat.update()
         for event in events:
-            if isinstance(event, Forgotten):
+            if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
                 self._screen.note(f"{event.tokens:,} tokens erased; holds {holds}")
         if (file := self._saved_chat.not_written) is not None:
             self._screen.error(f"what was saved stays in {file}")
         try:
-            self._history.forget(matches)
+            self._history.erase(matches)
         except OSError as error:
             self._screen.error(f"what was typed stays in {paths.history_file()}: {error}")
         else:
@@ -138,7 +138,7 @@ class Forgetting:
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """How many typed lines say it, of this chat and of others; without lines of `/forget`."""
+        """How many typed lines say it, of this chat and of others; without lines of `/erase`."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -150,7 +150,7 @@ class Forgetting:
         return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
-        """The words of a turn that is to be forgotten whole that told something."""
+        """The words of a turn that is to be erased whole that told something."""
         if self._turn(target) is None:
             return []
         try:
@@ -166,19 +166,19 @@ class Forgetting:
         return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
-        """Name the turns that repeat what was forgotten."""
+        """Name the turns that repeat what was erased."""
         found = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
             if (turns := self._turns_with(word))
         ]
         if found:
-            self._screen.note(f"still said: {', '.join(found[:_SHOWN])}; /forget WORD erases it")
+            self._screen.note(f"still said: {', '.join(found[:_SHOWN])}; /erase WORD erases it")
 
 
 @dataclass(frozen=True)
 class _Matches:
-    """Whether a typed line says what is to be forgotten: words, or exactly a `whole` message.
+    """Whether a typed line says what is to be erased: words, or exactly a `whole` message.
 
     `among` are the lines that may match; None for all.
     """

@@ -1,4 +1,4 @@
-"""`/forget` at the prompt: nothing goes without a yes, and no more than was shown."""
+"""`/erase` at the prompt: nothing goes without a yes, and no more than was shown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
+from sirchat.ui.commands import Commands
 from sirchat.ui.line_input import input_history
 
 
@@ -34,12 +35,12 @@ def do(chat: Chat, line: str) -> str:
 
 def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     seen, undoable = chat.texts, len(chat.session.turns)
-    shown = do(chat, "/forget Marmalade")
+    shown = do(chat, "/erase Marmalade")
     assert "would erase" in shown
     assert "tokens in turn 0 and 1 typed line, and then /undo reads the chat anew" in shown
     assert "1 typed line of other chats would stay (--everywhere)" in shown
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
-    done = do(chat, "/forget --yes")
+    done = do(chat, "/erase --yes")
     assert "tokens erased" in done
     assert "1 typed line erased" in done
     assert chat.texts[0] == "Oranges make ."
@@ -47,29 +48,29 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
         "an old line on Marmalade",
         "what is called all that",
         "this is what the others said",
-        "/forget --yes",
+        "/erase --yes",
     ]
     with pytest.raises(UsageError):
-        do(chat, "/forget --yes")  # nothing is shown any more
+        do(chat, "/erase --yes")  # nothing is shown any more
 
 
 def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
-    assert "and 1 typed line of other chats" in do(chat, "/forget --everywhere marmalade")
-    do(chat, "/forget --yes")
+    assert "and 1 typed line of other chats" in do(chat, "/erase --everywhere marmalade")
+    do(chat, "/erase --yes")
     assert not any("armalade" in line for line in chat.history.get_strings())
 
 
 def test_parts_of_words_stay(chat: Chat) -> None:
     with pytest.raises(UsageError, match="nowhere in this chat"):
-        do(chat, "/forget range")
-    do(chat, "/forget --yes is")
+        do(chat, "/erase range")
+    do(chat, "/erase --yes is")
     assert chat.texts[1] == "this  what the others said"
     assert "what is called all that" in chat.history.get_strings()
 
 
 def test_what_else_says_it_is_pointed_out(chat: Chat) -> None:
     chat.say("Yes, Marmalade again.")
-    assert "Marmalade in turn" in do(chat, "/forget --yes turn 0")
+    assert "Marmalade in turn" in do(chat, "/erase --yes turn 0")
 
 
 def failing(error: Exception) -> Callable[..., None]:
@@ -83,8 +84,8 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat.do("/save")
-    monkeypatch.setattr(chat.history, "forget", failing(OSError("read-only")))
-    shown = do(chat, "/forget --yes Marmalade")
+    monkeypatch.setattr(chat.history, "erase", failing(OSError("read-only")))
+    shown = do(chat, "/erase --yes Marmalade")
     assert "tokens erased" in shown
     assert "what was typed stays in" in shown
     assert "read-only" in shown
@@ -97,10 +98,10 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
 def test_a_history_that_cannot_be_read_keeps_nothing_else_from_being_erased(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lines", "forget"):
+    for name in ("lines", "erase"):
         monkeypatch.setattr(chat.history, name, failing(IsADirectoryError("a directory")))
-    assert "would erase" in do(chat, "/forget Marmalade")
-    shown = do(chat, "/forget --yes")
+    assert "would erase" in do(chat, "/erase Marmalade")
+    shown = do(chat, "/erase --yes")
     assert "tokens erased" in shown
     assert "what was typed stays in" in shown
     assert "Marmalade" not in chat.texts[0]
@@ -111,7 +112,7 @@ def test_a_saved_chat_that_cannot_be_written_is_named(
 ) -> None:
     chat.do("/save")
     monkeypatch.setattr("sirchat.saved.autosave.Autosave.update", failing(OSError("no space")))
-    shown = do(chat, "/forget --yes Marmalade")
+    shown = do(chat, "/erase --yes Marmalade")
     assert "tokens erased" in shown
     assert "what was saved stays in" in shown
     assert ".sqlite" in shown
@@ -126,6 +127,14 @@ def test_a_link_that_was_planted_beside_the_history_is_not_followed(
     history.append_string("one")
     victim.write_text("precious", encoding="utf-8")
     (tmp_path / "state" / "history.new").symlink_to(victim)
-    history.forget(lambda line: line == "one")
+    history.erase(lambda line: line == "one")
     assert victim.read_text(encoding="utf-8") == "precious"
     assert not list(input_history(lambda complaint: None).load_history_strings())
+
+
+def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) -> None:
+    assert chat.do("/forgotten") == "/forgotten is now /evicted\nnothing is evicted\n"
+    shown = chat.do("/forget Marmalade")
+    assert shown.startswith("/forget is now /erase\n")
+    assert "would erase" in shown
+    assert not {"forget", "forgotten"} & set(Commands.names())

@@ -1,4 +1,4 @@
-"""What was forgotten, in words; and what brings it back: by hand, or in a summary."""
+"""What was evicted, in words; and what brings it back: by hand, or in a summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatting import babbler, session, tiny
 from sirchat.chat.events import Delta, Evicted, Notice, Undone
 from sirchat.chat.rereading import summarize
 from sirchat.chat.session import Session
-from sirchat.chat.words import forgotten_turns, forgotten_words
+from sirchat.chat.words import evicted_turns, evicted_words
 from sirchat.errors import SettingError, UsageError
 
 SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}
@@ -19,7 +19,7 @@ TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.", "T
 
 
 def _told(**settings: Any) -> tuple[Session, set[int]]:
-    """A chat that has forgotten what was told, and the positions evicted."""
+    """A chat that has evicted what was told, and the positions evicted."""
     chat = session(tiny(), **{**SINK, "max_new_tokens": 24, **settings})
     gone: set[int] = set()
     for line in (*TOLD, "Tell me a story.", "And one more, please."):
@@ -36,7 +36,7 @@ def _words_held(chat: Session) -> set[str]:
 
 def test_the_words_that_are_gone_are_whole_words_of_the_user_that_nothing_holds() -> None:
     chat, gone = _told()
-    words = forgotten_words(chat, gone)
+    words = evicted_words(chat, gone)
     said = {word for line in TOLD for word in re.findall(r"\w+", line)}
     assert {"Anna", "Rome", "Paul"} <= set(words) <= said
     assert not set(words) & _words_held(chat)
@@ -53,17 +53,17 @@ def test_the_most_surprising_word_comes_first() -> None:
         ),
         key=lambda row: row.surprisal or 0,
     )
-    assert best.text.strip() in " ".join(forgotten_words(chat, gone)[:4])
+    assert best.text.strip() in " ".join(evicted_words(chat, gone)[:4])
 
 
-def test_a_word_that_is_still_held_elsewhere_is_not_forgotten() -> None:
+def test_a_word_that_is_still_held_elsewhere_is_not_evicted() -> None:
     chat = session(tiny(), **SINK, max_new_tokens=4)
     gone: set[int] = set()
     for line in ("Anna lives in Rome.", *(["Some words to fill the cache."] * 6), "Hello Anna."):
         for event in chat.ask(line):
             if isinstance(event, Evicted):
                 gone.update(event.positions)
-    words = forgotten_words(chat, gone)
+    words = evicted_words(chat, gone)
     assert "Rome" in words
     assert "Anna" not in words
 
@@ -71,7 +71,7 @@ def test_a_word_that_is_still_held_elsewhere_is_not_forgotten() -> None:
 def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
     chat, _ = _told()
     held = {row.position for row in chat.snapshot().rows}
-    listed = {turn.index: turn for turn in forgotten_turns(chat)}
+    listed = {turn.index: turn for turn in evicted_turns(chat)}
     everything = chat.tokens(list(range(chat.seen)))
     for index in range(len(chat.turns)):
         said = [row for row in everything if row.turn == index and row.role != "template"]
@@ -82,11 +82,11 @@ def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
             assert (listed[index].tokens, listed[index].held) == (len(said), stays)
 
 
-def test_nothing_is_forgotten_under_a_budget_that_holds_all() -> None:
+def test_nothing_is_evicted_under_a_budget_that_holds_all() -> None:
     chat = session(tiny(), budget=512, max_new_tokens=4)
     list(chat.ask("My name is Anna."))
-    assert not list(forgotten_turns(chat))
-    assert forgotten_words(chat, set()) == ()
+    assert not list(evicted_turns(chat))
+    assert evicted_words(chat, set()) == ()
 
 
 def test_words_are_brought_back_with_what_stood_beside_them() -> None:

@@ -1,4 +1,4 @@
-"""What is to be forgotten is nowhere afterwards: not in memory, and in no file."""
+"""What is to be erased is nowhere afterwards: not in memory, and in no file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chatting import babbler, session
-from sirchat.chat.events import Forgotten
+from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
 from sirchat.saved.autosave import Autosave, take_up
@@ -52,7 +52,7 @@ def test_it_is_gone_from_memory_and_archive_and_cannot_come_back(archive: str) -
     resident = chat.resident
     meant = len(chat.why(SECRET))
     held = sum(one.state == "held" for one in chat.why(SECRET))
-    (event,) = (e for e in chat.forget(SECRET) if isinstance(e, Forgotten))
+    (event,) = (e for e in chat.erase(SECRET) if isinstance(e, Erased))
     assert (event.tokens, event.resident) == (meant, resident - held)
     assert SECRET.lower() not in everything_seen(chat).lower()
     assert not any(SECRET.lower() in turn.text.lower() for turn in chat.turns)
@@ -73,7 +73,7 @@ def test_its_keys_and_values_are_overwritten() -> None:
     assert archived
     archive = chat._engine.store._archive
     before = archive.fetch(np.array(archived))
-    list(chat.forget(SECRET))
+    list(chat.erase(SECRET))
     for segment in archive._segments:
         assert segment is not None
         for key, gone in zip(segment.tensors, before.tensors, strict=True):
@@ -81,14 +81,14 @@ def test_its_keys_and_values_are_overwritten() -> None:
                 assert not (key == gone[:, n : n + 1]).all(-1).all(0).any()
 
 
-def test_a_turn_is_forgotten_whole() -> None:
+def test_a_turn_is_erased_whole() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red green"))
     list(chat.ask("blue black"))
-    list(chat.forget("turn 0"))
+    list(chat.erase("turn 0"))
     assert [turn.text for turn in chat.turns][::2] == ["", "blue black"]
     assert "green" not in everything_seen(chat)
-    list(chat.forget("last"))
+    list(chat.erase("last"))
     assert "black" not in everything_seen(chat)
 
 
@@ -105,7 +105,7 @@ def test_a_turn_is_forgotten_whole() -> None:
 def test_whole_words_are_meant(target: str, said: str, remains: str) -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask(said))
-    list(chat.forget(target))
+    list(chat.erase(target))
     assert chat.turns[0].text == remains
 
 
@@ -114,7 +114,7 @@ def test_what_is_nowhere_is_refused_and_nothing_changes() -> None:
     list(chat.ask("red"))
     before = chat.snapshot()
     with pytest.raises(UsageError):
-        list(chat.forget("nowhere to be found"))
+        list(chat.erase("nowhere to be found"))
     assert chat.snapshot() == before
     list(chat.undo())
 
@@ -127,7 +127,7 @@ def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
         saving.update()
     assert saving.save_kv()
     assert files_with(home, SECRET)
-    list(chat.forget(SECRET))
+    list(chat.erase(SECRET))
     saving.update()
     assert files_with(home, SECRET) == []
     list(chat.ask("and on"))
@@ -142,11 +142,11 @@ def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
 
 
 @pytest.mark.parametrize("in_a_file", [True, False])
-def test_what_was_typed_is_forgotten_too(home: Path, in_a_file: bool) -> None:
+def test_what_was_typed_is_erased_too(home: Path, in_a_file: bool) -> None:
     history = input_history(print) if in_a_file else InMemory()
-    for line in ("one", f"the {SECRET}\nin two lines", "three", f"/forget {SECRET}"):
+    for line in ("one", f"the {SECRET}\nin two lines", "three", f"/erase {SECRET}"):
         history.append_string(line)
-    history.forget(lambda line: SECRET in line)
+    history.erase(lambda line: SECRET in line)
     assert history.get_strings() == ["one", "three"]
     assert files_with(home, SECRET) == []
     history.append_string("four")
@@ -157,14 +157,14 @@ def test_what_was_typed_is_forgotten_too(home: Path, in_a_file: bool) -> None:
         assert [one.name for one in path.parent.iterdir()] == ["history"]
 
 
-def test_a_system_prompt_is_forgotten_with_its_turn() -> None:
+def test_a_system_prompt_is_erased_with_its_turn() -> None:
     chat = session(babbler(), system=f"The word is {SECRET}.", **SMALL)
     list(chat.ask("red"))
-    list(chat.forget("turn 0"))
+    list(chat.erase("turn 0"))
     assert chat.profile.system is None
 
 
-def test_what_was_said_but_never_read_is_forgotten_too(home: Path) -> None:
+def test_what_was_said_but_never_read_is_erased_too(home: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     list(chat.ask("red"))
@@ -172,24 +172,24 @@ def test_what_was_said_but_never_read_is_forgotten_too(home: Path) -> None:
     saving.update()
     assert SECRET not in everything_seen(chat)
     assert files_with(home, SECRET)
-    list(chat.forget(SECRET))
+    list(chat.erase(SECRET))
     saving.update()
     assert files_with(home, SECRET) == []
     saving.close()
 
 
 @pytest.mark.slow
-def test_after_a_forget_in_a_chat_no_file_has_it(home: Path) -> None:
+def test_after_an_erasure_in_a_chat_no_file_has_it(home: Path) -> None:
     with Terminal(home=home) as chat:
         chat.say(f"The secret word is {SECRET}.")
         chat.wait_prompt()
         chat.say("Tell me a joke.")
         chat.wait_prompt()
         assert files_with(home, SECRET)
-        chat.say(f"/forget {SECRET}")
+        chat.say(f"/erase {SECRET}")
         chat.wait("would erase")
         chat.wait_prompt()
-        chat.say("/forget --yes")
+        chat.say("/erase --yes")
         chat.wait("tokens erased")
         chat.wait_prompt()
         chat.say("Hello!")
@@ -200,10 +200,10 @@ def test_after_a_forget_in_a_chat_no_file_has_it(home: Path) -> None:
     assert files_with(home, SECRET) == []
 
 
-def test_a_replaced_system_prompt_is_forgotten_and_the_one_in_force_stays() -> None:
+def test_a_replaced_system_prompt_is_erased_and_the_one_in_force_stays() -> None:
     chat = session(system="You are Tiny.")
     list(chat.ask("Hello."))
     list(chat.switch("/system", system="You are kind."))
-    list(chat.forget("turn 0"))
+    list(chat.erase("turn 0"))
     assert chat.profile.system == "You are kind."
     assert [turn.text for turn in chat.turns if turn.role == "system"] == ["", "You are kind."]

@@ -1,4 +1,4 @@
-"""What the chat says of forgotten words: the status line, `/forgotten`, `/recall` and the gauge."""
+"""What the chat says of evicted words: the status line, `/evicted`, `/recall` and the gauge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saved_chats import Chat
-from sirchat.chat.words import ForgottenTurn
+from sirchat.chat.words import EvictedTurn
 from terminal import Terminal
 
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
@@ -16,21 +16,21 @@ TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 100, 160])
-def test_what_was_forgotten_is_named_listed_and_brought_back(tmp_path: Path, columns: int) -> None:
+def test_what_was_evicted_is_named_listed_and_brought_back(tmp_path: Path, columns: int) -> None:
     flags = ("--policy", "sink", "--sinks", "2", "--recent", "16", "--budget", "64")
     with Terminal(*flags, home=tmp_path, columns=columns) as chat:
         chat.wait_prompt()
         assert "━" not in _toolbar(chat)
-        assert "nothing is forgotten" in chat.ask("/forgotten")
+        assert "nothing is evicted" in chat.ask("/evicted")
         for line in TOLD:
             chat.ask(line)
         shown = [" ".join(chat.ask("Tell me a story.").split()) for _ in range(2)]
-        named = re.findall(r"forgot \d+ \(of yours: ([^)]*)\)", " ".join(shown))
+        named = re.findall(r"\d+ evicted \(of yours: ([^)]*)\)", " ".join(shown))
         assert named
         assert all(len(words.split(", ")) <= 3 for words in named)
         assert "Paul" in ", ".join(named)
         assert _toolbar(chat).count("━") >= (6 if columns >= 80 else 0)
-        listed = chat.ask("/forgotten")
+        listed = chat.ask("/evicted")
         assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
         assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
         assert "Paul" not in chat.ask("/tokens")
@@ -46,16 +46,16 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
 ) -> None:
     chat = Chat()
     chat.say("One.")
-    turns = [ForgottenTurn(0, "user", 9, 3, ("Rome",)), ForgottenTurn(1, "assistant", 4, 2, ())]
-    monkeypatch.setattr("sirchat.ui.explaining.forgotten_turns", lambda session: iter(turns))
-    shown = chat.do("/forgotten")
+    turns = [EvictedTurn(0, "user", 9, 3, ("Rome",)), EvictedTurn(1, "assistant", 4, 2, ())]
+    monkeypatch.setattr("sirchat.ui.explaining.evicted_turns", lambda session: iter(turns))
+    shown = chat.do("/evicted")
     assert "6 of 9" in shown
     assert "2 of 4" not in shown
     assert "1 more turn lost only what is held elsewhere, too, and punctuation" in shown
     turns.pop(0)
-    assert chat.do("/forgotten").startswith("1 turn lost only")
+    assert chat.do("/evicted").startswith("1 turn lost only")
     turns.clear()
-    assert chat.do("/forgotten") == "nothing is forgotten\n"
+    assert chat.do("/evicted") == "nothing is evicted\n"
 
 
 @pytest.mark.slow
