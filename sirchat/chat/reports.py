@@ -25,8 +25,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, RestoredRows
-from sirchat.models.limitations import no_attention_reason
-from sirchat.models.model import LoadedModel
+from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.text.anchors import Anchors
 
 _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")

@@ -18,12 +18,12 @@ from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import RecallSettings
-from sirchat.models.limitations import (
+from sirchat.models.model import (
+    LoadedModel,
     caches_latents,
     no_attention_reason,
     require_comparable_queries,
 )
-from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import WordContinuation
 

@@ -77,8 +77,8 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
     """Load the model of a profile; `report` is called with its progress."""
     with insistent():
         from sirchat.memory.segments import sweep
-        from sirchat.models.of_profile import load_of
+        from sirchat.models.compiling import load_model_of
 
     sweep(archives_dir())
     gc.freeze()  # what was imported stays: searching it would hold up the keys that are typed
-    return load_of(profile, trust_remote_code=trust, progress=report)
+    return load_model_of(profile, trust_remote_code=trust, progress=report)

@@ -1,7 +1,7 @@
-"""Finds a model's compiled decode step, or has it made; made ones are kept for the next start.
+"""Loads the model of a profile, and finds or makes its compiled decode step.
 
-A program is machine code that torch writes and loads, so only files that no other user could have
-written are loaded.
+Compiled programs are kept for the next start. They are machine code that torch writes and loads,
+so a file is loaded only if no other user could have written it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import threading
 from pathlib import Path
 from typing import Literal
 
+from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.model import LoadedModel
+from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir
 
@@ -26,6 +27,27 @@ Compile = Literal["auto", "on", "off"]
 
 `auto` uses a program that was made before, and a chat has one made meanwhile; `on` makes it first.
 """
+
+
+def load_model_of(
+    profile: Profile, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> LoadedModel:
+    """Load the model of a profile, with its compiled decode step as the profile says.
+
+    `progress` is called with the progress of loading. Raises ModelError as `load_model` and
+    `use_compiled` do.
+    """
+    model = load_model(
+        profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        threads=profile.threads,
+        quantize=profile.quantize,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+    use_compiled(model, profile.compile, progress)
+    return model
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:

@@ -19,8 +19,7 @@ from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import compiled_in_words, use_compiled
-from sirchat.models.limitations import no_attention_reason
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.model import LoadedModel, load_model, no_attention_reason
 from sirchat.models.threads import free_threads, physical_cores
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 

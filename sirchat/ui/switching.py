@@ -17,9 +17,9 @@ from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory.policies import import_typed
+from sirchat.models.compiling import load_model_of
 from sirchat.models.listing import model_names
 from sirchat.models.model import LoadedModel
-from sirchat.models.of_profile import load_of
 from sirchat.models.progress import Progress
 from sirchat.models.threads import give_back
 from sirchat.ui.interrupt import Interrupt
@@ -259,7 +259,7 @@ class ModelSwitching:
     def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._former is not None and self._former.session.model.name == name:
             return self._former.session.model
-        return load_of(profile.model_copy(update={"model": name}), progress=report)
+        return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The settings of the chat; those that followed the old model follow the new one."""

@@ -18,7 +18,7 @@ from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
-from sirchat.models.limitations import require_comparable_queries
+from sirchat.models.model import require_comparable_queries
 
 UNHEARD = {"falcon", "deepseek-mla"}
 

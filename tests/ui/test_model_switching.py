@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(
     assert models_saved(folder) == ["tiny"]
 
 
-@pytest.mark.parametrize("step", ["load_of", "read_again"])
+@pytest.mark.parametrize("step", ["load_model_of", "read_again"])
 def test_ctrl_c_on_the_way_leaves_the_chat_as_it_was(
     step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

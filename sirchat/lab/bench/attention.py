@@ -11,8 +11,7 @@ from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.snapkv import Snapkv
-from sirchat.models.limitations import no_attention_reason
-from sirchat.models.model import LoadedModel
+from sirchat.models.model import LoadedModel, no_attention_reason
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
