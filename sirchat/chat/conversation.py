@@ -1,4 +1,4 @@
-"""The state of a conversation beside the engine's: turns, rounds, owed ids, costs, undo points."""
+"""The state of a conversation beside the engine's: turns, rounds, pending ids, costs, undo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNDO_DEPTH = 64
 
 
 @dataclass
-class Tally:
+class TurnStats:
     """What one turn cost so far."""
 
     index: int
@@ -46,7 +46,7 @@ class Conversation:
         system: stream positions of the system prompt in force.
         prompt: text of the system prompt in force.
         reply: cost of the current reply, or of the last one.
-        owed: ids that must be read before the next turn, for a well-formed conversation.
+        pending_ids: closing ids to read before the next turn, for a well-formed conversation.
         totals: costs of the whole conversation.
         attempt: number of retries of the last turn.
     """
@@ -56,9 +56,9 @@ class Conversation:
     in_round: bool = False
     system: range = range(0)
     prompt: str | None = None
-    reply: Tally = field(default_factory=lambda: Tally(0, ""))
-    owed: list[int] = field(default_factory=list)
-    totals: Tally = field(default_factory=lambda: Tally(0, ""))
+    reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))
+    pending_ids: list[int] = field(default_factory=list)
+    totals: TurnStats = field(default_factory=lambda: TurnStats(0, ""))
     attempt: int = 0
 
     @property
@@ -71,13 +71,13 @@ class Conversation:
         """The last turn; 0 also where there is none yet."""
         return max(0, len(self.turns) - 1)
 
-    def begin(self, role: str) -> Tally:
+    def begin(self, role: str) -> TurnStats:
         """Begin a turn."""
-        tally = Tally(len(self.turns), role)
+        tally = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return tally
 
-    def finish(self, tally: Tally, text: str) -> None:
+    def finish(self, tally: TurnStats, text: str) -> None:
         """Note the text and the cost of a turn."""
         self.turns[tally.index] = Turn(tally.role, text, tally.finish)
         self.totals.tokens_out += tally.tokens_out

@@ -10,7 +10,14 @@ from sirchat.models.names import BUNDLED
 if TYPE_CHECKING:  # the prompt is there before torch
     from sirchat.models.model import LoadedModel
 
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
+SAMPLING_PARAMETERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "repetition_window",
+)
 """Settings that say how the next token is drawn; they belong together."""
 
 
@@ -30,7 +37,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     if model.name in BUNDLED:
         return profile
     values: dict[str, Any] = {"budget": budget_for(profile, model.name, model.context_length)}
-    if profile.model_fields_set.isdisjoint(DRAWING):
+    if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
         values |= _own_drawing(model) or SOUND
     return profile.model_copy(update=values)
 
@@ -61,7 +68,7 @@ def _own_drawing(model: LoadedModel) -> dict[str, Any]:
     said = {} if config is None else config.to_diff_dict()
     if not said.get("do_sample"):
         return {}
-    values = {name: said[name] for name in DRAWING if said.get(name) is not None}
+    values = {name: said[name] for name in SAMPLING_PARAMETERS if said.get(name) is not None}
     values.setdefault("temperature", 1.0)
     if values.get("top_k") == 0:  # off, in transformers
         del values["top_k"]

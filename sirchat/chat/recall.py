@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sirchat.chat.conversation import Turn
 from sirchat.chat.events import Event, Notice
-from sirchat.chat.reports import Reports
+from sirchat.chat.reports import EventBuilder
 from sirchat.chat.snapshot import Positions
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
@@ -41,14 +41,17 @@ class TurnRecall:
 
         After an undo or a resume the rows are known, but not their scores: 0.
         """
-        return {at: self._scores.get(at, 0.0) for at in self._engine.recalled_positions.tolist()}
+        return {
+            at: self._scores.get(at, 0.0)
+            for at in self._engine.contents.recalled_positions.tolist()
+        }
 
     def erase_words(self) -> None:
         """Drop what is kept of the turns' texts; it is made again when it is needed."""
         self._words = TurnWords()
 
     def renew(
-        self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn], reports: Reports
+        self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn], reports: EventBuilder
     ) -> list[Event]:
         """Recall what a turn needs; the rows recalled for the last one leave.
 
@@ -62,8 +65,8 @@ class TurnRecall:
         if recall is None:
             return []
         events: list[Event] = []
-        released, start = engine.recalled_positions, time.perf_counter()
-        engine.clear_reserve()
+        released, start = engine.contents.recalled_positions, time.perf_counter()
+        engine.contents.clear_reserve()
         try:
             words = None
             if recall.measure in BY_TURN:
@@ -73,9 +76,9 @@ class TurnRecall:
             events.append(Notice(f"nothing can be recalled: {error}; choose another /recall"))
             found = None
         if found is not None:
-            engine.fill_reserve(found)
+            engine.contents.fill_reserve(found)
         turn.tally.seconds_prefill += time.perf_counter() - start
-        chosen = engine.recalled_positions
+        chosen = engine.contents.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if len(chosen) or len(released):

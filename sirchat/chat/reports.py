@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sirchat import __version__
-from sirchat.chat.conversation import Tally
+from sirchat.chat.conversation import TurnStats
 from sirchat.chat.events import (
     Event,
     Evicted,
@@ -32,7 +32,7 @@ _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
 
 @dataclass(frozen=True, eq=False)
-class Reports:
+class EventBuilder:
     """Makes events of what happened in one engine.
 
     Args:
@@ -90,7 +90,7 @@ class Reports:
         self, turn: int, measure: str, scores: tuple[float, ...], released: Positions
     ) -> Recalled:
         """Rows recalled for a turn, with their scores, and those `released` before."""
-        positions = self.engine.recalled_positions
+        positions = self.engine.contents.recalled_positions
         return Recalled(
             turn=turn,
             measure=measure,
@@ -102,13 +102,13 @@ class Reports:
             tokens=self._wanted(positions),
         )
 
-    def done(self, tally: Tally, text: str) -> TurnDone:
+    def done(self, tally: TurnStats, text: str) -> TurnDone:
         """A turn that is over."""
         return TurnDone(
             text=text,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
-            recalled=self.engine.recalled,
+            recalled=self.engine.contents.recalled,
             tokens=self._wanted(self.engine.ledger.held_positions),
             **{field.name: getattr(tally, field.name) for field in fields(tally)},
         )
@@ -132,7 +132,7 @@ class Reports:
 
     def clamped(self, recall_n: int) -> list[Notice]:
         """A notice if fewer than `recall_n` tokens can be recalled."""
-        settings, reserve = self.engine.settings, self.engine.reserve
+        settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
         if settings.recall is None or not settings.policy.bounded or reserve >= recall_n:
             return []
         return [

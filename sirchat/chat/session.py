@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Tally, Turn, UndoPoint
+from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.recall import TurnRecall
-from sirchat.chat.reports import Reports
+from sirchat.chat.reports import EventBuilder
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
@@ -27,7 +27,7 @@ from sirchat.chat.settings import (
     check_profile,
     switched,
 )
-from sirchat.chat.snapshot import Positions, Snapshot, Standing, standings, take_snapshot
+from sirchat.chat.snapshot import Positions, Snapshot, TokenRank, take_snapshot, token_ranks
 from sirchat.chat.targets import erase_text, positions_of, tokens_to_erase
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.config.profile import Profile
@@ -179,7 +179,7 @@ class Session:
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
         text = without_surrogates(text)
-        yield from self._settle()
+        yield from self._flush()
         if self.seen == 0:
             system, ids = self.template.opening(text, self.profile.system)
         else:
@@ -216,7 +216,7 @@ class Session:
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """Log-probabilities of each reply (if empty, of ending it) as the next; nothing changes."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
-        return self._engine.score_continuations(written)
+        return self._engine.reader.score_continuations(written)
 
     @property
     def last_said(self) -> str:
@@ -244,7 +244,7 @@ class Session:
         if (self._now.prompt, point.pin_system) != now and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
-            self._engine.retire(np.asarray(self._now.system), retired=False)
+            self._engine.contents.exclude(np.asarray(self._now.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
@@ -254,7 +254,7 @@ class Session:
         changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
-        moves = self._engine.pin(positions, pinned)
+        moves = self._engine.contents.pin(positions, pinned)
         events = self._reports.moved(self._now.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
@@ -268,7 +268,7 @@ class Session:
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
-        self._engine.erase(positions)
+        self._engine.contents.erase(positions)
         self._now.prompt = erase_text(target, self._now, system)
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._undo_points = []
@@ -276,12 +276,12 @@ class Session:
         self.erasures += 1
         return [Erased(len(positions), self.resident)]
 
-    def why(self, target: str) -> list[Standing]:
+    def why(self, target: str) -> list[TokenRank]:
         """The standing of the tokens that `target` means, held or not.
 
         Raises UsageError if nothing is meant.
         """
-        return standings(
+        return token_ranks(
             self._engine,
             self._texts,
             self._positions_of(target, np.arange(self.seen)),
@@ -310,9 +310,9 @@ class Session:
         with all_or_nothing(self._engine):
             if replaced or profile.pin_system != before.pin_system:
                 self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
-            moves = self._engine.switch(settings, size if profile.pin_system else 0)
+            moves = self._engine.contents.switch(settings, size if profile.pin_system else 0)
             if replaced:
-                moves += self._engine.retire(np.asarray(self._now.system))
+                moves += self._engine.contents.exclude(np.asarray(self._now.system))
             self._engine.require(size)
         reports, self.profile = self._reports, profile
         if replaced:
@@ -324,7 +324,7 @@ class Session:
             events += reports.untrained(self.model.anchors)
             events += reports.uncounted(self.model)
         if prompt is not None:
-            events += self._settle()
+            events += self._flush()
             events += self._read_system(prompt, interrupted)
         return events
 
@@ -370,11 +370,11 @@ class Session:
         stream = TextStream(self.model.tokenizer)
         yield from turn.answer(records, stream, closing, self._end_ids)
 
-    def _settle(self) -> list[Event]:
+    def _flush(self) -> list[Event]:
         """Close a turn that broke off, so that the conversation is well-formed again."""
         if self.seen == 0:  # nothing of it was read: as if it had never begun
-            self._now.owed, self._now.turns = [], []
-        return self._turn(Tally(self._now.last, "")).settle()
+            self._now.pending_ids, self._now.turns = [], []
+        return self._turn(TurnStats(self._now.last, "")).flush()
 
     def _read_system(
         self, ids: TurnIds, interrupted: Interrupted = lambda: False
@@ -391,15 +391,15 @@ class Session:
         """Refuse a turn that can't fit, before anything is read."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self._engine.check_pins(before)
+            self._engine.contents.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self.template.closing))
 
     def _begin(self, role: str) -> OpenTurn:
         return self._turn(self._now.begin(role))
 
-    def _turn(self, tally: Tally) -> OpenTurn:
+    def _turn(self, tally: TurnStats) -> OpenTurn:
         return OpenTurn(self._now, self._engine, self._reports, tally, self.profile.evict_thinking)
 
     @property
-    def _reports(self) -> Reports:
-        return Reports(self._engine, self._texts, self.profile.sinks, self._rows_in_events)
+    def _reports(self) -> EventBuilder:
+        return EventBuilder(self._engine, self._texts, self.profile.sinks, self._rows_in_events)

@@ -234,7 +234,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         yield
     except Exception:  # whatever a new policy raises
         engine.ledger.pin_only(pinned)
-        engine.switch(settings)
+        engine.contents.switch(settings)
         raise
 
 

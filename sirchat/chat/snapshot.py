@@ -83,7 +83,7 @@ def _as_if_held(
         here = unknown & np.isin(positions, among)
         if here.any():
             at = np.searchsorted(among, positions[here])
-            for name, one in compute(engine.view(among)).items():
+            for name, one in compute(engine.contents.view_of(among)).items():
                 values = found.setdefault(name, np.zeros(len(positions)))
                 values[here] = one.double().numpy()[at]
             unknown &= ~here
@@ -192,7 +192,7 @@ def take_snapshot(
     """
     ledger = engine.ledger
     held = ledger.held_positions
-    leaving = engine.next_to_go(in_round=in_round)
+    leaving = engine.contents.next_evicted(in_round=in_round)
     scores = policy_scores(engine, held)
     order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
     slots = _slots(ledger, order, held, strongest)
@@ -203,7 +203,7 @@ def take_snapshot(
         budget=engine.budget,
         resident=engine.resident,
         seen=ledger.seen,
-        recalled=engine.recalled,
+        recalled=engine.contents.recalled,
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
         unit=score_unit(engine),
@@ -336,7 +336,7 @@ def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TokenRank:
     """One token among those that are held.
 
     Attributes:
@@ -361,9 +361,9 @@ class Standing:
     leaves: bool
 
 
-def standings(
+def token_ranks(
     engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
-) -> list[Standing]:
+) -> list[TokenRank]:
     """The standing of the tokens at these positions, ascending, in the memory as it is `now`."""
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
@@ -385,7 +385,7 @@ def standings(
         if name not in ("surprisal", "decay")
     }
     return [
-        Standing(
+        TokenRank(
             row=row,
             state=State(states[i]).name.lower(),
             decayed_to=float(decayed_to[i]),

@@ -72,7 +72,7 @@ def _with_neighbours(
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
     """The tokens of every occurrence of `text` within runs of neighbouring tokens."""
     if not text:
-        raise UsageError("say what", hint="some words, last, or turn N")
+        raise UsageError("expected text, last, or turn N", hint="some words of the chat")
     at = said.tolist()
     pieces = texts(ledger.column("token_id")[said].tolist(), at)
     chosen = np.zeros(len(at), bool)

@@ -1,6 +1,6 @@
 """A turn under way: ids go into the engine, events come out, and its cost is counted.
 
-The ids that the chat template still requires are noted as owed before reading starts. If a turn
+The ids that the chat template still requires are noted as pending before reading starts. If a turn
 breaks off, they are read before the next turn, so that the conversation stays well-formed.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from sirchat.chat.conversation import Conversation, Tally
+from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
-from sirchat.chat.reports import Reports
+from sirchat.chat.reports import EventBuilder
 from sirchat.chat.thinking import reasoning
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
@@ -30,7 +30,7 @@ class OpenTurn:
         now: the conversation that it belongs to.
         engine: reads and generates its ids.
         reports: makes the events.
-        tally: cost of the turn so far; of the last turn, where only owed ids are read.
+        tally: cost of the turn so far; of the last turn, where only pending ids are read.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
@@ -38,8 +38,8 @@ class OpenTurn:
         self,
         now: Conversation,
         engine: Engine,
-        reports: Reports,
-        tally: Tally,
+        reports: EventBuilder,
+        tally: TurnStats,
         evicts_thinking: bool = False,
     ) -> None:
         self._now = now
@@ -51,7 +51,7 @@ class OpenTurn:
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
         """Make room for a user turn of `count` ids and its reply; see the engine's method."""
-        records = self._engine.make_room_for_turn(count, max_new_tokens, self.ref)
+        records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
     def read(
@@ -67,7 +67,7 @@ class OpenTurn:
         `after` are the ids that the round needs even if reading fails.
         """
         done, end = 0, len(turn.ids)
-        self._owe(turn, done, after)
+        self._note_pending(turn, done, after)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
             records = self._engine.feed(ids, roles, self.ref, pinned=pinned)
@@ -81,7 +81,7 @@ class OpenTurn:
                 if isinstance(record, ReadProgress):
                     self.tally.tokens_in += begun + record.done - done
                     done = begun + record.done
-                    self._owe(turn, done, after)
+                    self._note_pending(turn, done, after)
                     yield Reading(done, end)
                     skip = interrupted() and turn.content[0] <= done < turn.content[1]
                 else:
@@ -99,10 +99,10 @@ class OpenTurn:
         """Report a reply as the engine generates it, then read its `closing` ids.
 
         A stop id that is not among the `end_ids` is a control token that ends it.
-        If this breaks off, what was said is kept, and the closing ids are owed.
+        If this breaks off, what was said is kept, and the closing ids are pending.
         """
         said: list[str] = []
-        self._now.reply, self._now.owed = self.tally, list(closing)
+        self._now.reply, self._now.pending_ids = self.tally, list(closing)
         self.tally.finish = "interrupt"  # unless the events are followed to their end
         failure: ContextFullError | None = None
         try:
@@ -150,15 +150,15 @@ class OpenTurn:
         if self._evicts_thinking:
             thought = reasoning(self._engine.ledger, self._reports.texts, self.ref.turn)
             if len(thought):
-                moves = self._engine.retire(thought)
+                moves = self._engine.contents.exclude(thought)
                 events += self._reports.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
-    def settle(self) -> list[Event]:
-        """Read what is still owed of a turn that broke off."""
-        if not self._now.owed:
+    def flush(self) -> list[Event]:
+        """Read the pending closing ids of a turn that broke off."""
+        if not self._now.pending_ids:
             return []
-        events = list(self.read(_template_ids(self._now.owed)))
+        events = list(self.read(_template_ids(self._now.pending_ids)))
         if self._now.in_round:
             self._close_round()
         return events
@@ -180,9 +180,9 @@ class OpenTurn:
                 return
             yield record
 
-    def _owe(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
+    def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
         """Note what must still be read after `done` ids, even if the text is given up."""
-        self._now.owed = [*turn.ids[max(done, turn.content[1]) :], *after]
+        self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
         self.tally.evicted += len(record.positions)

@@ -17,7 +17,7 @@ from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
 from sirchat.memory.policies import import_typed
 from sirchat.text.transcript import MOST_BYTES
-from sirchat.ui.interrupt import insistent
+from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def open_chat(
 
     def opened(report: "Progress | None") -> "Session":
         with quick_start():
-            with insistent():
+            with interruptible_imports():
                 import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
             return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
@@ -71,9 +71,9 @@ def open_saved(
     """A session that takes up the saved chat in `store`, if any, and then switches to `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
-        from sirchat.saved.autosave import take_up
+        from sirchat.saved.autosave import resume_session
 
-        take_up(session, store, rebuild=rebuild)
+        resume_session(session, store, rebuild=rebuild)
     if later:
         session.switch("--resume", **later)
     return session
@@ -252,7 +252,7 @@ def tutorial(
     The exit code is then 1 if something does not go as it should.
     """
     own = profile_of({}, loads_model=False)
-    with meanwhile("loading tiny"), quick_start(), insistent():
+    with meanwhile("loading tiny"), quick_start(), interruptible_imports():
         from sirchat.chat.session import Session
         from sirchat.models.model import load_model
         from sirchat.ui.screen import Screen

@@ -14,7 +14,7 @@ from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_class
 from sirchat.models.hub import require
 from sirchat.paths import archives_dir
-from sirchat.ui.interrupt import insistent
+from sirchat.ui.interrupt import interruptible_imports
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
@@ -51,7 +51,7 @@ def open_session(
 ) -> "Session":
     """Load the model and open a session; the policy is checked before anything heavy loads."""
     with quick_start():
-        with insistent():
+        with interruptible_imports():
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
@@ -75,7 +75,7 @@ def quick_start() -> Iterator[None]:
 
 def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
     """Load the model of a profile; `report` is called with its progress."""
-    with insistent():
+    with interruptible_imports():
         from sirchat.memory.segments import sweep
         from sirchat.models.compiling import load_model_of
 

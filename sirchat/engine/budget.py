@@ -105,7 +105,7 @@ class Budget:
         """Ids for which room is made at once: E/4, and no more than the policy has room for."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
-    def at_once(self, pinned: bool) -> int:
+    def max_prefill(self, pinned: bool) -> int:
         """Most ids that are read in one pass: as many chunks as there is room for, at least one.
 
         What is evicted doesn't depend on it. Pinned ids change the size of the next chunk.

@@ -22,13 +22,14 @@ from sirchat.engine.records import (
     RestoredRows,
     SearchResult,
     Selection,
+    TurnRef,
 )
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.ledger import Flag, HeldRows
 from sirchat.memory.recall import choose
 
-Moves = list[EvictedRows | RestoredRows]
+CacheUpdate = list[EvictedRows | RestoredRows]
 
 _NONE = np.zeros(0, np.int64)
 
@@ -38,10 +39,11 @@ class CacheContents:
 
     Attributes:
         budget: the arithmetic of the settings in force.
+        round: number of the current round, of which the newest rows are protected.
     """
 
     def __init__(self, budget: Budget, cache: BoundedCache, store: KeyValueStore) -> None:
-        self.budget = budget
+        self.budget, self.round = budget, 0
         self._ledger, self._cache, self._store = budget.ledger, cache, store
         self._layers: tuple[Positions, ...] = ()  # recalled rows of single layers, layer by layer
         self._at_last_pass: tuple[CacheSettings, Selection] | None = None
@@ -71,7 +73,7 @@ class CacheContents:
         """The held rows outside the reserve, as the policy sees them; see `Budget.view`."""
         return self.view_of(self.budget.policy_positions, round)
 
-    def view_of(self, at: Positions, round: int | None) -> HeldRows:
+    def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
         """Rows at positions `at` [n], with the statistics that the policy uses; see `Budget.view`.
 
         `at` is ascending; the rows need not be held.
@@ -87,7 +89,7 @@ class CacheContents:
         """Note that a forward pass follows: switching back restores what that pass saw."""
         self._at_last_pass = None
 
-    def make_room(self, count: int, round: int) -> list[EvictedRows]:
+    def make_room(self, count: int) -> list[EvictedRows]:
         """Evict what the policy does not keep, so that `count` more rows fit in the hard bound.
 
         Right behind an anchor, also evict what the policy drops although there is room.
@@ -101,36 +103,39 @@ class CacheContents:
         if self.recalled > budget.reserve:  # new pins have taken some of the reserve
             self.clear_reserve()
         if budget.policy_rows + count > budget.policy_bound:
-            evicted.append(self._keep(budget.policy_bound - count, round))
+            evicted.append(self._keep(budget.policy_bound - count))
         return evicted
 
-    def make_room_for_turn(self, count: int, max_new_tokens: int, round: int) -> list[EvictedRows]:
-        """Make room for a user turn of `count` ids and its reply, unless `evict` is "when-full".
+    def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
+        """Make room for the user turn `at` of `count` ids, and its reply.
+
+        Nothing is done if `evict` is "when-full".
 
         If it is "between-turns", only what exceeds the budget is evicted, before turn and reply,
         for which the cache then grows.
         """
+        self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
         if budget.settings.evict == "when-full" or budget.unbounded:
             return []
         wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
         evicted = list[EvictedRows]()
         if budget.policy_rows > wanted:
-            num_keep = max(wanted, int(self.view(round).protected.sum()))
+            num_keep = max(wanted, int(self.view(self.round).protected.sum()))
             if num_keep < budget.policy_rows:
-                evicted.append(self._keep(num_keep, round))
+                evicted.append(self._keep(num_keep))
         if budget.only_between_turns:
             self._cache.reserve(min(budget.hard_bound, self.count + to_come))
         return evicted
 
-    def next_to_go(self, round: int | None) -> Positions:
+    def next_evicted(self, *, in_round: bool) -> Positions:
         """Positions [k], ascending, that would be evicted if room for a block were needed now.
 
-        Rows of `round` are protected; with None, it is what the next round would evict. Empty while
-        there is room for two blocks, or where nothing may be evicted. Where rows are evicted only
-        between turns: what the next user turn would evict.
+        `in_round` protects the current round's rows; else it is what the next round would evict.
+        Empty while there is room for two blocks, or where nothing may be evicted. Where rows are
+        evicted only between turns: what the next user turn would evict.
         """
-        held, budget = self.view(round), self.budget
+        held, budget = self.view(self.round if in_round else None), self.budget
         block = budget.eviction_block
         has_room = budget.policy_rows + 2 * block <= budget.policy_budget
         if budget.only_between_turns:
@@ -143,7 +148,7 @@ class CacheContents:
         leaves[rows.numpy()] = False
         return budget.policy_positions[leaves]
 
-    def switch(self, settings: CacheSettings, pins: int, round: int) -> Moves:
+    def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
         """Change the settings; then hold what they choose from all rows held or archived.
 
         Settings equal to those of the last forward pass restore exactly the rows that it saw.
@@ -153,7 +158,7 @@ class CacheContents:
         before, self.budget = self.budget, replace(self.budget, settings=settings)
         try:
             self.check_pins(pins)
-            wanted = self._after_switch(before.settings, round)
+            wanted = self._after_switch(before.settings)
         except Exception:  # whatever the new policy raises
             self.budget = before
             raise
@@ -169,7 +174,7 @@ class CacheContents:
             self._store.archive.index = None
         return moves
 
-    def pin(self, positions: Positions, pinned: bool, round: int) -> Moves:
+    def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
         """Pin or unpin rows that are held or archived, then choose anew from all rows.
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
@@ -180,21 +185,21 @@ class CacheContents:
             self.check_pins(int(new.sum()))
         self._ledger.pin(positions, pinned)
         try:
-            chosen = self._choice(round)
+            chosen = self._choice()
         except Exception:  # whatever a policy raises
             self._ledger.pin_only(before)
             raise
         self._at_last_pass = None
         return self._hold(chosen)
 
-    def retire(self, positions: Positions, retired: bool) -> Moves:
-        """Evict these rows, unless they are sinks: no choice brings them back, until `retired` is
+    def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
+        """Evict these rows, unless they are sinks: no choice brings them back, until `excluded` is
         false.
         """
         positions = positions[positions >= self.budget.sinks]
-        self._ledger.flag(Flag.RETIRED, positions, retired)
+        self._ledger.flag(Flag.EXCLUDED, positions, excluded)
         self._at_last_pass = None
-        if not retired:
+        if not excluded:
             return []
         held, recalled = (
             np.setdiff1d(one, positions, assume_unique=True)
@@ -215,7 +220,7 @@ class CacheContents:
 
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
-    ) -> Moves:
+    ) -> CacheUpdate:
         """Go back to a checkpoint; if the settings have changed since, choose anew.
 
         The same rows are pinned as then; with `keep_pins`, those that are now stay pinned, and are
@@ -223,7 +228,7 @@ class CacheContents:
         """
         self._cache.reserve(len(to.held))
         self._store.undo(to)
-        self._layers = ()
+        self.round, self._layers = round, ()
         self._ledger.recall(selection.recalled)
         with suppress(LookupError):  # the rows of single layers may be gone by now
             self._insert(selection.layers)
@@ -234,10 +239,10 @@ class CacheContents:
         added = np.setdiff1d(self._ledger.pinned_positions, to.pinned, assume_unique=True)
         is_full = self.recalled > budget.reserve or budget.policy_rows > budget.policy_bound
         if is_full or not np.isin(added, to.held).all():
-            return self._hold(self._choice(round))
+            return self._hold(self._choice())
         return []
 
-    def fill_reserve(self, found: SearchResult) -> Moves:
+    def fill_reserve(self, found: SearchResult) -> CacheUpdate:
         """Fill the reserve with the best of what was found; earlier recalled rows leave."""
         recall, own = self.budget.settings.recall, self.budget.policy_positions
         if recall is None:
@@ -249,7 +254,7 @@ class CacheContents:
         layers = tuple(one(scores) for scores in found.layers)
         return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
 
-    def clear_reserve(self) -> Moves:
+    def clear_reserve(self) -> CacheUpdate:
         """Empty the reserve."""
         if not self.recalled:
             return []
@@ -262,7 +267,7 @@ class CacheContents:
         self._ledger.erase(positions)
         self._at_last_pass = None
 
-    def _after_switch(self, before: CacheSettings, round: int) -> Selection:
+    def _after_switch(self, before: CacheSettings) -> Selection:
         """What to hold after a switch from the settings `before`."""
         budget, last = self.budget, self._at_last_pass
         now = budget.settings
@@ -272,9 +277,9 @@ class CacheContents:
         fits = budget.policy_rows <= budget.policy_bound and self.recalled <= budget.reserve
         if same and fits and (before.recall is None) == (now.recall is None):
             return self.selection
-        return self._choice(round)
+        return self._choice()
 
-    def _choice(self, round: int) -> Selection:
+    def _choice(self) -> Selection:
         """What the policy keeps of all rows held or archived; the reserve is empty."""
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
@@ -285,10 +290,10 @@ class CacheContents:
         if budget.unbounded:  # not all rows fit: continue with those that are held
             self.require(0)
             return Selection(self._ledger.held_positions.copy(), _NONE)
-        chosen = budget.choose(self.view_of(reachable, round), budget.policy_budget)
+        chosen = budget.choose(self.view_of(reachable, self.round), budget.policy_budget)
         return Selection(reachable[chosen.numpy()], _NONE)
 
-    def _hold(self, selection: Selection) -> Moves:
+    def _hold(self, selection: Selection) -> CacheUpdate:
         """Hold exactly these rows."""
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
@@ -296,7 +301,7 @@ class CacheContents:
             self._layers = ()
         self._ledger.recall(selection.recalled)
         self._insert(selection.layers)
-        moves: Moves = []
+        moves: CacheUpdate = []
         if len(gone):
             moves.append(EvictedRows(gone, self.count, self._ledger.seen))
         if len(came):
@@ -314,9 +319,9 @@ class CacheContents:
         else:
             self._cache.remove_inserted()
 
-    def _keep(self, num_keep: int, round: int) -> EvictedRows:
+    def _keep(self, num_keep: int) -> EvictedRows:
         """Evict all but `num_keep` rows of the policy's; recalled rows stay."""
-        return self._keep_rows(self.budget.choose(self.view(round), num_keep))
+        return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
         """Evict all but these rows [k] of the policy's; recalled rows stay."""

@@ -20,18 +20,15 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Budget
-from sirchat.engine.cache_contents import CacheContents, Moves
-from sirchat.engine.reader import CausalModel, Chunk, Reader
+from sirchat.engine.cache_contents import CacheContents, CacheUpdate
+from sirchat.engine.reader import CausalModel, PrefillChunk, Reader
 from sirchat.engine.records import (
     CacheSettings,
-    ContinuationScore,
     EngineCheckpoint,
     EngineState,
     EvictedRows,
     GeneratedToken,
-    Positions,
     ReadProgress,
-    SearchResult,
     Stopped,
     TurnRef,
 )
@@ -40,12 +37,19 @@ from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.decay import automatic_decay
 from sirchat.memory.key_value_store import KeyValueStore
-from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
+from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.segments import Rows
 
 
 class Engine:
     """One conversation's cache, ledger and carried logits.
+
+    Attributes:
+        ledger: one row per token ever read.
+        cache: the KV cache.
+        store: moves rows between cache and archive.
+        contents: which rows the cache holds: evicts, switches settings, pins, excludes, erases.
+        reader: forward passes; scores continuations.
 
     Args:
         model: reads ids over a cache.
@@ -68,7 +72,6 @@ class Engine:
         self._model = model
         self._ends_sequence = ends_sequence
         self._continues_word = continues_word
-        self._round = 0
         self._no_surprisal = math.log(model.vocab_size)  # as if all tokens were as likely
         self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
         budget = Budget(settings, self.ledger, model.context_length)
@@ -76,7 +79,7 @@ class Engine:
         self.cache.in_stream = settings.in_stream
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.contents = CacheContents(budget, self.cache, self.store)
-        self._reader = Reader(model, self.cache, self.ledger)
+        self.reader = Reader(model, self.cache, self.ledger)
 
     @property
     def settings(self) -> CacheSettings:
@@ -89,29 +92,14 @@ class Engine:
         return self.contents.budget.total
 
     @property
-    def reserve(self) -> int:
-        """Rows of the budget that are kept free for recall."""
-        return self.contents.budget.reserve
-
-    @property
     def resident(self) -> int:
         """Number of rows in the cache."""
         return self.cache.length
 
     @property
-    def recalled(self) -> int:
-        """Number of rows in the cache that were recalled for this round."""
-        return self.contents.recalled
-
-    @property
-    def recalled_positions(self) -> Positions:
-        """Stream positions, ascending, of the rows that were recalled, in any layer."""
-        return self.contents.recalled_positions
-
-    @property
     def logits(self) -> Tensor | None:
         """Raw logits [V] for the next token; None before the first token."""
-        return self._reader.logits
+        return self.reader.logits
 
     def feed(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
@@ -120,16 +108,16 @@ class Engine:
 
         Raises ContextFullError, with nothing read, if they do not fit and nothing may be evicted.
         """
-        self._round = at.round
+        self.contents.round = at.round
         self.require(len(ids))
         whole = self._chunk(ids, roles, at, pinned)
-        done, is_one = 0, len(ids) <= self.contents.budget.at_once(pinned)
+        done, is_one = 0, len(ids) <= self.contents.budget.max_prefill(pinned)
         with nullcontext() if is_one else self._model.several_passes():
             while done < len(ids):
                 budget = self.contents.budget
-                most = min(len(ids), done + budget.at_once(pinned))
+                most = min(len(ids), done + budget.max_prefill(pinned))
                 end = budget.end_at_anchor(whole.flags, done, most)
-                yield from self.make_room(end - done)
+                yield from self.contents.make_room(end - done)
                 self._read(whole.part(done, end))
                 done = end
                 yield from self._compact_at_anchor()
@@ -153,8 +141,8 @@ class Engine:
         Raises ContextFullError if nothing may be evicted and fewer than `reserve` rows would stay
         free, which the turn needs to be closed.
         """
-        self._round = at.round
-        self._reader.drop_ahead()
+        self.contents.round = at.round
+        self.reader.drop_ahead()
         for left in range(max_new_tokens, 0, -1):
             if interrupted():
                 yield Stopped("interrupt")
@@ -168,7 +156,7 @@ class Engine:
             self.require(1 + reserve)
             budget = self.contents.budget
             if not budget.unbounded and budget.policy_rows >= budget.policy_bound:
-                yield from self.make_room(budget.eviction_block)
+                yield from self.contents.make_room(budget.eviction_block)
             if lookup is not None and self._may_look_ahead:
                 self._look_ahead(lookup, token_id, left - 1)
             self._read(self._chunk([token_id], [Role.ASSISTANT], at))
@@ -186,9 +174,9 @@ class Engine:
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
         """Compute a guess that begins with `token_id`, unless it is part of the last one."""
-        if self._reader.is_ahead(token_id):
+        if self.reader.is_ahead(token_id):
             return
-        used = self._reader.drop_ahead()
+        used = self.reader.drop_ahead()
         if used is not None:
             lookup.learn(used - 1)
         budget, cache = self.contents.budget, self.cache
@@ -197,29 +185,10 @@ class Engine:
             room = min(room, self._model.context_length - self.ledger.seen)
         guess = lookup.guess(self.ledger.column("token_id"), token_id, min(most, room - 1))
         if guess:
-            self._reader.look_ahead([token_id, *guess])
-
-    def score_continuation(self, ids: Sequence[int]) -> ContinuationScore:
-        """Log-probabilities of these ids as the next ones; the engine's state does not change."""
-        return self.score_continuations([ids])[0]
-
-    def score_continuations(
-        self, alternatives: Sequence[Sequence[int]]
-    ) -> tuple[ContinuationScore, ...]:
-        """The same for several alternatives at once; see `Reader.score_continuations`."""
-        return self._reader.score_continuations(alternatives)
-
-    def make_room(self, count: int) -> list[EvictedRows]:
-        """Evict rows so that `count` more fit; see `CacheContents.make_room`."""
-        return self.contents.make_room(count, self._round)
+            self.reader.look_ahead([token_id, *guess])
 
     def _compact_at_anchor(self) -> list[EvictedRows]:
-        return self.make_room(0) if self.contents.budget.compacts_at_anchors else []
-
-    def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Make room for a user turn and its reply; see `CacheContents.make_room_for_turn`."""
-        self._round = at.round
-        return self.contents.make_room_for_turn(count, max_new_tokens, at.round)
+        return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
         """Apply the decay of the round that ends; only a fixed decay applies to its own rows.
@@ -229,37 +198,23 @@ class Engine:
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
         if layers is not None:
-            in_round = ledger.column("round")[ledger.held_positions] == self._round
+            in_round = ledger.column("round")[ledger.held_positions] == self.contents.round
             rows = torch.from_numpy(np.flatnonzero(in_round))
-            self._reader.repeat(rows, layers, self.contents.budget.chunk_size)
+            self.reader.repeat(rows, layers, self.contents.budget.chunk_size)
         if decay is not None:
             ledger.close_round(decay)
         else:
             factor = automatic_decay(ledger.column("surprisal"), ledger.column("round"))
-            ledger.close_round(factor, spared=self._round)
-
-    def next_to_go(self, *, in_round: bool) -> Positions:
-        """Positions that would be evicted next; `in_round` protects the current round's rows."""
-        return self.contents.next_to_go(self._round if in_round else None)
-
-    def switch(self, settings: CacheSettings, pins: int = 0) -> Moves:
-        """Change the settings; see `CacheContents.switch`."""
-        return self.contents.switch(settings, pins, self._round)
-
-    def pin(self, positions: Positions, pinned: bool) -> Moves:
-        """Pin or unpin rows that are held or archived; see `CacheContents.pin`."""
-        return self.contents.pin(positions, pinned, self._round)
-
-    def retire(self, positions: Positions, retired: bool = True) -> Moves:
-        """Evict rows that no choice brings back; see `CacheContents.retire`."""
-        return self.contents.retire(positions, retired)
+            ledger.close_round(factor, spared=self.contents.round)
 
     def checkpoint(self) -> EngineCheckpoint:
         """The present state, at the beginning of a turn, for `undo`."""
         selection = self.contents.selection
-        return EngineCheckpoint(self.store.checkpoint(), self.logits, self._round, selection)
+        return EngineCheckpoint(
+            self.store.checkpoint(), self.logits, self.contents.round, selection
+        )
 
-    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> Moves:
+    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
         """Go back to a checkpoint, as if nothing had been read or pinned since; the settings stay.
 
         With `keep_pins`, what is pinned now stays so, and is held. Returns what moved because the
@@ -267,22 +222,10 @@ class Engine:
         is gone.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
-        self._reader.logits, self._round = to.logits, to.round
+        self.reader.logits = to.logits
         if not self.ledger.seen:
             self.ledger.unknown_surprisal = self._no_surprisal
         return moves
-
-    def fill_reserve(self, found: SearchResult) -> Moves:
-        """Fill the reserve with the best of what was found; see `CacheContents.fill_reserve`."""
-        return self.contents.fill_reserve(found)
-
-    def clear_reserve(self) -> Moves:
-        """Empty the reserve."""
-        return self.contents.clear_reserve()
-
-    def erase(self, positions: Positions) -> None:
-        """Erase rows from cache, archive and ledger."""
-        self.contents.erase(positions)
 
     def save(self) -> EngineState:
         """All that a saved conversation needs to continue, except keys and values."""
@@ -293,7 +236,7 @@ class Engine:
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
-            round=self._round,
+            round=self.contents.round,
             recalled=ledger.recalled.copy(),
         )
 
@@ -313,19 +256,15 @@ class Engine:
             attention: attention that was counted for `rows`.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
-        self.ledger.unknown_surprisal, self._round = saved.unknown_surprisal, saved.round
-        self._reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
+        self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
+        self.reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows, device)
             if attention is not None:
                 self.ledger.attention.load(attention)
         else:
             stats = self.settings.attention_stats
-            self._reader.read_again(self._held_ids(), saved.held, stats)
-
-    def check_pins(self, more: int) -> None:
-        """Raise SettingError if the pins and `more` pinned rows would leave too little room."""
-        self.contents.check_pins(more)
+            self.reader.read_again(self._held_ids(), saved.held, stats)
 
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
@@ -336,10 +275,6 @@ class Engine:
                 "those of the stream",
                 hint="/set positions cache goes on",
             )
-
-    def view(self, at: Positions) -> HeldRows:
-        """The rows at stream positions [n], ascending, held or not, as a policy sees them."""
-        return self.contents.view_of(at, None)
 
     def _held_ids(self) -> list[int]:
         ids: list[int] = self.ledger.column("token_id")[self.ledger.held_positions].tolist()
@@ -354,16 +289,16 @@ class Engine:
 
     def _chunk(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, pinned: bool = False
-    ) -> Chunk:
+    ) -> PrefillChunk:
         base = int(Flag.PINNED) if pinned else 0
         flags = [base | (Flag.ANCHOR if self._ends_sequence(i) else 0) for i in ids]
         before = self.ledger.column("token_id")[-1:].tolist()
         for at_id, pair in enumerate(pairwise([*before, *ids]), 1 - len(before)):
             if self._continues_word(*pair):
                 flags[at_id] |= Flag.CONTINUES
-        return Chunk(ids, roles, flags, at)
+        return PrefillChunk(ids, roles, flags, at)
 
-    def _read(self, chunk: Chunk) -> None:
+    def _read(self, chunk: PrefillChunk) -> None:
         budget = self.contents.budget
         if self.resident + len(chunk) > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
@@ -371,6 +306,6 @@ class Engine:
         self.contents.note_pass()
         opening = budget.chunk_size if self.ledger.seen == 0 else 0
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
-        self._reader.read(chunk, visible, self.settings.attention_stats)
+        self.reader.read(chunk, visible, self.settings.attention_stats)
         if opening:
             self.ledger.rank_first_token(min(opening, len(chunk)))

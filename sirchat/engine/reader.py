@@ -70,7 +70,7 @@ class CausalModel(AttendingModel, Protocol):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Ids [m] of one turn, with the role and the flags of each."""
 
     ids: Sequence[int]
@@ -81,10 +81,10 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, start: int, end: int) -> Chunk:
+    def part(self, start: int, end: int) -> PrefillChunk:
         """The ids from `start` to before `end`."""
         at = slice(start, end)
-        return Chunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
+        return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ class Reader:
 
     def read(
         self,
-        chunk: Chunk,
+        chunk: PrefillChunk,
         visible_to_anchor: Callable[[], Tensor] | None = None,
         stats: AttentionStatsConfig | None = None,
     ) -> None:
@@ -294,7 +294,7 @@ class Reader:
         """Positions of the stream, if the keys stand at these; else None, for cache slots."""
         return positions if self._cache.in_stream else None
 
-    def _record(self, chunk: Chunk, found: PassResult) -> None:
+    def _record(self, chunk: PrefillChunk, found: PassResult) -> None:
         """Commit rows that were read; the carried logits give the first one's surprisal."""
         ids = list(chunk.ids)
         with torch.inference_mode():

@@ -52,9 +52,9 @@ def search(
         LookupError: the model's queries can't be compared with its cached keys.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    longest = engine.budget - engine.reserve
-    fits = engine.resident - engine.recalled + len(ids) <= longest
-    if recall is None or not engine.reserve or (fits and not engine.store.archived):
+    longest = engine.budget - engine.contents.budget.reserve
+    fits = engine.resident - engine.contents.recalled + len(ids) <= longest
+    if recall is None or not engine.contents.budget.reserve or (fits and not engine.store.archived):
         return None
     if recall.measure == "bm25":
         return _by_turn(engine, model, words, start)

@@ -108,8 +108,8 @@ class KeyValueStore:
         stored = stored[stored < ledger.seen]
         archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
         found = np.union1d(ledger.held_positions, archived)
-        is_retired = ledger.column("flags")[found] & Flag.RETIRED != 0
-        allowed: Positions = found[~is_retired]
+        is_excluded = ledger.column("flags")[found] & Flag.EXCLUDED != 0
+        allowed: Positions = found[~is_excluded]
         return allowed
 
     def keep(self, rows: Tensor) -> Positions:

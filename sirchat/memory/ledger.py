@@ -37,7 +37,7 @@ class Flag(IntFlag):
 
     `ANCHOR` ends a sequence; of an `ERASED` token id and surprisal were deleted; a `RECALLED` token
     was restored for this round by recall; a `CONTINUES` token belongs to the word before it; a
-    `RETIRED` one to a system prompt that is no longer in force, and is not held.
+    `EXCLUDED` one to a system prompt that is no longer in force, and is not held.
     """
 
     PINNED = 1
@@ -45,7 +45,7 @@ class Flag(IntFlag):
     ERASED = 4
     RECALLED = 8
     CONTINUES = 16
-    RETIRED = 32
+    EXCLUDED = 32
 
 
 class State(IntEnum):

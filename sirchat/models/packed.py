@@ -35,7 +35,7 @@ class PackedLinear(nn.Module, ABC):
         in_features, out_features: K and N.
         bias: [N], or None.
         joined: in a tuple, lest its buffers count twice: the layer whose weights are this one's and
-            those of others that have the same input; see `packing.settle`.
+            those of others that have the same input; see `packing.fuse_projections`.
         unpacks_once: whether the weights, once unpacked, are kept for the next pass.
     """
 

@@ -16,7 +16,7 @@ from sirchat.models.packed import (
     eight_bits,
     four_bits,
 )
-from sirchat.models.threads import give_back
+from sirchat.models.threads import trim_memory
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of a module that have the same input; a decode step then takes one product for all."""
@@ -47,11 +47,11 @@ def pack_module(module: Any, bits: int) -> None:
         else:
             packed = Int8Linear(*eight_bits(weight), layer.bias)
         module.set_submodule(name, packed)
-        settle(module, name, WeightStore(0))
-    give_back()
+        fuse_projections(module, name, WeightStore(0))
+    trim_memory()
 
 
-def settle(module: Any, path: str, store: WeightStore) -> None:
+def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     """Move the weights of the packed layer at `path`, which was just put there, into `store`.
 
     Layers of the same input lie side by side, as one matrix, as soon as all of them are packed in

@@ -69,7 +69,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """Reports the progress of one file as a part of the whole."""
+    """EventBuilder the progress of one file as a part of the whole."""
 
     progress: Progress
     file: str

@@ -89,7 +89,7 @@ def threads_in_words(device: torch.device) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return free memory to the system, where the C library has a function for it (glibc)."""
     if not sys.platform.startswith("linux"):
         return

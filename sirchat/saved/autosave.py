@@ -138,7 +138,7 @@ class Autosave:
         self.name = ""
         return True
 
-    def go_on_with(self, session: Session) -> None:
+    def replace_session(self, session: Session) -> None:
         """Save another session of the same conversation, such as one with another model, instead.
 
         The next update writes all of it, to the same file.
@@ -233,7 +233,7 @@ class Autosave:
         self._turns, self._rows, self._head = self._turns[:turns], self._rows[:seen], None
 
 
-def take_up(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
+def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
     """Continue a saved session in `session`, which is new; with `rebuild`, read its text again.
 
     Raises SessionError for a session without turns and, unless `rebuild` is set, for one of another

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from sirchat.chat.conversation import Conversation, Tally, Turn
+from sirchat.chat.conversation import Conversation, Turn, TurnStats
 from sirchat.chat.events import Finish
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile, with_new_names
@@ -81,7 +81,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
         "pinned": pinned.tolist(),
-        "retired": np.flatnonzero(saved.rows["flags"] & Flag.RETIRED).tolist(),
+        "retired": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "recalled": saved.recalled.tolist(),
         "kv": stamp,
         "conversation": {
@@ -90,7 +90,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "system": [now.system.start, now.system.stop],
             "prompt": now.prompt,
             "reply": asdict(now.reply),
-            "owed": now.owed,
+            "owed": now.pending_ids,
             "totals": asdict(now.totals),
             "attempt": now.attempt,
         },
@@ -118,9 +118,9 @@ def read_state(
         require(head.logits is None or len(head.logits) == vocabulary)
         require(all(one < vocabulary for one in now.owed))
         require(now.round == fields.round)
-        rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.RETIRED)
+        rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.EXCLUDED)
         rows["flags"][pinned] |= np.uint8(Flag.PINNED)
-        rows["flags"][retired] |= np.uint8(Flag.RETIRED)
+        rows["flags"][retired] |= np.uint8(Flag.EXCLUDED)
         saved = EngineState(
             rows=rows,
             held=head.held,
@@ -136,9 +136,9 @@ def read_state(
             in_round=now.in_round,
             system=range(*now.system),
             prompt=now.prompt,
-            reply=Tally(**now.reply.model_dump()),
-            owed=now.owed,
-            totals=Tally(**now.totals.model_dump()),
+            reply=TurnStats(**now.reply.model_dump()),
+            pending_ids=now.owed,
+            totals=TurnStats(**now.totals.model_dump()),
             attempt=now.attempt,
         )
         return saved, conversation, fields.kv

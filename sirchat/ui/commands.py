@@ -36,9 +36,9 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
-from sirchat.ui.turn_commands import drawing_settings, undo
+from sirchat.ui.turn_commands import sampling_settings, undo
 
 _PREFIX = "do_"
 
@@ -238,7 +238,7 @@ class Commands:
         self._switching.profile(rest)
 
     def do_panel(self, rest: str) -> None:
-        """[full|live|turn|on|off]: show all that is held, now; or when to show a glance of it."""
+        """[full|live|turn|on|off]: show all held tokens; or when to show a few of them."""
         if rest in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_panel(snapshot, screen.theme, screen.width))
@@ -298,9 +298,9 @@ class Commands:
 
     def do_why(self, rest: str) -> None:
         """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
-        screen, standings = self._screen, self._session.why(rest)
-        table = draw_standings(standings, screen.theme, screen.width)
-        screen.page(Group(Text(explain(standings, rest, self._session.profile.policy)), table))
+        screen, token_ranks = self._screen, self._session.why(rest)
+        table = draw_token_ranks(token_ranks, screen.theme, screen.width)
+        screen.page(Group(Text(explain(token_ranks, rest, self._session.profile.policy)), table))
 
     def do_undo(self, rest: str) -> Action | None:
         """-: take back what you said last, and the reply; or a change of the model."""
@@ -312,7 +312,7 @@ class Commands:
     def do_retry(self, rest: str) -> Action:
         """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
         are for this reply only, too."""
-        return Retry(drawing_settings(rest))
+        return Retry(sampling_settings(rest))
 
     def do_edit(self, rest: str) -> Action:
         """-: change what you said last, in $EDITOR or at the prompt, and go on from there; Ctrl-C

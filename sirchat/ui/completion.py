@@ -9,7 +9,7 @@ from functools import cached_property
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from sirchat.chat.model_defaults import DRAWING
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
 from sirchat.config.profile import FIXED, Profile
@@ -152,7 +152,7 @@ def _saved_chats() -> Iterator[Selection]:
 
 def _drawing() -> Iterator[Selection]:
     """Settings that say how a reply is drawn."""
-    for name in DRAWING:
+    for name in SAMPLING_PARAMETERS:
         yield name, Profile.model_fields[name].description or ""
 
 

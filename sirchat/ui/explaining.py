@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.session import Session
-from sirchat.chat.snapshot import Standing
+from sirchat.chat.snapshot import TokenRank
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.thinking import thought
 from sirchat.chat.words import evicted_turns
@@ -57,29 +57,29 @@ _RANKED_BY = {
 """What is true of one token that a policy ranks higher, and of several."""
 
 
-def explain(standings: Sequence[Standing], target: str, policy: str) -> str:
+def explain(token_ranks: Sequence[TokenRank], target: str, policy: str) -> str:
     """One or two sentences about the tokens, at least one, that `target` means."""
-    what, held = _named(target, standings), [one for one in standings if one.state == "held"]
-    best = min(held or standings, key=lambda one: (one.rank is None, one.rank))
+    what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
+    best = min(held or token_ranks, key=lambda one: (one.rank is None, one.rank))
     if not held:
-        way_back = _way_back(standings, target)
+        way_back = _way_back(token_ranks, target)
         return f"{what} is evicted{_why_evicted(best, policy)} {way_back}"
-    if len(held) == len(standings):
+    if len(held) == len(token_ranks):
         return f"{what} is held{_why_held(best, policy)}"
     share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
     return (
-        f"Of the {len(standings):,} tokens of {what}, {share}. "
+        f"Of the {len(token_ranks):,} tokens of {what}, {share}. "
         f"The best of these is held{_why_held(best, policy)}"
     )
 
 
-def _named(target: str, standings: Sequence[Standing]) -> str:
+def _named(target: str, token_ranks: Sequence[TokenRank]) -> str:
     if turn_of_target(target, ()) is not None:
-        return f"turn {standings[0].row.turn}"
+        return f"turn {token_ranks[0].row.turn}"
     return f"“{shorten(displayable_line(without_quotes(target)), _LENGTH)}”"
 
 
-def _why_held(best: Standing, policy: str) -> str:
+def _why_held(best: TokenRank, policy: str) -> str:
     flags, higher = best.row.flags, _higher(best, policy)
     if "pinned" in flags:
         return " because it is pinned."
@@ -96,7 +96,7 @@ def _why_held(best: Standing, policy: str) -> str:
     return f": {higher}."
 
 
-def _why_evicted(best: Standing, policy: str) -> str:
+def _why_evicted(best: TokenRank, policy: str) -> str:
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     higher = _higher(best, policy)
@@ -106,7 +106,7 @@ def _why_evicted(best: Standing, policy: str) -> str:
     return f": {higher}."
 
 
-def _higher(one: Standing, policy: str) -> str:
+def _higher(one: TokenRank, policy: str) -> str:
     """How many held tokens rank above this one."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
@@ -118,8 +118,8 @@ def _higher(one: Standing, policy: str) -> str:
     return f"of the {one.held:,} held tokens, {count} {verb} {what}{fading}"
 
 
-def _way_back(standings: Sequence[Standing], target: str) -> str:
-    if all(one.state == "gone" for one in standings):
+def _way_back(token_ranks: Sequence[TokenRank], target: str) -> str:
+    if all(one.state == "gone" for one in token_ranks):
         return "It is gone for good."
     if turn_of_target(target, ()) is not None:
         return "It is archived: /pin brings it back."

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 
 @contextmanager
-def insistent() -> Iterator[None]:
+def interruptible_imports() -> Iterator[None]:
     """Make Ctrl-C end imports: an import's cleanup may swallow the KeyboardInterrupt."""
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()

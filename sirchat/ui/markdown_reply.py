@@ -131,7 +131,7 @@ class MarkdownReply:
         self._shown = stop
         if end >= 0:
             self._thinks = False
-            self._settle(stop, len(self._painter.rows))
+            self._flush(stop, len(self._painter.rows))
             self._lead = [StyledRow()] * bool(rows)
         return written
 
@@ -158,7 +158,7 @@ class MarkdownReply:
         written = self._painter.paint(kept)
         self._shown = stop
         if length and len(kept) - len(rest) >= self._painter.gone:
-            self._settle(length, len(kept) - len(rest))
+            self._flush(length, len(kept) - len(rest))
         return written
 
     def _target(
@@ -211,7 +211,7 @@ class MarkdownReply:
             y += 1
         return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
 
-    def _settle(self, length: int, rows: int) -> None:
+    def _flush(self, length: int, rows: int) -> None:
         """What so many characters and rows show is for good."""
         self._painter.commit(rows)
         self._source = self._source[length:]

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sirchat import paths
-from sirchat.chat.model_defaults import DRAWING, with_model_defaults
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import check_rewind, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, format_value, nearest
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave, check_model, take_up
+from sirchat.saved.autosave import Autosave, check_model, resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import (
     SavedSession,
@@ -187,10 +187,10 @@ class SavedChat:
         family = self._saving.family
         return [one for one in list_sessions(sessions_dir()).sessions if one.family == family]
 
-    def go_on_with(self, session: Session) -> None:
+    def replace_session(self, session: Session) -> None:
         """Go on, in the same file, with another session of the same conversation."""
         self._session = session
-        self._saving.go_on_with(session)
+        self._saving.replace_session(session)
         self.update()
 
     def show(self) -> None:
@@ -276,7 +276,7 @@ class SavedChat:
         kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
         trusted = (*self._trusted, current.policy)
         session = Session(model, saved_profile(store, trusted).model_copy(update=kept))
-        take_up(session, store)
+        resume_session(session, store)
         return session
 
     def _leave(self, otherwise: str) -> None:
@@ -302,7 +302,7 @@ def _name_part(saving: Autosave) -> str:
 
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
-_ANSWERS = (*DRAWING, "max_new_tokens")
+_ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
 """Settings that change replies and are not in the first line."""
 
 

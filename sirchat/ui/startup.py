@@ -96,7 +96,7 @@ class _FirstPrompt:
                 session = self._open(report)
             self._begin(session, session.start()).run()
             return
-        opening = Opening(self._open, self._entry.prompt.redraw)
+        opening = SessionLoader(self._open, self._entry.prompt.redraw)
         try:
             line = self._read(opening)
         except KeyboardInterrupt:
@@ -120,10 +120,10 @@ class _FirstPrompt:
         if self._chat is not None:
             self._chat.say_where()
 
-    def _read(self, opening: Opening) -> Line | None:
+    def _read(self, opening: SessionLoader) -> Line | None:
         """The first line; the chat begins above the prompt if it is ready before that."""
 
-        async def take_up() -> None:
+        async def hand_over() -> None:
             prompt = self._entry.prompt
             opening.begin()
             try:
@@ -137,9 +137,9 @@ class _FirstPrompt:
             _EarlyCompleter(opening, self._entry.prompt), lambda: self._toolbar(opening)
         )
         self._entry.keyboard.keep_typed()
-        return self._entry.prompt.read(meanwhile=take_up)
+        return self._entry.prompt.read(meanwhile=hand_over)
 
-    def _wait(self, opening: Opening) -> Chat:
+    def _wait(self, opening: SessionLoader) -> Chat:
         """The chat, once the session is open; Ctrl-C raises KeyboardInterrupt."""
         from sirchat.ui.progress import loading_bar
 
@@ -157,7 +157,7 @@ class _FirstPrompt:
         self._chat = chat
         return chat
 
-    def _toolbar(self, opening: Opening) -> str:
+    def _toolbar(self, opening: SessionLoader) -> str:
         *_, name = self._profile.model.rstrip("/").rpartition("/")
         parts = [displayable_line(name), displayable_line(self._profile.policy)]
         if not follows_model(self._profile, self._profile.model):
@@ -168,7 +168,7 @@ class _FirstPrompt:
 class _EarlyCompleter(Completer):
     """Completes names of files at once; commands, once the session is open."""
 
-    def __init__(self, opening: Opening, prompt: Prompt) -> None:
+    def __init__(self, opening: SessionLoader, prompt: Prompt) -> None:
         self._opening, self._prompt = opening, prompt
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
@@ -208,7 +208,7 @@ each key."""
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
 
 
-class Opening:
+class SessionLoader:
     """Opens a session in a thread that ends with the program.
 
     Attributes:

@@ -53,7 +53,7 @@ def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]
     """The rows of one line in a window `width` columns wide.
 
     With `soft` the terminal wraps it, so that it is copied as one line; else, and where the
-    terminal's own widths can't be foretold, it is broken between words, one column short.
+    terminal's own widths can't be predicted, it is broken between words, one column short.
     """
     cells = _ended(line)
     if cells_width(cells) < width:

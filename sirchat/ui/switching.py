@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
-from sirchat.chat.model_defaults import DRAWING, with_model_defaults
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import own_pins, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
@@ -21,7 +21,7 @@ from sirchat.models.compiling import load_model_of
 from sirchat.models.listing import model_names
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
-from sirchat.models.threads import give_back
+from sirchat.models.threads import trim_memory
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.progress import loading_bar
@@ -170,7 +170,7 @@ class Switching:
             self._screen.note(event.text)
 
 
-_FOLLOWING = ("budget", *DRAWING)
+_FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
 """Settings that follow the model as long as they are what they would be for it."""
 
 
@@ -249,7 +249,7 @@ class ModelSwitching:
         """Give up the former session, and its memory."""
         if self._former is not None:
             self._former = None
-            give_back()
+            trim_memory()
 
     def check(self, session: Session) -> None:
         """Give up the former session if something was erased from `session`, or all of it."""
@@ -267,14 +267,14 @@ class ModelSwitching:
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
         before, usual = (with_model_defaults(given, one) for one in (session.model, model))
-        for group in (("budget",), DRAWING):
+        for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(before, key) for key in group):
                 updates |= {key: getattr(usual, key) for key in group}
         return profile.model_copy(update=updates)
 
     def _go_on_with(self, session: Session) -> None:
         with Interrupt():  # all or nothing of it
-            self._saved_chat.go_on_with(session)
+            self._saved_chat.replace_session(session)
 
     def _report(self, before: Session, now: Session) -> None:
         name, weights = before.model.name, in_bytes(_weight_bytes(before.model))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import EDGES, Histogram, Standing, TurnShare
+from sirchat.chat.snapshot import EDGES, Histogram, TokenRank, TurnShare
 from sirchat.chat.words import EvictedTurn
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
@@ -49,34 +49,36 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_standings(standings: Sequence[Standing], theme: Theme, width: int) -> RenderableType:
+def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
     """Each token's score, the factors it is made of, and its rank among the held tokens.
 
     What is wider than `width` becomes several tables, so that no number is cut.
     """
-    factors = list(standings[0].factors) if standings else []
+    factors = list(token_ranks[0].factors) if token_ranks else []
     numbers = {
-        "surprisal": [nats(one.row.surprisal) for one in standings],
-        "faded to": [f"{one.decayed_to:.0%}" for one in standings],
-        **{name: [significant(one.factors[name]) for one in standings] for name in factors},
-        "score": [score_text(one.row.score) for one in standings],
-        "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in standings],
-        "needs": [score_text(one.threshold) for one in standings],
+        "surprisal": [nats(one.row.surprisal) for one in token_ranks],
+        "faded to": [f"{one.decayed_to:.0%}" for one in token_ranks],
+        **{name: [significant(one.factors[name]) for one in token_ranks] for name in factors},
+        "score": [score_text(one.row.score) for one in token_ranks],
+        "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
+        "needs": [score_text(one.threshold) for one in token_ranks],
     }
     tables: list[Table] = []
     shown: list[str] = []
     for name in numbers:  # as many columns as fit, then another table below
-        table = _standings(standings, theme, {key: numbers[key] for key in [*shown, name]}, tables)
+        table = _rank_table(
+            token_ranks, theme, {key: numbers[key] for key in [*shown, name]}, tables
+        )
         if shown and _width(table) > width:
-            tables.append(_standings(standings, theme, {k: numbers[k] for k in shown}, tables))
+            tables.append(_rank_table(token_ranks, theme, {k: numbers[k] for k in shown}, tables))
             shown = []
         shown.append(name)
-    tables.append(_standings(standings, theme, {key: numbers[key] for key in shown}, tables))
+    tables.append(_rank_table(token_ranks, theme, {key: numbers[key] for key in shown}, tables))
     return Group(*tables)
 
 
-def _standings(
-    standings: Sequence[Standing],
+def _rank_table(
+    token_ranks: Sequence[TokenRank],
     theme: Theme,
     numbers: Mapping[str, Sequence[str]],
     above: Sequence[Table],
@@ -88,7 +90,7 @@ def _standings(
     if not short:
         table.add_column("is", no_wrap=True)
     _columns(table, *numbers)
-    for at, one in enumerate(standings):
+    for at, one in enumerate(token_ranks):
         flags = [flag for flag in one.row.flags if flag in ("sink", "pinned")]
         token = Text(quoted(one.row.text), theme.token(one.row))
         place = [str(one.row.position), *[str(one.row.turn)] * (not short)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.chat.events import Undone
-from sirchat.chat.model_defaults import DRAWING
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.rereading import own_pins, read_before_last
 from sirchat.chat.session import Session
 from sirchat.config.values import parse_value
@@ -46,7 +46,7 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
     with loading_bar(screen, session.model.name) as progress:
         before = read_before_last(session, progress)
     with Interrupt():  # all or nothing of it
-        saved_chat.go_on_with(before)
+        saved_chat.replace_session(before)
     _report(said, before, screen, f"; {before.seen:,} tokens before it were read anew")
     if pins := own_pins(session):
         screen.note(f"{pins:,} tokens that you had pinned are not pinned any more")
@@ -58,7 +58,7 @@ def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
     screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}")
 
 
-def drawing_settings(words: str) -> dict[str, Any]:
+def sampling_settings(words: str) -> dict[str, Any]:
     """The settings in `--temperature 0.9 --top-p=0.8`: how the tokens of a reply are drawn.
 
     Raises UsageError for other settings; whether the values are allowed is not checked.
@@ -67,8 +67,8 @@ def drawing_settings(words: str) -> dict[str, Any]:
     parts = iter(words.replace("=", " ").split())
     for flag in parts:
         name, value = flag.removeprefix("--").replace("-", "_"), next(parts, None)
-        allowed = ["--" + one.replace("_", "-") for one in DRAWING]
-        if name not in DRAWING or not flag.startswith("--"):
+        allowed = ["--" + one.replace("_", "-") for one in SAMPLING_PARAMETERS]
+        if name not in SAMPLING_PARAMETERS or not flag.startswith("--"):
             raise UsageError(
                 f"/retry: {format_value(flag)} is not allowed; allowed: {', '.join(allowed)}",
                 hint=nearest(flag, allowed),

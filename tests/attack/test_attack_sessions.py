@@ -22,7 +22,7 @@ from session_files import without_sums
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
@@ -73,7 +73,7 @@ class Damaged:
                 connection.execute(statement)
             connection.commit()
 
-    def take_up(self) -> Session:
+    def resume_session(self) -> Session:
         """Go on with `odd`, one turn; the list and the other chat are as before."""
         try:
             listing = list_sessions(self.folder)
@@ -82,7 +82,7 @@ class Damaged:
             assert find_session(self.folder, "good") == self.good
             with SessionStore.open(self.odd) as store:
                 session = Session(babbler(), saved_profile(store))
-                take_up(session, store)
+                resume_session(session, store)
                 list(session.ask("and on"))
                 Autosave(session, store).update()
             return session
@@ -196,7 +196,7 @@ def test_a_chat_with_odd_bytes_is_refused_or_as_it_was(chats: Path, tmp_path: Pa
         again = contents(copy / "data" / "sessions" / chat.odd.name)
         assert again[:-1] == whole[:-1], "changed in silence"
         assert again[-1] in (None, whole[-1]), "changed in silence"
-        chat.take_up()
+        chat.resume_session()
 
     attack(resume, 40)
 
@@ -215,7 +215,7 @@ def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Pat
             connection.commit()
         if random.random() < 0.2:
             change_a_tensor(random, chat.odd)
-        chat.take_up()
+        chat.resume_session()
 
     attack(resume, 50)
 
@@ -248,7 +248,7 @@ def test_logits_that_are_no_numbers_are_refused(chats: Path, tmp_path: Path, odd
         connection.execute("UPDATE head SET logits = ?", (array.tobytes(),))
         connection.commit()
     with pytest.raises(SessionError, match="is damaged"):
-        chat.take_up()
+        chat.resume_session()
 
 
 def test_one_flipped_bit_of_a_number_is_found(chats: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_keys_and_values_with_a_flipped_bit_are_read_anew(chats: Path, tmp_path:
     content[-5] ^= 1
     kept.write_bytes(content)
     assert contents(chat.odd)[-1] is None
-    assert chat.take_up().turns[-1].role == "assistant"
+    assert chat.resume_session().turns[-1].role == "assistant"
 
 
 def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_p
     without_sums(chat.odd)
     before = contents(chat.odd)
     assert contents(chat.odd) == before  # opening alone changes nothing
-    chat.take_up()
+    chat.resume_session()
     chat.sql("UPDATE turns SET text = text || '.'")
     with pytest.raises(SessionError, match="is damaged"):
         SessionStore.open(chat.odd)
@@ -292,4 +292,4 @@ def test_keys_and_values_of_another_shape_are_read_anew(chats: Path, tmp_path: P
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     tensors["1"] = tensors["1"][:, :, :0].clone()
     KeysAndValues(chat.odd).save(tensors, stamp)
-    assert chat.take_up().turns[-1].role == "assistant"
+    assert chat.resume_session().turns[-1].role == "assistant"

@@ -23,7 +23,7 @@ from chatting import tiny
 from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.chat.session import Session
-from sirchat.saved.autosave import take_up
+from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
@@ -90,7 +90,7 @@ class Home:
                 told += sum(turn.role == "assistant" for turn in store.turns())
                 if store.head() is not None:
                     again = Session(tiny(), saved_profile(store))
-                    take_up(again, store)
+                    resume_session(again, store)
         if said[: len(finished)] != finished or told < replies:
             raise Wrong(f"lost: {finished} and {replies} replies were done, {said} {told} saved")
         if is_killed:

@@ -12,7 +12,7 @@ from chatting import babbler, session
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
-from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
@@ -136,7 +136,7 @@ def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
     assert files_with(home, SECRET) == []
     store = SessionStore.open(find_session(home / "data" / "sessions", "last"))
     again = Session(babbler(), saved_profile(store))
-    take_up(again, store)
+    resume_session(again, store)
     store.close()
     assert again.snapshot().rows == chat.snapshot().rows
 

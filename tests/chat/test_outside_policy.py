@@ -22,7 +22,7 @@ from sirchat.config.values import is_option
 from sirchat.memory.policies.sink import Sink
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.panel import draw_panel
-from sirchat.ui.tables import draw_standings
+from sirchat.ui.tables import draw_token_ranks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "loud.txt"
@@ -61,7 +61,7 @@ def test_panel_and_why_show_how_an_outside_policy_ranks(chat: Session) -> None:
     shown = [
         draw_panel(chat.snapshot(), NONE, 120),
         draw_compact_panel(chat.snapshot(strongest=30), NONE, 100),
-        draw_standings(chat.why("Anna"), NONE, 120),
+        draw_token_ranks(chat.why("Anna"), NONE, 120),
     ]
     lines = [line for one in shown for line in drawn(one, 120).splitlines()]
     now = "\n".join(line for line in lines if "tok/s" not in line) + "\n"

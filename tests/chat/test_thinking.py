@@ -13,7 +13,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.thinking import FinalAnswer
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 
@@ -84,7 +84,7 @@ def test_it_stays_evicted_when_the_chat_is_resumed(
     saving.close()
     again = session(tiny(), budget=256, evict_thinking=True)
     with SessionStore.open(find_session(sessions_dir(), "last")) as store:
-        take_up(again, store)
+        resume_session(again, store)
     again.switch("/budget", budget=300)
     assert _held(again) == _held(chat)
     assert "called" not in _held(again)

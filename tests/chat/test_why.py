@@ -10,7 +10,7 @@ import pytest
 from chatting import session, tiny
 from drawing import NONE
 from recorder import drawn
-from sirchat.ui.tables import draw_standings
+from sirchat.ui.tables import draw_token_ranks
 
 
 def test_why_reports_the_factors_of_a_score() -> None:
@@ -86,12 +86,12 @@ def test_no_number_is_cut_where_the_terminal_is_narrow(width: int) -> None:
     chat = session(tiny(), policy="salience", budget=64)
     list(chat.ask("My name is Anna."))
     list(chat.ask("Tell me a joke."))
-    standings = [
+    token_ranks = [
         replace(one, row=replace(one.row, score=5140.0), threshold=5150.0)
         for one in chat.why("Anna")
     ]
-    shown = drawn(draw_standings(standings, NONE, width), width)
-    for number in ("5,140", "5,150", f"{standings[0].row.surprisal:.2f}"):
+    shown = drawn(draw_token_ranks(token_ranks, NONE, width), width)
+    for number in ("5,140", "5,150", f"{token_ranks[0].row.surprisal:.2f}"):
         assert number in shown, shown
     assert "surprisal" in shown
     assert "needs" in shown

@@ -133,7 +133,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            engine.fill_reserve(SearchResult(gone, scores.mean(0), scores))
+            engine.contents.fill_reserve(SearchResult(gone, scores.mean(0), scores))
             assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums
@@ -186,7 +186,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
         list(feed(engine, 30, 0))  # before tracking begins
-        list(engine.switch(memory(Snapkv(recent=8, window=6), budget=96)))
+        list(engine.contents.switch(memory(Snapkv(recent=8, window=6), budget=96)))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
         list(feed(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
@@ -234,9 +234,9 @@ def test_undo_restores_the_tracked_attention() -> None:
         list(feed(engine, 23, number))
     # archived rows come back, receive attention, and leave again
     archived = np.setdiff1d(np.arange(92), checkpoint.cache.held)[:5]
-    list(engine.pin(archived, True))
+    list(engine.contents.pin(archived, True))
     list(feed(engine, 23, 8))
-    list(engine.pin(archived, False))
+    list(engine.contents.pin(archived, False))
     list(feed(engine, 23, 9))
     assert not same(received(engine), before)
     engine.undo(checkpoint)
@@ -247,7 +247,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(feed(engine, 30, 0))
     checkpoint = engine.checkpoint()
-    list(engine.switch(memory(Snapkv(recent=8, window=6))))
+    list(engine.contents.switch(memory(Snapkv(recent=8, window=6))))
     list(feed(engine, 23, 1))
     engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
@@ -258,7 +258,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
 def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
     list(feed(engine, 60, 0))
-    list(engine.switch(memory(H2o(recent=8), budget=200)))
+    list(engine.contents.switch(memory(H2o(recent=8), budget=200)))
     for number in (1, 2):
         list(feed(engine, 20, number))
     counted, _ = received(engine)
@@ -284,7 +284,7 @@ def test_erased_rows_lose_their_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     list(feed(engine, 23, 0))
     at = np.array([5, 6])
-    engine.erase(at)
+    engine.contents.erase(at)
     assert not engine.ledger.attention.totals(at, 0).any()
     assert not engine.ledger.attention.recent(at).any()
     assert engine.ledger.attention.totals(np.array([4]), 0).all()

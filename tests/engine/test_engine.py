@@ -113,18 +113,18 @@ def records_of(
         if step == "feed":
             yield from engine.feed(ids, roles, turn)
         elif step == "pin":
-            engine.check_pins(len(ids))
+            engine.contents.check_pins(len(ids))
             yield from engine.feed(ids, roles, turn, pinned=True)
         elif step == "open":
-            yield from engine.make_room_for_turn(len(ids), 20, turn)
+            yield from engine.contents.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
                 SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
             )
         elif step == "switch":
-            yield from engine.switch(CacheSettings(**what))
+            yield from engine.contents.switch(CacheSettings(**what))
         elif step == "full":
-            yield from engine.switch(replace(engine.settings, policy=Full()))
+            yield from engine.contents.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
                 list(engine.feed(ids[:1], roles[:1], turn))
@@ -227,11 +227,11 @@ def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
     engine = Engine(BigramModel(), CacheSettings(Sink(), budget=48, sinks=4))
-    engine.check_pins(4 + 24)  # the first four are sinks anyway
+    engine.contents.check_pins(4 + 24)  # the first four are sinks anyway
     feed(engine, some_ids(10))
-    engine.check_pins(24)
+    engine.contents.check_pins(24)
     with pytest.raises(SettingError, match="25 tokens are to be pinned, but budget 48 allows 24"):
-        engine.check_pins(25)
+        engine.contents.check_pins(25)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,11 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     feed(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        list(engine.switch(replace(engine.settings, budget=12)))
+        list(engine.contents.switch(replace(engine.settings, budget=12)))
     assert state_of(engine) == before
-    list(engine.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False)))
+    list(
+        engine.contents.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
+    )
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
@@ -266,7 +268,7 @@ def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
     feed(engine, some_ids(30), pinned=True)
     before = state_of(engine)
     with pytest.raises(SettingError):
-        list(engine.switch(replace(engine.settings, budget=40)))
+        list(engine.contents.switch(replace(engine.settings, budget=40)))
     assert state_of(engine) == before
 
 
@@ -275,7 +277,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     feed(engine, some_ids(60))
     engine.close_round()
     feed(engine, some_ids(1), turn=2)
-    gone = evicted(list(engine.switch(CacheSettings(Sink(), budget=20, sinks=2))))
+    gone = evicted(list(engine.contents.switch(CacheSettings(Sink(), budget=20, sinks=2))))
     assert gone == [list(range(2, 61 - 18))]
     check_whole(engine)
 
@@ -283,7 +285,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
 def test_a_larger_budget_is_used() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
     feed(engine, some_ids(60))
-    assert not list(engine.switch(replace(engine.settings, budget=200)))
+    assert not list(engine.contents.switch(replace(engine.settings, budget=200)))
     assert not evicted(feed(engine, some_ids(200 - engine.resident)))
     assert engine.resident == 200
     check_whole(engine)
@@ -324,7 +326,9 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
     for turn in range(0, 20, 2):
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
-        gone = evicted(list(engine.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2))))
+        gone = evicted(
+            list(engine.contents.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2)))
+        )
         assert len(gone) == (0 if fits else 1)
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
@@ -337,14 +341,14 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
 def test_otherwise_nothing_is_evicted_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     feed(engine, some_ids(40))
-    assert not list(engine.make_room_for_turn(10, 20, TurnRef(2, 1)))
+    assert not list(engine.contents.make_room_for_turn(10, 20, TurnRef(2, 1)))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="before-turn")
     engine = Engine(BigramModel(), memory)
-    list(engine.make_room_for_turn(100, 20, TurnRef(0, 0)))
+    list(engine.contents.make_room_for_turn(100, 20, TurnRef(0, 0)))
     assert evicted(feed(engine, some_ids(100)))
     check_whole(engine)
 

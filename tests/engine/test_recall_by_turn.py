@@ -31,8 +31,8 @@ def find(
 def listened(policy: str, measure: Measure, family: str = "llama") -> tuple[Engine, LoadedModel]:
     """An engine that has evicted most of its turns, without recall until then."""
     engine, model = talked(memory(policy, measure="mips"), rounds=ROUNDS, family=family)
-    engine.switch(memory(policy, measure=measure))
-    engine.clear_reserve()
+    engine.contents.switch(memory(policy, measure=measure))
+    engine.contents.clear_reserve()
     return engine, model
 
 
@@ -43,7 +43,7 @@ def test_the_turn_with_the_words_comes_back_whole(measure: Measure, family: str)
     engine, model = listened("sink", measure, family)
     found = find(engine, model, [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found is not None
-    engine.fill_reserve(found)
+    engine.contents.fill_reserve(found)
     recalled = engine.ledger.recalled
     assert len(recalled) == 30
     turns = engine.ledger.column("turn")
@@ -77,8 +77,8 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     turns = rows["turn"][found.positions]
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
-    engine.fill_reserve(found)
-    assert engine.recalled <= engine.reserve
+    engine.contents.fill_reserve(found)
+    assert engine.contents.recalled <= engine.contents.budget.reserve
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()
 

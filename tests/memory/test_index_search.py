@@ -41,7 +41,7 @@ def test_a_search_by_index_changes_nothing(
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 5)
     engine, model = talked(memory("entropy", measure=measure, index="on"))
-    engine.clear_reserve()
+    engine.contents.clear_reserve()
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
     assert found is not None
@@ -77,7 +77,7 @@ def test_switching_the_index_off_removes_it() -> None:
     assert engine.store.archive.index is not None
     recall = engine.settings.recall
     assert recall is not None
-    list(engine.switch(replace(engine.settings, recall=replace(recall, index="off"))))
+    list(engine.contents.switch(replace(engine.settings, recall=replace(recall, index="off"))))
     assert engine.store.archive.index is None
     say(engine, model, 30)
     assert engine.store.archive.index is None

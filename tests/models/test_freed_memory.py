@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.models.threads import give_back
+from sirchat.models.threads import trim_memory
 
 
 def resident() -> int:
@@ -16,7 +16,7 @@ def resident() -> int:
 
 
 def test_it_can_be_called_anywhere() -> None:
-    give_back()
+    trim_memory()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -25,11 +25,11 @@ def test_what_small_pieces_left_is_given_back() -> None:
     last = bytearray(50_000)  # keeps the heap from shrinking by itself
     pieces.clear()
     before = resident()
-    give_back()
+    trim_memory()
     assert resident() < before - 100_000_000
     del last
 
 
 def test_another_c_library_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    give_back()
+    trim_memory()

@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.saved.autosave import Autosave, fingerprint, take_up
+from sirchat.saved.autosave import Autosave, fingerprint, resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -45,7 +45,7 @@ def resumed(folder: Path, model: LoadedModel, **changes: Any) -> tuple[Session, 
     store = SessionStore.open(find_session(folder, "last"))
     chat = Session(model, saved_profile(store).model_copy(update=changes))
     try:
-        take_up(chat, store)
+        resume_session(chat, store)
     except SessionError:
         store.close()
         raise
@@ -216,7 +216,7 @@ def test_the_whole_text_can_be_read_again(folder: Path) -> None:
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
     again = Session(babbler(), saved_profile(store).model_copy(update={"budget": 2000}))
-    take_up(again, store, rebuild=True)
+    resume_session(again, store, rebuild=True)
     assert [(t.role, t.text) for t in again.turns] == [(t.role, t.text) for t in chat.turns]
     assert again.resident == again.seen
     saving = Autosave(again, store)
@@ -234,7 +234,7 @@ def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> N
     saving.close()
     store = SessionStore.open(find_session(folder, "last"))
     again = Session(tiny(), saved_profile(store).model_copy(update={"model": "tiny"}))
-    take_up(again, store, rebuild=True)
+    resume_session(again, store, rebuild=True)
     store.close()
     third, store = resumed(folder, tiny())
     store.close()

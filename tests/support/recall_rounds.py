@@ -31,10 +31,10 @@ def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Searc
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
     """Read a turn as a session does: search the archive, recall, read."""
     ids = some_ids(turn, count)
-    engine.clear_reserve()
+    engine.contents.clear_reserve()
     found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
-        engine.fill_reserve(found)
+        engine.contents.fill_reserve(found)
     for _ in engine.feed(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
     engine.close_round()

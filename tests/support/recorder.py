@@ -28,14 +28,14 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.line_input import InMemory
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_recalled, draw_standings, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
 
 SESSIONS = 60
 
@@ -211,7 +211,7 @@ class _RunningSession:
     def why(self) -> dict[str, Any]:
         target = self._draw.choice(TARGETS)
         try:
-            shown = drawn(draw_standings(self.session.why(target), NONE, 140), 140)
+            shown = drawn(draw_token_ranks(self.session.why(target), NONE, 140), 140)
         except SirchatError as error:
             shown = str(error)
         return {"did": f"why {target}", "shown": shown}
@@ -241,7 +241,7 @@ class _RunningSession:
             return {"did": "resume", "shown": "nothing"}
         store = SessionStore.open(path)
         session = Session(exact(), self.session.profile, rows_in_events=True)
-        take_up(session, store)
+        resume_session(session, store)
         self.session = session
         store.close()
         return {"did": "resume", "shown": f"{session.seen} seen, {session.resident} held"}
@@ -258,7 +258,7 @@ class _RunningSession:
         saved_chat = SimpleNamespace(
             unname=lambda said, whole: False,
             update=lambda: None,
-            go_on_with=lambda session: None,
+            replace_session=lambda session: None,
             not_written=None,
         )
         try:

@@ -14,7 +14,7 @@ from chatting import babbler, session
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import take_up
+from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -85,7 +85,7 @@ def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session
         head = store.head()
         assert head is not None
         again = Session(babbler(), saved_profile(store))
-        take_up(again, store, rebuild=rebuild)
+        resume_session(again, store, rebuild=rebuild)
         return again, store.load_kv(head.fields["kv"]) is not None
 
 

@@ -48,7 +48,7 @@ class Terminal:
         self._size = (rows, columns)
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
-        env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be foretold, of any model
+        env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be predicted, of any model
         env |= environ or {}
         self.child: Any
         if not command or command[0].startswith("-"):

@@ -11,7 +11,7 @@ import pytest
 from chatting import answer, babbler, session
 from sirchat.chat.events import Undone
 from sirchat.errors import SirchatError, UndoError
-from sirchat.ui.turn_commands import drawing_settings
+from sirchat.ui.turn_commands import sampling_settings
 from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8}
@@ -36,14 +36,14 @@ def test_where_nothing_was_said_nothing_is_edited() -> None:
 
 
 def test_flags_of_a_retry() -> None:
-    assert drawing_settings("") == {}
-    assert drawing_settings("--temperature 0.9 --top-p=0.5") == {"temperature": 0.9, "top_p": 0.5}
+    assert sampling_settings("") == {}
+    assert sampling_settings("--temperature 0.9 --top-p=0.5") == {"temperature": 0.9, "top_p": 0.5}
     for words in ("0.9", "--temperature", "--budget 9", "--temprature 1"):
         with pytest.raises(SirchatError) as caught:
-            drawing_settings(words)
+            sampling_settings(words)
         assert "\n" not in str(caught.value)
     with pytest.raises(SirchatError, match="--temperature"):
-        drawing_settings("--temprature 1")
+        sampling_settings("--temprature 1")
 
 
 def _editor(folder: Path, script: str) -> dict[str, str]:

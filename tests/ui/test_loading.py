@@ -19,7 +19,7 @@ from gguf_file import write_gguf
 from sirchat.models.model import load_model
 from terminal import Terminal
 
-Reports = list[tuple[str, int, int | None]]
+EventBuilder = list[tuple[str, int, int | None]]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def python(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def load_reporting(name: str) -> Reports:
-    reports: Reports = []
+def load_reporting(name: str) -> EventBuilder:
+    reports: EventBuilder = []
     load_model(
         name,
         device="cpu",

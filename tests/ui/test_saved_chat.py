@@ -14,7 +14,7 @@ from command import run
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
-from sirchat.saved.autosave import Autosave, take_up
+from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -278,7 +278,7 @@ def test_one_that_another_process_writes_is_refused(folder: Path) -> None:
     assert chat.texts == SAYINGS[:2]
 
 
-@pytest.mark.parametrize("step", ["take_up", "check_model", "saved_profile"])
+@pytest.mark.parametrize("step", ["resume_session", "check_model", "saved_profile"])
 def test_a_failure_in_the_middle_loses_neither_chat(
     folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -328,7 +328,7 @@ def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
     ident = saved(folder)
     with SessionStore.open(find_session(folder, ident)) as store:
         again = Session(babbler(), saved_profile(store))
-        take_up(again, store)
+        resume_session(again, store)
         list(again.switch("--resume", system="Be brief."))
         Autosave(again, store).update()
     assert resumed(folder, ident)[0].turns == again.turns

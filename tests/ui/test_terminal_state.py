@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.cli.chat import meanwhile
-from sirchat.ui.interrupt import insistent
+from sirchat.ui.interrupt import interruptible_imports
 from terminal import Terminal
 
 CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
@@ -157,7 +157,7 @@ def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
 
 
 def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:
-    with pytest.raises(KeyboardInterrupt), insistent(), suppress(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interruptible_imports(), suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -33,7 +33,7 @@ def read_ids(
     when they do not fit under a policy that evicts nothing.
     """
     turn = TurnRef(number, number)
-    for _ in engine.make_room_for_turn(len(ids), to_come, turn):
+    for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
         pass
     for _ in engine.feed(ids, roles or [Role.USER] * len(ids), turn):
         pass

@@ -24,7 +24,7 @@ class Kvzip(RecentScorePolicy):
     KVzip (Kim et al. 2025, arXiv:2505.23416) between turns: when a round has ended, it is read once
     more behind itself, and a token's score is the highest attention weight that it receives then
     (section 3). A repeated token looks for its first occurrence, and needs no look where it can be
-    foretold. Known deviations: a round is read again once, when it ends, and without the paper's
+    predicted. Known deviations: a round is read again once, when it ends, and without the paper's
     prompt; the score is the mean over heads and layers, so that one choice serves them all. Two
     factors of `salience` are ours, and can be switched off: `whole_words` adds up the score over
     the row's word, `template` is 0 for the chat template's tokens.

@@ -28,9 +28,9 @@ from sirchat.models.packed import (
     SharedEmbedding,
     eight_bits,
 )
-from sirchat.models.packing import WeightStore, settle
+from sirchat.models.packing import WeightStore, fuse_projections
 from sirchat.models.progress import Progress
-from sirchat.models.threads import give_back
+from sirchat.models.threads import trim_memory
 
 _ROWS = 4096  # of a matrix that are held as float32 at once
 _SOME = 10  # tensors after which freed memory is given back
@@ -69,7 +69,7 @@ def load_module(
         else:
             _replace(module, target, packed, dtype, store)
         if done % _SOME == 0 or done == len(file.tensors):
-            give_back()
+            trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
@@ -156,7 +156,7 @@ def _replace(
         raise ModelError(f"the GGUF file's {name} is {wanted}, which the model has not")
     packed.bias = before.bias
     module.set_submodule(path, packed)
-    settle(module, path, store)
+    fuse_projections(module, path, store)
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:

@@ -176,8 +176,8 @@ def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
     engine = open_engine(model, Profile(policy="full"))
     read_ids(engine, list(range(5, 45)), 1)
     alternatives = [[7, 9, 11], [7], [50, 3, 2, 1], [7, 9, 12]]
-    together = engine.score_continuations(alternatives)
-    alone = [engine.score_continuation(one) for one in alternatives]
+    together = engine.reader.score_continuations(alternatives)
+    alone = [engine.reader.score_continuations([one])[0] for one in alternatives]
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert [one.greedy for one in together] == [one.greedy for one in alone]
     for one, other in zip(together, alone, strict=True):

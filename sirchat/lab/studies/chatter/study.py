@@ -155,7 +155,9 @@ class Chatter(Grid):
             turn = read_system(engine, template, fact.question, setting)
             read_ids(engine, turn.ids, 1, roles=turn.roles)
             reply = template.assistant(fact.replies[fact.right]).ids
-            self._closed[key] = -sum(engine.score_continuation(reply).log_probabilities)
+            self._closed[key] = -sum(
+                engine.reader.score_continuations([reply])[0].log_probabilities
+            )
         return self._closed[key]
 
 
@@ -201,7 +203,9 @@ def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Re
     checkpoint = engine.checkpoint()
     turn = template.user(fact.question)
     read_ids(engine, turn.ids, number, roles=turn.roles)
-    scores = engine.score_continuations([template.assistant(one).ids for one in fact.replies])
+    scores = engine.reader.score_continuations(
+        [template.assistant(one).ids for one in fact.replies]
+    )
     nats = [-math.fsum(one.log_probabilities) for one in scores]
     engine.undo(checkpoint)
     return {

@@ -58,13 +58,13 @@ class TextReader:
     ) -> list[ContinuationScore]:
         """The score of each continuation (not empty) after a context, which is read once."""
         engine = self.read(context)
-        return [engine.score_continuation(ids) for ids in continuations]
+        return [engine.reader.score_continuations([ids])[0] for ids in continuations]
 
     def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
         """The log-probability, in nats, of ids [n], n > 0, read after a context."""
         engine = self.read([*context, *ids[:-1]])
         surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
-        (last,) = engine.score_continuation(ids[-1:]).log_probabilities
+        (last,) = engine.reader.score_continuations([ids[-1:]])[0].log_probabilities
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
