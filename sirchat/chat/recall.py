@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat.chat.conversation import Turn
+from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Notice
-from sirchat.chat.reports import EventBuilder
 from sirchat.chat.snapshot import Positions
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
@@ -29,9 +29,8 @@ from sirchat.text.template import TurnIds
 class TurnRecall:
     """Recalls archived rows into one engine."""
 
-    def __init__(self, engine: Engine, model: LoadedModel) -> None:
-        self._engine = engine
-        self._model = model
+    def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
+        self._engine, self._model, self._builder = engine, model, builder
         self._scores: dict[int, float] = {}  # by position, of the last recall
         self._words = TurnWords()
 
@@ -50,16 +49,13 @@ class TurnRecall:
         """Drop what is kept of the turns' texts; it is made again when it is needed."""
         self._words = TurnWords()
 
-    def renew(
-        self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn], reports: EventBuilder
-    ) -> list[Event]:
+    def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
         """Recall what a turn needs; the rows recalled for the last one leave.
 
         Args:
             turn: the turn under way.
             ids, text: what it says.
             turns: all messages so far, this one included.
-            reports: makes the events.
         """
         engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
@@ -82,7 +78,9 @@ class TurnRecall:
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if len(chosen) or len(released):
-            events.append(reports.recalled(turn.tally.index, recall.measure, scores, released))
+            events.append(
+                self._builder.recalled(turn.tally.index, recall.measure, scores, released)
+            )
         return events
 
 

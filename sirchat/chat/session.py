@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
+from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.recall import TurnRecall
-from sirchat.chat.reports import EventBuilder
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
@@ -83,7 +83,8 @@ class Session:
         self.epoch += 1
         self._now = Conversation()
         self._undo_points: list[UndoPoint] = []  # oldest first
-        self._recall = TurnRecall(self._engine, self.model)
+        self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
+        self._recall = TurnRecall(self._engine, self.model, self._events)
 
     @property
     def conversation(self) -> Conversation:
@@ -152,7 +153,7 @@ class Session:
 
     def start(self) -> list[Event]:
         """The opening record, and notices about this model under these settings."""
-        return self._reports.started(self.model, self.profile)
+        return self._events.started(self.model, self.profile)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
@@ -197,10 +198,10 @@ class Session:
         turn = self._begin("user")
         closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        yield from self._recall.renew(turn, ids, text, self._now.turns, self._reports)
+        yield from self._recall.renew(turn, ids, text, self._now.turns)
         yield from turn.read(ids, interrupted, after=closing)
         yield turn.done(text)
-        yield from self._reports.problems()
+        yield from self._events.problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a reply from a transcript instead of generating one."""
@@ -211,7 +212,7 @@ class Session:
         yield from turn.read(ids, interrupted, after=closing)
         yield from turn.close(closing)
         yield turn.done(text)
-        yield from self._reports.problems()
+        yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """Log-probabilities of each reply (if empty, of ending it) as the next; nothing changes."""
@@ -255,7 +256,7 @@ class Session:
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         moves = self._engine.contents.pin(positions, pinned)
-        events = self._reports.moved(self._now.last, moves)
+        events = self._events.moved(self._now.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} makes no use of pins"))
@@ -314,15 +315,15 @@ class Session:
             if replaced:
                 moves += self._engine.contents.exclude(np.asarray(self._now.system))
             self._engine.require(size)
-        reports, self.profile = self._reports, profile
+        self.profile = profile
         if replaced:
             self._now.system, self._now.prompt = range(0), None
-        events = reports.moved(self._now.last, moves)
+        events = self._events.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, RestoredRows))
-        events += reports.switched(before, profile, restored)
+        events += self._events.switched(before, profile, restored)
         if profile.policy != before.policy:
-            events += reports.untrained(self.model.anchors)
-            events += reports.uncounted(self.model)
+            events += self._events.untrained(self.model.anchors)
+            events += self._events.uncounted(self.model)
         if prompt is not None:
             events += self._flush()
             events += self._read_system(prompt, interrupted)
@@ -354,7 +355,7 @@ class Session:
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """The tokens at these stream positions, ascending, held or not."""
-        return self._reports.tokens(np.asarray(positions, np.int64))
+        return self._events.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
         turn, closing = self._begin("assistant"), self.template.closing
@@ -398,8 +399,4 @@ class Session:
         return self._turn(self._now.begin(role))
 
     def _turn(self, tally: TurnStats) -> OpenTurn:
-        return OpenTurn(self._now, self._engine, self._reports, tally, self.profile.evict_thinking)
-
-    @property
-    def _reports(self) -> EventBuilder:
-        return EventBuilder(self._engine, self._texts, self.profile.sinks, self._rows_in_events)
+        return OpenTurn(self._now, self._engine, self._events, tally, self.profile.evict_thinking)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from sirchat.chat.conversation import Conversation, TurnStats
+from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
-from sirchat.chat.reports import EventBuilder
 from sirchat.chat.thinking import reasoning
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
@@ -29,7 +29,7 @@ class OpenTurn:
     Args:
         now: the conversation that it belongs to.
         engine: reads and generates its ids.
-        reports: makes the events.
+        events: makes the events.
         tally: cost of the turn so far; of the last turn, where only pending ids are read.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
@@ -38,13 +38,13 @@ class OpenTurn:
         self,
         now: Conversation,
         engine: Engine,
-        reports: EventBuilder,
+        events: EventBuilder,
         tally: TurnStats,
         evicts_thinking: bool = False,
     ) -> None:
         self._now = now
         self._engine = engine
-        self._reports = reports
+        self._events = events
         self._evicts_thinking = evicts_thinking
         self.tally = tally
         self.ref = TurnRef(tally.index, now.round)
@@ -116,7 +116,7 @@ class OpenTurn:
             raise
         yield from closed
         yield self.done("".join(said))
-        yield from self._reports.problems()
+        yield from self._events.problems()
         if failure is not None:
             yield Notice(str(failure))
 
@@ -148,10 +148,10 @@ class OpenTurn:
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:
-            thought = reasoning(self._engine.ledger, self._reports.texts, self.ref.turn)
+            thought = reasoning(self._engine.ledger, self._events.texts, self.ref.turn)
             if len(thought):
                 moves = self._engine.contents.exclude(thought)
-                events += self._reports.moved(self.ref.turn, moves)
+                events += self._events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
     def flush(self) -> list[Event]:
@@ -166,7 +166,7 @@ class OpenTurn:
     def done(self, text: str) -> TurnDone:
         """The event that the turn is over; `text` is what was said."""
         self._now.finish(self.tally, text)
-        return self._reports.done(self.tally, text)
+        return self._events.done(self.tally, text)
 
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
@@ -186,7 +186,7 @@ class OpenTurn:
 
     def _evicted(self, record: EvictedRows) -> Event:
         self.tally.evicted += len(record.positions)
-        return self._reports.evicted(self.tally.index, record)
+        return self._events.evicted(self.tally.index, record)
 
     def _close_round(self) -> None:
         self._engine.close_round()

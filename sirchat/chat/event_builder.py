@@ -38,19 +38,17 @@ class EventBuilder:
     Args:
         engine: the engine that the events are about.
         texts: gives the text of each token.
-        sinks: the setting in force, for the tokens' flags.
         with_tokens: whether events carry the tokens themselves and not only their positions.
     """
 
     engine: Engine
     texts: Texts
-    sinks: int
     with_tokens: bool
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
         """The tokens at these stream positions, ascending, held or not."""
         scores = policy_scores(self.engine, positions)
-        return token_rows(self.engine, positions, self.texts, self.sinks, scores)
+        return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
     def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
         """The opening record, and notices about this model under these settings."""
