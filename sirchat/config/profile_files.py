@@ -21,9 +21,10 @@ from sirchat.config.values import parse_value, parse_yaml, require_setting, yaml
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
-_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # that are no settings
-_MISSPELT = 0.8  # how alike a variable is to one that was meant
+_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # which are not settings
+_MISSPELT = 0.8  # least similarity of a misspelt variable to a setting's name
 _MOST_BYTES = 2**18  # of a profile
+_HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,17 @@ class ProfileInfo:
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """The settings from all sources.
+    """The profile that results from all sources.
 
-    `profile` is a name or a file; without it, `SIRCHAT_PROFILE` names one. In `flags`, None means
-    not given, and text is parsed by `parse_value`. Empty environment variables count as not set. A
-    source that sets another policy clears the `policy_options` of lower ones. Raises SettingError
-    for the first problem.
+    A source that sets another policy clears the `policy_options` of the sources below it. Raises
+    SettingError for the first problem.
 
-    `flags` may also have `trust_policy`: the `module:Class` policies that files may name, beside
-    that of the flag `policy`.
+    Args:
+        profile: a name or a file; if None, `SIRCHAT_PROFILE` names one.
+        flags: values by setting; None means not given, and text is parsed by `parse_value`. May
+            also contain `trust_policy`: `module:Class` policies that files may name, in addition to
+            that of the flag `policy`.
+        environ: environment variables; empty ones count as not set.
     """
     given = {key: value for key, value in flags.items() if key != "trust_policy"}
     trusted = trusted_policies(flags)
@@ -94,7 +97,7 @@ def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, 
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """Every profile in both folders, by name; the user's own hides a shipped one of that name."""
+    """All profiles, sorted by name; the user's own one replaces a shipped one of the same name."""
     shipped = paths.shipped_profiles_dir()
     return [
         ProfileInfo(name, path, _description(path), path.parent == shipped)
@@ -103,19 +106,24 @@ def list_profiles() -> list[ProfileInfo]:
 
 
 def show(profile: Profile) -> str:
-    """Every setting as YAML, its description as a comment; `load_profile` can read it."""
+    """All settings as YAML that `load_profile` can read, with descriptions as comments."""
+    return _yaml(profile)
+
+
+def _yaml(profile: Profile, mark: str = "") -> str:
+    """All settings as YAML, with `mark` in front of each line that sets one."""
     values = profile.model_dump()
     return "\n".join(
-        f"# {field.description}\n{yaml_line(key, values[key])}"
+        f"# {field.description}\n{mark}{yaml_line(key, values[key])}"
         for key, field in Profile.model_fields.items()
     )
 
 
 def init_profile(name: str) -> Path:
-    """Write a private profile into the user's folder, with every setting commented out.
+    """Create a profile in the user's folder, with every setting commented out; returns its path.
 
-    Returns its path. Raises SettingError when the name is invalid or taken, or the file can't be
-    written.
+    Only the user can read it. Raises SettingError if the name is invalid or taken, or the file
+    can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(
@@ -125,9 +133,11 @@ def init_profile(name: str) -> Path:
     try:
         paths.private_dir(path.parent)
         with paths.open_private(path, "x") as file:
-            file.write(_commented_out())
+            file.write(f"{_HOW_TO_SET}\n{_yaml(Profile(), mark='#')}")
     except FileExistsError:
-        raise SettingError(f"{path} exists", hint="edit it or choose another name") from None
+        raise SettingError(
+            f"{path} already exists", hint="edit it or choose another name"
+        ) from None
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
     return path
@@ -138,12 +148,9 @@ def _named(path: Path) -> Origin:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
     _refuse_misspelt(environ)
-    layer = Layer({key: parse_value(key, text) for key, text in given.items() if text}, _variable)
-    check_values(layer)
-    policies.import_typed(str(layer.values.get("policy", "")))
-    return layer
+    given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
+    return _parsed_layer({key: text for key, text in given.items() if text}, _variable)
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
@@ -154,7 +161,7 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         if name in (variable, *known):
             continue
         if hint := nearest(name, known, "SIRCHAT_", alike=_MISSPELT):
-            raise SettingError(f"{variable} is no setting", hint=hint)
+            raise SettingError(f"the environment variable {variable} is not a setting", hint=hint)
 
 
 def _variable(key: str) -> str:
@@ -165,11 +172,16 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
         require_setting(key, _flag(key))
+    return _parsed_layer(given, _flag)
+
+
+def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
+    """The checked values of a source that the user types; text is parsed."""
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()
     }
-    layer = Layer(values, _flag)
+    layer = Layer(values, origin)
     check_values(layer)
     policies.import_typed(str(values.get("policy", "")))
     return layer
@@ -193,7 +205,10 @@ def _description(path: Path) -> str:
 
 def _read(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     try:
-        data = _bytes_of(path).removeprefix(b"\xef\xbb\xbf")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
+        if len(data) > _MOST_BYTES:
+            raise SettingError(f"{path} is too long; a profile has at most {_MOST_BYTES:,} bytes")
         values = parse_yaml(data.decode("utf-8"), path)
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror}") from None
@@ -203,29 +218,10 @@ def _read(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise SettingError(f"{path}: a profile must be a mapping, one `setting: value` a line")
+        raise SettingError(
+            f"{path}: a profile must be a mapping, with one `setting: value` in each line"
+        )
     values = with_new_names(values)
     check_values(Layer(values, _named(path)))
     policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values
-
-
-def _bytes_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise SettingError(f"{path} is longer than a profile may be, {_MOST_BYTES:,} bytes")
-    return data
-
-
-def _commented_out() -> str:
-    start = "# Take the # away from what you want to set; the values shown are the defaults.\n"
-    return "\n".join(
-        [
-            start,
-            *(
-                f"# {field.description}\n#{yaml_line(key, field.get_default())}"
-                for key, field in Profile.model_fields.items()
-            ),
-        ]
-    )

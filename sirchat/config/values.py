@@ -30,13 +30,13 @@ _SCALARS = [  # YAML 1.2's core schema
 ]
 
 
-_DEEPEST = 50  # brackets within brackets; the reader's time grows with their square
+_DEEPEST = 50  # nested brackets; the parser's time grows with the square of their number
 
 
 class Loader(yaml.SafeLoader):
-    """Reads scalars as in YAML 1.2; refuses duplicate keys, deep brackets, and tags and aliases.
+    """Reads scalars as YAML 1.2 does; refuses duplicate keys, deep nesting, tags and aliases.
 
-    Tags name types that values then may not have; a few aliases can stand for gigabytes.
+    A tag could give a value any type; a few aliases can expand to gigabytes.
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
@@ -44,7 +44,9 @@ class Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         if self.flow_level >= _DEEPEST:
             mark = self.get_mark()
-            raise yaml.scanner.ScannerError(problem="brackets are too deep", problem_mark=mark)
+            raise yaml.scanner.ScannerError(
+                problem="brackets are nested too deeply", problem_mark=mark
+            )
         super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -87,12 +89,12 @@ def parse_yaml(text: str, path: Path) -> object:
     except yaml.reader.ReaderError as error:
         line, problem = text.count("\n", 0, error.position) + 1, error.reason
     except (ValueError, RecursionError):
-        line, problem = 1, "a number is too long or brackets are too deep"
+        line, problem = 1, "a number is too long, or brackets are nested too deeply"
     raise SettingError(f"{path}, line {line}: not valid YAML: {problem}")
 
 
 def parse_scalar(text: str) -> object:
-    """`text` as a YAML value, or unchanged where it isn't valid YAML or is empty."""
+    """The YAML value of `text`; `text` itself if it is empty or not valid YAML."""
     try:
         value: object = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -129,7 +131,7 @@ def parse_value(key: str, text: str) -> object:
 
     `none` or `null` gives None where the setting allows it; on, off, yes and no are booleans;
     `policy_options` is `{a: 1}` or `a=1,b=2`. Text of the wrong type is returned unchanged, and is
-    refused by validation. Raises SettingError for an unknown key.
+    refused by validation later. Raises SettingError for an unknown key.
     """
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
@@ -147,7 +149,7 @@ def parse_value(key: str, text: str) -> object:
 
 
 def parse_option(text: str) -> object:
-    """The value of a policy's option from its `text`: None, a boolean, a number or text."""
+    """The value of a policy option from its `text`: None, a boolean, a number or text."""
     word = text.strip()
     if word.lower() == "none":
         return None
@@ -155,7 +157,7 @@ def parse_option(text: str) -> object:
 
 
 def as_typed(value: object) -> str:
-    """A setting's value as the user would type it: `none`, `on`, `off`, `sample=192`."""
+    """A setting's value as a user would type it: `none`, `on`, `off`, `sample=192`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -173,8 +175,8 @@ def short(value: float | str) -> str:
 def is_option(name: str, text: str, policy: str) -> bool:
     """Whether `name=text` sets an option of `policy` rather than a setting.
 
-    Where both have the name, the value decides: `attention=false` sets an option of that name,
-    `attention=on` the setting.
+    If both exist, the value decides: `attention=on` sets the setting, since it is one of its
+    values; `attention=false` sets the option.
     """
     if name not in Profile.model_fields:
         return True
@@ -184,15 +186,15 @@ def is_option(name: str, text: str, policy: str) -> bool:
 
 
 def policy_choices() -> list[str]:
-    """Every name that the setting `policy` accepts, sorted: built-in policies, plugins, aliases.
+    """All names that the setting `policy` accepts, sorted: built-in policies, plugins, aliases.
 
-    Imports none of them.
+    No policy is imported.
     """
     return sorted({*policies.policy_names(), *policies.ALIASES})
 
 
 def choices(key: str) -> list[str]:
-    """The allowed values of a setting, if they are a finite list; on and off for a boolean."""
+    """The allowed values of a setting, if they can be listed; `on` and `off` for a boolean."""
     if key == "policy":
         return policy_choices()
     kinds = setting_types(key)

@@ -1,7 +1,7 @@
-"""Anchors: the settings of a model trained with them, and where they stand in a text.
+"""Anchor tokens: a model's anchor settings, and where anchors are inserted in a text.
 
-See Anchor-based LLMs (AnLLM). They are an entry `sirchat_anchors` in the model's config, which says
-which tokens are anchors and where they are inserted.
+See Anchor-based LLMs (AnLLM). The settings are the entry `sirchat_anchors` in the model's config;
+they say which tokens are anchors and where they are inserted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Variant = Literal["ac", "ep"]
 Per = Literal["sentence", "round", "tokens", "random"]
 """Where the added token is inserted.
 
-After each sentence; after each reply and system prompt (where a demonstration ends); after every 10
-tokens of a text; after each token with probability 0.1 (section 7.1).
+`sentence`: after each sentence. `round`: after each reply and each system prompt, which is where a
+demonstration ends. `tokens`: after every 10 tokens of a text. `random`: after each token with
+probability 0.1 (section 7.1).
 """
 
 ANCHOR = "<AC>"
@@ -67,9 +68,9 @@ def anchors_of(config: Any) -> Anchors | None:
         return None
     known = isinstance(entry, dict) and entry.keys() == asdict(Anchors("ep")).keys()
     if not known or entry["variant"] not in get_args(Variant) or entry["per"] not in get_args(Per):
-        raise ModelError(f"the model's config has {_KEY} {entry!r}, which makes no sense")
+        raise ModelError(f"the model's config has an invalid entry {_KEY}: {entry!r}")
     if entry["variant"] == "ac" and not isinstance(entry["token_id"], int):
-        raise ModelError(f"the model's config has no token_id in {_KEY}")
+        raise ModelError(f"the model's config has no valid token_id in {_KEY}")
     return Anchors(
         cast("Variant", entry["variant"]),
         cast("Per", entry["per"]),
@@ -79,9 +80,9 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """A function that says of each id of a stream whether it is an anchor.
+    """A function that returns whether an id of a stream is an anchor; called once for each id.
 
-    That is the model's added token, or, without one, a token that ends a sentence.
+    Anchors are the model's added token or, if there is none, tokens that end a sentence.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -89,7 +90,7 @@ def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bo
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The sentences of a text, each with the space before it; joined they give the text.
+    """The sentences of a text, each with the space before it; joined, they are the text.
 
     Raises UsageError if the optional dependency sentencex is not installed.
     """
@@ -112,10 +113,10 @@ def sentences(text: str, language: str = "en") -> list[str]:
 
 
 EVERY = 10
-"""Tokens between two anchors, where they are evenly spaced (`per` is `tokens`)."""
+"""Tokens between two anchors if `per` is `tokens`."""
 
 CHANCE = 0.1
-"""Probability of an anchor after each token, where they are random (`per` is `random`)."""
+"""Probability of an anchor after each token if `per` is `random`."""
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
@@ -140,7 +141,7 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids of a text outside of a chat. It has no rounds: `round` means sentences here."""
+    """The ids of a text outside of a chat; it has no rounds, so `round` means `sentence` here."""
     if anchors is None:
         return encode(text)
     per = "sentence" if anchors.per == "round" else anchors.per
@@ -148,7 +149,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with an anchor after the first n of them for each n from 1 that is chosen."""
+    """The ids, with an anchor after the n-th id (from 1) wherever `is_chosen(n)`."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

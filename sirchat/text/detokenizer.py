@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, and which tokens belong to one word."""
+"""Turns token ids into text, one at a time; finds the ends of words and sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNFINISHED = "\ufffd"
-"""What a token that spells a part of a character decodes to."""
+"""The character that a token decodes to if it is only a part of a character."""
 
 _LONGEST = 8
 """Most tokens that spell one character, or a few characters that share tokens."""
@@ -32,7 +32,7 @@ _CLOSERS = ("Pe", "Pf")
 
 
 class TextStream:
-    """Decodes a stream of ids, holding back a character until all its tokens are there."""
+    """Decodes a stream of ids; returns a character only when all its tokens have arrived."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class TextStream:
         self._prefix_length = 0  # characters of the ids from start to returned
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes; empty while a character is incomplete."""
+        """The text that this id completes; empty if a character is still incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
@@ -52,7 +52,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The text held back, an incomplete character as U+FFFD."""
+        """The text not returned yet; an incomplete character becomes U+FFFD."""
         text = self._new_text()
         self._advance()
         return text
@@ -85,7 +85,7 @@ class TokenTexts:
         self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
-        """One text for each id [n]; stream `positions` [n] say which ids are consecutive."""
+        """One text for each id [n]; the stream `positions` [n] tell which ids are consecutive."""
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
@@ -95,7 +95,7 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Join the character that begins at `start`, if complete; returns its number of tokens."""
+        """Join the tokens of the character that begins at `start`; returns how many there are."""
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
@@ -119,16 +119,16 @@ class TokenTexts:
 
 
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
-    """The tokens that spell the characters from `start` to before `end`, in part or in whole.
+    """The tokens that contain any of the characters from `start` to before `end`; start < end.
 
-    `ends` [n] says up to which character each of the tokens spells; start < end.
+    `ends` [n] is, for each token, the index of the character after its last one.
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 
 
 def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """Which tokens [n] spell, in part or in whole, what the pattern finds in their joined text."""
+    """Which tokens [n] contain any character that `pattern` matches in their joined text."""
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     found = np.zeros(len(pieces), bool)
     for match in pattern.finditer("".join(pieces)):
@@ -137,9 +137,9 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 class SentenceEnds:
-    """Says of each id of a stream whether a sentence ends there, in any script.
+    """Returns whether a sentence ends with an id of a stream, in any script.
 
-    For a character that is spelled in several tokens, it also decodes the ids just before.
+    It must be called once for each id, in order: a character can be made of several tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -168,14 +168,14 @@ def ends_sentence(text: str) -> bool:
 
 
 _INSIDE = "-'\u2019/@_&"
-"""Characters that join to the letter or digit right before them."""
+"""Characters that belong to the same word as the letter or digit before them."""
 
 
 class WordContinuation:
-    """Says whether an id belongs to the word of the id before it, for one tokenizer.
+    """Returns whether an id belongs to the same word as the id before it, for one tokenizer.
 
-    Words are runs without blanks, as in `Kowalski`, `7:45`, `555-0123` or `it's`; the mark after a
-    word is not part of it.
+    A word has no spaces, for example `Kowalski`, `7:45`, `555-0123` or `it's`; a punctuation mark
+    after a word is not part of it.
     """
 
     def __init__(self, tokenizer: Any) -> None:

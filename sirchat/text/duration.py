@@ -1,4 +1,4 @@
-"""Times in words, and when a log file gets its next line of progress."""
+"""Durations as text, and when to write the next line of progress into a log file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EVERY = 30.0
 
 
 class ProgressPace:
-    """Times the lines of progress in a log file, and estimates the time that is left.
+    """Decides when a log file gets a line of progress, and estimates the time left.
 
     Args:
         done: how much is done at the start.
@@ -22,7 +22,7 @@ class ProgressPace:
         self._started = self._printed = self._now = clock()
 
     def is_due(self, done: float) -> bool:
-        """Whether a line is due with so much done: after `EVERY` seconds, and at the end."""
+        """Whether a line should be written now: `EVERY` seconds after the last, and at the end."""
         self._now = self._clock()
         is_due = done >= self._total or self._now - self._printed >= EVERY
         if is_due:
@@ -30,7 +30,7 @@ class ProgressPace:
         return is_due
 
     def left(self, done: float) -> str:
-        """`, 3 min left` as of the last line; empty at the start and at the end."""
+        """`, 3 min left`, as of the last call of `is_due`; empty at the start and at the end."""
         if not self._before < done < self._total:
             return ""
         seconds = (self._now - self._started) / (done - self._before) * (self._total - done)
@@ -38,7 +38,7 @@ class ProgressPace:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: `40 s`, `3 min`, `2 h 5 min`."""
+    """A duration as text: `40 s`, `3 min`, `2 h 5 min`."""
     if round(seconds) < 60:
         return f"{round(seconds)} s"
     hours, minutes = divmod(round(seconds / 60), 60)

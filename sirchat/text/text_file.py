@@ -1,4 +1,4 @@
-"""Texts from outside: files that the user names, code blocks of Markdown, lone surrogates."""
+"""Text from outside: files that the user names, code blocks of Markdown, lone surrogates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20
-"""Of a file that goes into a message."""
+"""Largest size of a file that can be put into a message."""
 
 
 def is_missing(name: str) -> bool:
-    """Whether no file and no folder has this name; False where that can't be found out."""
+    """Whether no file or folder has this name; False if that can't be found out."""
     try:
         path_named(name).stat()
     except PermissionError:
@@ -26,15 +26,15 @@ def is_missing(name: str) -> bool:
 
 
 def path_named(name: str) -> Path:
-    """The path that a user means; `~` is the home folder."""
+    """The path of a name that the user typed; `~` is the home folder."""
     return Path(os.path.expanduser(name))
 
 
 def read_text_file(name: str) -> str:
     """The text of a UTF-8 file, its line ends as newlines, without a byte order mark.
 
-    Raises UsageError where there is no such file, for folders, devices and pipes, and for what
-    can't be read, is no text, empty, or larger than `MOST_FILE_BYTES`.
+    Raises UsageError if the file is missing, unreadable, not text, empty or larger than
+    `MOST_FILE_BYTES`, or is a folder, a device or a pipe.
     """
     path = path_named(name)
     try:
@@ -53,13 +53,13 @@ def read_text_file(name: str) -> str:
         size = max(status.st_size, len(data))
         raise UsageError(
             f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}",
-            hint="put what matters of it into a file of its own",
+            hint="put the important part into a smaller file",
         )
     return _decoded(name, data)
 
 
 def _near(path: Path) -> str:
-    """A hint at a file with nearly this name, or at how names are written."""
+    """A hint: a file with a similar name, or how to type names with spaces."""
     with suppress(OSError, ValueError):
         if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
             return close
@@ -70,16 +70,16 @@ def _refuse_special(name: str, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{name} is a folder", hint="name a file in it")
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{name} is no ordinary file, but a device or a pipe")
+        raise UsageError(f"{name} is a device or a pipe, not a regular file")
 
 
 def _decoded(name: str, data: bytes) -> str:
     if b"\0" in data:
-        raise UsageError(f"{name} is no text: it holds NUL bytes")
+        raise UsageError(f"{name} is not text: it contains NUL bytes")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is no UTF-8 text: see byte {error.start:,}") from None
+        raise UsageError(f"{name} is not UTF-8 text: see byte {error.start:,}") from None
     if not text.strip():
         raise UsageError(f"{name} is empty")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -90,16 +90,16 @@ _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 def fenced(name: str, text: str) -> str:
-    """A text as a block under its name; the fence is longer than any that the text holds."""
+    """A text as a Markdown code block with its name; its fence is longer than any in the text."""
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
 
 
 def last_fenced(text: str) -> str | None:
-    """What the last fenced block of a text holds; None without one.
+    """The content of the last fenced code block in a text; None if there is none.
 
-    A block that is not closed ends with the text, as in Markdown.
+    A block without a closing fence ends at the end of the text, as in Markdown.
     """
     found: str | None = None
     opening, lines = "", list[str]()
@@ -118,6 +118,6 @@ def last_fenced(text: str) -> str | None:
 def without_surrogates(text: str) -> str:
     """The text with U+FFFD in place of each lone surrogate.
 
-    Python stands these in for bytes that are no UTF-8; tokenizers and files refuse them.
+    Python uses these for bytes that are not UTF-8; tokenizers and files refuse them.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -26,7 +26,7 @@ _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gp
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 MOST_BYTES = 2**22
-"""Of a line, or of a JSON document: parsed JSON can take fifty times as much memory."""
+"""Largest size of a line or of a JSON document; parsed JSON can take fifty times as much."""
 
 _MOST_LINES = 500_000  # of a JSON document
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -68,7 +68,7 @@ def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[Tra
         if turn.conversation:
             raise TranscriptError(
                 f"{name}, line {turn.line}: a second conversation begins",
-                hint="a transcript holds one; put each into a file of its own",
+                hint="a transcript can contain only one; put each into a separate file",
             )
         yield turn
 
@@ -85,7 +85,7 @@ def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     lines = iter(lambda: stream.readline(MOST_BYTES + 1), b"")
     for number, raw in enumerate(lines, start=1):
         if len(raw) > MOST_BYTES:
-            raise _error(name, number, f"a line may have {MOST_BYTES:,} bytes")
+            raise _error(name, number, f"the line is too long; allowed: up to {MOST_BYTES:,} bytes")
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         try:
@@ -112,7 +112,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Detect the format from the first line that is not blank, or from all if it isn't enough."""
+    """Detect the format from the first line that is not blank, or, if needed, from all lines."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
         return
@@ -124,8 +124,8 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
         format = _format_of_json(_first_value(_joined(seen, name)))
     if format == "unknown":
         raise TranscriptError(
-            f"{name}, line {first[0]}: JSON that is no message and no conversation",
-            hint='a message is {"role", "content"}; --format lines reads it as text',
+            f"{name}, line {first[0]}: this JSON is neither a message nor a conversation",
+            hint='a message is {"role": ..., "content": ...}; --format lines reads it as text',
         )
     yield from _parsed(rest, name, format)
 
@@ -205,10 +205,7 @@ def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
-    """Every message of every conversation; there may be several documents, for example one a line.
-
-    Positions are character indices into the document.
-    """
+    """Every message of every conversation; a file may contain several JSON documents."""
     conversations = chain.from_iterable(
         _conversations(document, start, value) for start, value in document.values()
     )
@@ -277,7 +274,7 @@ def _content(value: object, key: str, name: str, line: int) -> str:
     try:
         content.encode()
     except UnicodeEncodeError:
-        raise _error(name, line, f'"{key}" holds half of a surrogate pair') from None
+        raise _error(name, line, f'"{key}" contains half of a surrogate pair') from None
     return content
 
 
@@ -287,22 +284,25 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
     for count, (number, text) in enumerate(lines, start=1):
         size += len(text)
         if size > MOST_BYTES or count > _MOST_LINES:
-            problem = f"a JSON document may have {MOST_BYTES:,} characters in {_MOST_LINES:,} lines"
+            problem = (
+                f"too long; allowed: {MOST_BYTES:,} characters in {_MOST_LINES:,} lines of JSON"
+            )
             raise TranscriptError(
-                f"{name}, line {number}: {problem}", hint="JSON Lines, a message a line, has no end"
+                f"{name}, line {number}: {problem}",
+                hint="JSON Lines, one message in each line, has no limit",
             )
         yield number, text
 
 
 def _joined(lines: Iterable[Line], name: str) -> str:
-    """The lines as one text, with blank lines for those skipped, so that line numbers stay."""
+    """The lines as one text; blank lines replace skipped ones, so that line numbers stay."""
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
 
 
 class _JsonText:
-    """A JSON text whose values come with their character index, so that errors can name a line."""
+    """A JSON text whose values are returned with their character index, so errors name the line."""
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
         self.text = text
@@ -332,7 +332,7 @@ class _JsonText:
             at = self._skip_space(end)
 
     def items(self, at: int) -> Iterator[tuple[int, object]]:
-        """The items, with their indices, of the list that begins at `at`, known to be valid."""
+        """The items, with their indices, of the valid list that begins at `at`."""
         at = self._skip_space(at + 1)
         while self.text[at] != "]":
             value, end = self._decode(at)
@@ -366,7 +366,9 @@ class _JsonText:
         except json.JSONDecodeError as error:
             raise self._invalid(error.pos, error.msg) from None
         except (ValueError, RecursionError):
-            raise self._invalid(at, "a number is too long or brackets are too deep") from None
+            raise self._invalid(
+                at, "a number is too long, or brackets are nested too deeply"
+            ) from None
 
     def _invalid(self, at: int, problem: str) -> TranscriptError:
         return _error(self.name, self.line(at), f"not valid JSON: {problem}")

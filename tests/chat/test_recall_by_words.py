@@ -91,8 +91,8 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"recall_query": "recent"}, "looks for the words of the turn: recall_query turn"),
-        ({"recall_scope": "layer"}, "has one choice for all layers: recall_scope token"),
+        ({"recall_query": "recent"}, "requires recall_query=turn"),
+        ({"recall_scope": "layer"}, "requires recall_scope=token: it compares words"),
         ({"archive": "off"}, "needs an archive"),
     ],
 )

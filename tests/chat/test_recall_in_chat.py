@@ -100,7 +100,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     ("settings", "words"),
     [
         ({"recall": "mips", "archive": "off"}, "needs an archive"),
-        ({"recall": "attention", "recall_query": "recent"}, "recall_query turn"),
+        ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
         ({"recall": "words"}, "one of off, hybrid, bm25"),
         ({"recall_n": 0}, "at least 1"),
     ],

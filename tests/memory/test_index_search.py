@@ -128,7 +128,7 @@ def test_without_faiss_an_index_is_refused_in_one_line(monkeypatch: pytest.Monke
 
 
 def test_an_index_with_scope_layer_is_refused() -> None:
-    with pytest.raises(SettingError, match="recall_scope token"):
+    with pytest.raises(SettingError, match="requires recall_scope=token"):
         changed(Profile(), "/set", recall="mips", recall_index="on", recall_scope="layer")
 
 

@@ -48,10 +48,10 @@ def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"text\0more", "is no text: it holds NUL bytes"),
-        (b"a\xff", "is no UTF-8 text: see byte 1"),
-        ("ä".encode("utf-16"), "is no text: it holds NUL bytes"),
-        (b"\xed\xa0\x80", "is no UTF-8 text"),  # half of a surrogate pair
+        (b"text\0more", "is not text: it contains NUL bytes"),
+        (b"a\xff", "is not UTF-8 text: see byte 1"),
+        ("ä".encode("utf-16"), "is not text: it contains NUL bytes"),
+        (b"\xed\xa0\x80", "is not UTF-8 text"),  # half of a surrogate pair
         (b" \n", "is empty"),
     ],
 )
@@ -68,11 +68,11 @@ def test_folders_pipes_sockets_and_devices_are_refused_without_waiting(
     os.mkfifo(pipe)
     assert "is a folder" in refused(tmp_path)
     for path in (pipe, "/dev/zero", "/dev/tty"):
-        assert f"{path} is no ordinary file, but a device or a pipe" in refused(path)
+        assert f"{path} is a device or a pipe, not a regular file" in refused(path)
     monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as one:
         one.bind("socket")
-        assert "is no ordinary file" in refused("socket")
+        assert "not a regular file" in refused("socket")
 
 
 def test_a_pipe_that_takes_a_file_s_place_does_not_block(
@@ -83,7 +83,7 @@ def test_a_pipe_that_takes_a_file_s_place_does_not_block(
     os.mkfifo(pipe)
     before = os.stat(file)
     monkeypatch.setattr(Path, "stat", lambda self, **_: before)
-    assert "is no ordinary file" in refused(pipe)
+    assert "not a regular file" in refused(pipe)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

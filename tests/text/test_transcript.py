@@ -125,7 +125,7 @@ def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
     ['{"foo": 1}', '{\n"foo": 1\n}', '[{"foo": 1}]', '{"foo": 1}\n{"foo": 2}', '\n{"foo": [1]}'],
 )
 def test_other_json_is_refused_unless_it_is_called_lines(text: str) -> None:
-    assert "no message and no conversation" in refusal(text)
+    assert "neither a message nor a conversation" in refusal(text)
     assert "--format lines" in refusal(text)
     assert read(text, "lines")
 

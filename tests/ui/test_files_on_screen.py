@@ -92,10 +92,10 @@ def test_a_file_beyond_the_budget_is_announced_as_such(chat: Terminal) -> None:
         ("/read", "say which file (/read FILE, or /read FILE QUESTION)"),
         ("/read docs", "docs is a folder (name a file in it)"),
         ("see @docs/ please", "docs/ is a folder (name a file in it)"),
-        ("@pipe", "pipe is no ordinary file, but a device or a pipe"),
-        ("@/dev/zero", "/dev/zero is no ordinary file, but a device or a pipe"),
+        ("@pipe", "pipe is a device or a pipe, not a regular file"),
+        ("@/dev/zero", "/dev/zero is a device or a pipe, not a regular file"),
         ("@big.txt", "big.txt has 1,048,577 bytes; allowed: up to 1,048,576"),
-        ("what is @a.png?", "a.png is no text: it holds NUL bytes"),
+        ("what is @a.png?", "a.png is not text: it contains NUL bytes"),
     ],
 )
 def test_what_is_refused_costs_a_line_and_nothing_is_sent(
