@@ -21,7 +21,7 @@ from jinja2.exceptions import TemplateError
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
-from sirchat.text.template_limits import limits
+from sirchat.text.template_limits import render
 
 _PLAIN = (
     "{{ bos_token }}"
@@ -253,15 +253,18 @@ class Template:
         size = sum(len(message["content"]) for message in messages)
         try:
             source = template or self._template or self._tokenizer.get_chat_template()
-            with limits(source, size):
-                ids = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    chat_template=source,
-                    add_generation_prompt=prompt,
-                    sanitize_control_tokens=True,
-                    tokenize=True,
-                    return_dict=False,
-                )
+            text = render(
+                source,
+                size,
+                messages=self._marked(messages, source),
+                add_generation_prompt=prompt,
+                tools=None,
+                documents=None,
+                **self._tokenizer.special_tokens_map,
+            )
+            ids = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)[
+                "input_ids"
+            ]
         except TemplateError as error:
             problem = _brief(error)
             raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
@@ -271,6 +274,14 @@ class Template:
             problem = f"{type(error).__name__}: {_brief(error)}"
             raise ModelError(f"the model's chat template fails: {problem}") from error
         return [int(i) for i in ids]
+
+    def _marked(self, messages: Sequence[Message], source: str) -> list[Message]:
+        """The messages, with transformers' marks around what would else be a control token."""
+        conversations, *_ = self._tokenizer._mark_chat_inputs(
+            source, [list(messages)], None, None, {}, True, False
+        )
+        marked: list[Message] = conversations[0]
+        return marked
 
     def as_text(self, text: str) -> list[int]:
         """The ids of a text alone, without the chat template."""

@@ -1,25 +1,29 @@
-"""Limits for a model's chat template while it is rendered: steps, time, output and memory.
+"""Renders a model's chat template under limits of steps, time, output and memory.
 
 A template is a program that comes with a model. It runs in jinja's sandbox, which keeps it from the
-rest of the program, but not from loops without end, nor from texts of gigabytes.
+rest of the program, but not from loops without end, nor from texts of gigabytes. So whatever makes
+a text or a list in a template (operators, filters, methods, macros) is counted before it is made.
+Nothing here changes the process: other threads go on as before.
 """
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
-from threading import Lock
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from threading import local
 from types import FrameType
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 _SECONDS = 0.5  # of the processor; templates of real models take some milliseconds
@@ -27,118 +31,278 @@ _STEPS = 500_000  # lines of a template and of jinja that are run
 _MOST_SOURCE = 2**20  # characters of a template
 _MOST_ADDED = 200_000  # characters that a template may put around the texts
 _MOST_COPIES = 8  # of the texts in one rendering
-_GROWTH = 256 * 2**20  # bytes of address space, where the system can limit it
+_MOST_MADE = 2**26  # characters and list items that are made in one rendering, all in all
+_MOST_ITEMS = 2**19  # of a list and the lists within
+_MOST_BITS = 2**14  # of a whole number
 
 _COSTLY_FILTERS = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
 """Filters whose time can grow with the square of a text's length, where no step is counted."""
 
 _RUN_BY_STEPS = ("<template>", os.path.dirname(jinja2.__file__))
 
-_ONE_AT_A_TIME = Lock()  # the limit of memory is that of the process
+_WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
+"""A width of five digits in a format, or one that comes from an argument."""
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 
 
-@contextmanager
-def limits(source: str, size: int) -> Iterator[None]:
-    """Within this, transformers renders the template `source` under limits.
+def render(source: str, size: int, /, **variables: Any) -> str:
+    """The text that the template `source` makes of `variables`.
 
-    `size` is the number of characters of the texts. Raises TemplateError for what takes more.
+    `size` is the number of characters of the texts among them. Raises TemplateError for a template
+    that takes too many steps, too much time or memory, or makes too long a text.
     """
-    with _ONE_AT_A_TIME:
-        environment = _compiled(source).environment
-        environment.concat = _Rendering(_MOST_ADDED + _MOST_COPIES * size).join
+    try:
+        return _compiled(source)(_MOST_ADDED + _MOST_COPIES * size, variables)
+    except (MemoryError, RecursionError):
+        raise TemplateError("it takes too much memory") from None
+
+
+class _Rendering(local):
+    """What the rendering of this thread has taken so far.
+
+    `most` is the most characters of a text, `made` the characters and items made until now.
+    """
+
+    most = 0
+    made = 0
+    steps = 0
+    start = 0.0
+
+    def begin(self, most: int) -> None:
+        self.most, self.made, self.steps, self.start = most, 0, 0, time.thread_time()
+
+    def count(self, size: int) -> None:
+        """Count a text or a list of this size, which is about to be made."""
+        self.made += size
+        if size > self.most or self.made > _MOST_MADE:
+            raise TemplateError("it takes too much memory")
+
+    def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        """Trace functions of templates and of jinja, and no others."""
+        return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
+
+    def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        self.steps += 1
+        if self.steps > _STEPS:
+            raise TemplateError(f"it takes more than {_STEPS:,} steps")
+        if time.thread_time() - self.start > _SECONDS:
+            raise TemplateError(f"it takes more than {_SECONDS:g} seconds")
+        return self._step
+
+
+class _LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates, in which all that is made is counted."""
+
+    intercepted_binops = frozenset(_OPERATORS)
+
+    def __init__(self) -> None:
+        base = _compile_jinja_template("").environment
+        self.rendering = _Rendering()
+        super().__init__(
+            trim_blocks=base.trim_blocks,
+            lstrip_blocks=base.lstrip_blocks,
+            extensions=[type(one) for one in base.extensions.values()],
+            optimized=False,  # constants are not computed while it is compiled
+            finalize=self._shown,
+        )
+        self.globals |= base.globals
+        self.filters = {name: self._limited(name, one) for name, one in base.filters.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
+        return parsed
+
+    def render_within(self, template: jinja2.Template, most: int, variables: Any) -> str:
+        """The text that `template` makes, of at most `most` characters."""
+        self.rendering.begin(most)
+        before = sys.gettrace()
+        sys.settrace(self.rendering.enter)  # of this thread alone
         try:
-            yield
+            return template.render(variables)
         finally:
-            environment.concat = "".join
+            sys.settrace(before)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right`, whose size is counted first."""
+        self.rendering.count(_size_of(operator, left, right))
+        return _OPERATORS[operator](left, right)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or a method; a text's methods are counted first."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str | bytes):
+            self.rendering.count(_size_of_method(obj.__name__, owner, args))
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandboxed `str.format` of a text, whose widths are limited."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text = str(value.__self__)
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            self.rendering.count(_size_of_format(text, "{", (*args, *kwargs.values())))
+            return wrapped(*args, **kwargs)
+
+        return formatted
+
+    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose result is counted before it is made, as well as can be told."""
+
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            given = args[_leading(function) :]
+            self.rendering.count(_size_of_filter(name, given, kwargs))
+            return function(*args, **kwargs)
+
+        limited.__dict__.update(getattr(function, "__dict__", {}))  # such as "takes the context"
+        return limited
+
+    def concatenated(self, *parts: Any) -> str:
+        """The operator `~`."""
+        self.rendering.count(sum(map(_length, parts)))
+        return "".join(map(str, parts))
+
+    def _shown(self, value: Any) -> Any:
+        """What is put out for a value: itself, once it is known to be of bounded size."""
+        if not isinstance(value, str):
+            self.rendering.count(_length(value))
+        return value
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """The parts of a template, a macro or a block as one text."""
+        found, size, most = [], 0, self.rendering.most
+        for part in parts:
+            found.append(part)
+            size += len(part)
+            if size > most:
+                raise TemplateError(f"it makes more than {most:,} characters")
+        return "".join(found)
 
 
-def _compiled(source: str) -> Any:
-    """The template as transformers has compiled it, and will render it."""
-    with _limited_memory():  # constants are computed when it is compiled
-        _refuse_costly(source)
-        return _compile_jinja_template(source)
+class _Concatenations(NodeTransformer):
+    """Makes of each `a ~ b` a call, which can be counted."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """Called by jinja for each node of this kind."""
+        self.generic_visit(node)
+        counted = nodes.EnvironmentAttribute("concatenated")
+        return nodes.Call(counted, node.nodes, [], None, None, lineno=node.lineno)
 
 
 @lru_cache(maxsize=8)
-def _refuse_costly(source: str) -> None:
-    """Raise TemplateError for single operations that may take for ever."""
+def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
+    """A function that renders `source` within so many characters.
+
+    Raises TemplateError for single operations that may take for ever.
+    """
     if len(source) > _MOST_SOURCE:
         raise TemplateError(f"it has more than {_MOST_SOURCE:,} characters")
-    parsed = _compile_jinja_template("").environment.parse(source)
+    environment = _LimitedEnvironment()
+    parsed = environment.parse(source)
     if parsed.find(nodes.Pow) is not None:
         raise TemplateError("it computes a power, which may take for ever")
     for one in parsed.find_all(nodes.Filter):
         if one.name in _COSTLY_FILTERS:
             raise TemplateError(f"it uses the filter {one.name}, which may take for ever")
+    return partial(environment.render_within, environment.from_string(source))
 
 
-class _Rendering:
-    """Joins the parts of one rendering, and stops it where it takes too much.
+def _length(value: Any) -> int:
+    """Number of characters that a value has as text, or a number above; lists within count anew.
 
-    `most` is the most characters of the result.
+    Raises TemplateError for a list that holds itself or others too often.
     """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._steps = 0
-        self._start = 0.0
-        self._is_running = False
-
-    def join(self, parts: Iterable[str]) -> str:
-        """The parts as one text; jinja calls this for the whole template and for each macro."""
-        if self._is_running:
-            return self._joined(parts)
-        self._is_running, self._steps, self._start = True, 0, time.thread_time()
-        before = sys.gettrace()
-        try:
-            with _limited_memory():
-                sys.settrace(self._enter)
-                try:
-                    return self._joined(parts)
-                finally:
-                    sys.settrace(before)
-        finally:
-            self._is_running = False
-
-    def _joined(self, parts: Iterable[str]) -> str:
-        found, size = [], 0
-        for part in parts:
-            found.append(part)
-            size += len(part)
-            if size > self._most:
-                raise TemplateError(f"it makes more than {self._most:,} characters")
-        return "".join(found)
-
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        """Trace functions of templates and of jinja, and no others."""
-        return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
-
-    def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        self._steps += 1
-        if self._steps > _STEPS:
-            raise TemplateError(f"it takes more than {_STEPS:,} steps")
-        if time.thread_time() - self._start > _SECONDS:  # at each: one can square a huge number
-            raise TemplateError(f"it takes more than {_SECONDS:g} seconds")
-        return self._step
+    size, left, seen = 0, [value], 0
+    while left:
+        one, seen = left.pop(), seen + 1
+        if isinstance(one, str | bytes):
+            size += len(one)
+        elif isinstance(one, int):
+            size += one.bit_length() // 3 + 2
+        elif isinstance(one, Mapping):
+            left += [*one.keys(), *one.values()]
+            size += 2
+        elif isinstance(one, list | tuple | set | frozenset):
+            left += one
+            size += 2
+        else:
+            size += 32
+        if size > _MOST_MADE or seen + len(left) > _MOST_ITEMS:
+            raise TemplateError("it takes too much memory")
+    return size
 
 
-@contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Raise TemplateError where the process would grow by more than `_GROWTH`, on Linux."""
-    try:
-        import resource
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """Size of what an operator makes: characters, items, or bits of a large number."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() + right.bit_length() if operator == "*" else 0
+        return _MOST_MADE + 1 if bits > _MOST_BITS else 0
+    if operator == "%" and isinstance(left, str | bytes):
+        values = right if isinstance(right, tuple) else (right,)
+        return _size_of_format(str(left), "%", values)
+    if operator == "*":
+        number, text = (left, right) if isinstance(left, int) else (right, left)
+        repeats = _has_length(text) and isinstance(number, int)
+        return int(len(text) * max(0, number)) if repeats else 0
+    if operator == "+" and _has_length(left) and _has_length(right):
+        return len(left) + len(right)
+    return 0
 
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except (ImportError, OSError):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + _GROWTH
-    limited = most if soft == resource.RLIM_INFINITY else min(soft, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limited, hard))
-    try:
-        yield
-    except (MemoryError, RecursionError):
-        raise TemplateError("it takes too much memory") from None
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
+    """Most characters of a formatted text, in which each `mark` may stand for the longest value."""
+    if _WIDE.search(text):
+        return _MOST_MADE + 1
+    longest = max(map(_length, values), default=0)
+    return len(text) + text.count(mark) * (longest + 10_000)
+
+
+def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int:
+    """Most characters of what a text's method makes."""
+    widths = [one for one in args if isinstance(one, int)]
+    if name in ("ljust", "rjust", "center", "zfill"):
+        return max([len(owner), *widths])
+    if name == "expandtabs":
+        return len(owner) * max([8, *widths])
+    if name == "replace" and len(args) > 1:
+        return len(owner) + (len(owner) + 1) * _length(args[1])
+    if name == "translate":
+        return len(owner) * max([1, *map(_length, args)])
+    if name == "join" and args and _has_length(args[0]):
+        return _length(args[0]) + len(owner) * len(args[0])
+    return len(owner)
+
+
+def _size_of_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Most characters or items of what a filter makes."""
+    if not args:
+        return 0
+    value, *others = args
+    others += kwargs.values()
+    if name == "format":
+        return _size_of_format(str(value), "%", others)
+    if name == "replace" and len(others) > 1:
+        return _size_of_method("replace", str(value), tuple(others))
+    size = _length(value)
+    rows = 1 + (value.count("\n") if isinstance(value, str) else size)
+    widths = [abs(one) for one in others if isinstance(one, int) and not isinstance(one, bool)]
+    texts = [len(one) for one in others if isinstance(one, str)]
+    return size + rows * max([0, *widths, *(texts if name in ("indent", "join") else ())])
+
+
+def _has_length(value: Any) -> bool:
+    return isinstance(value, str | bytes | list | tuple)
+
+
+def _leading(function: Callable[..., Any]) -> int:
+    """How many arguments jinja passes to a filter before the value: context or environment."""
+    return 1 if hasattr(function, "jinja_pass_arg") else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import mmap
+import threading
 from collections import Counter
 from random import Random
 from typing import Any
@@ -36,6 +38,17 @@ BOMBS = {
     "{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "recursive": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "two macros": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "nested lists": "{% set n = namespace(s=[1]) %}"
+    "{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "indent": "{{ [[1], [2]] | tojson(indent=10000000000) }}",
+    "mapped": "{{ ['a'] | map('center', 10000000000) | list }}",
+    "format method": "{{ '{:{}}'.format('a', 10000000000) }}",
+    "star": "{{ '%*d' % (10000000000, 1) }}",
+    "replace": "{{ ('a' * 100000) | replace('a', 'a' * 100000) }}",
+    "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
+    "joined": "{{ range(100000) | join('a' * 100000) }}",
+    "many": "{% set n = namespace(s=[]) %}"
+    "{% for i in range(90000) %}{% set n.s = n.s + ['a' * 100000] %}{% endfor %}",
     "tags": "{{ ('<' * 1000000) | striptags }}",
     "links": "{{ ('http://' * 1000000) | urlize }}",
     "lipsum": "{{ lipsum(n=100000, max=1000) }}",
@@ -116,6 +129,41 @@ def test_what_a_template_bomb_does_once_is_limited_for_each_turn() -> None:
     with pytest.raises(ModelError, match="too much memory"):
         template.user("now")
     assert template.user("hello").ids == before
+
+
+def test_other_threads_have_all_their_memory_while_templates_render() -> None:
+    """600 MB are mapped again and again; under a limit of the whole process some of it failed."""
+    done, failed = threading.Event(), list[OSError]()
+
+    def use_memory() -> None:
+        while not done.is_set():
+            try:
+                mmap.mmap(-1, 600 * 2**20).close()
+            except OSError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=use_memory)
+    thread.start()
+    try:
+        for name in ("wide", "doubling", "late", "list", "format"):
+            with pytest.raises(ModelError):
+                render(with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL), "x")
+        for _ in range(20):
+            Template(tokenizer("chatml")).user("hello")
+    finally:
+        done.set()
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("shape", sorted(set(TEMPLATES) - {"plain"}))
+def test_a_turn_is_rendered_as_transformers_renders_it(shape: str) -> None:
+    it = tokenizer(shape)
+    messages = [{"role": "user", "content": "Who <|im_end|> are you?"}]
+    expected = it.apply_chat_template(
+        messages, add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False
+    )
+    assert Template(it)._render(messages, prompt=True) == expected
 
 
 @pytest.mark.slow
