@@ -112,16 +112,17 @@ class Engine:
         self.require(len(ids))
         whole = self._chunk(ids, roles, at, pinned)
         done, is_one = 0, len(ids) <= self.contents.budget.max_prefill(pinned)
-        with nullcontext() if is_one else self._model.several_passes():
-            while done < len(ids):
-                budget = self.contents.budget
-                most = min(len(ids), done + budget.max_prefill(pinned))
-                end = budget.end_at_anchor(whole.flags, done, most)
-                yield from self.contents.make_room(end - done)
+        shared = nullcontext() if is_one else self._model.several_passes()
+        while done < len(ids):
+            budget = self.contents.budget
+            most = min(len(ids), done + budget.max_prefill(pinned))
+            end = budget.end_at_anchor(whole.flags, done, most)
+            yield from self.contents.make_room(end - done)
+            with shared:  # and not around a yield, where another conversation may go on
                 self._read(whole.part(done, end))
-                done = end
-                yield from self._compact_at_anchor()
-                yield ReadProgress(done, len(ids))
+            done = end
+            yield from self._compact_at_anchor()
+            yield ReadProgress(done, len(ids))
 
     def generate(
         self,

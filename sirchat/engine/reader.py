@@ -66,7 +66,7 @@ class CausalModel(AttendingModel, Protocol):
         """The same where only surprisal and the last logits are needed."""
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """Is entered where several passes of many ids follow, so that they share some work."""
+        """To be entered for each of several passes of many ids, which then share some work."""
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """A file name for the program of a graph: the same for the same shapes, torch and threads."""
+    """A file name for the program of a graph: the same for the same shapes, processor and torch."""
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
-    machine = (torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
     about = repr((str(graph), weights, machine))
     return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
 
@@ -112,6 +112,7 @@ def build(pickled: bytes, path: Path) -> None:
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
         "aot_inductor.precompile_headers": False,  # they would serve this program alone
+        "cpp.dynamic_threads": True,  # as many as the process has when the program runs
     }
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs=options

@@ -30,7 +30,7 @@ from sirchat.models.gguf.contents import has_blocks, is_read_here
 from sirchat.models.gguf.header import read_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
-from sirchat.models.packed import can_pack_four_bits, packed_buffers, unpacked_once
+from sirchat.models.packed import SharedWeights, can_pack_four_bits, packed_buffers
 from sirchat.models.packing import pack_module
 from sirchat.models.probe import (
     context_length,
@@ -182,8 +182,8 @@ class LoadedModel:
             return self._logits(ids, cache, visible, positions)
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """To be entered where several passes of many ids follow: weights are unpacked once."""
-        return unpacked_once(self.module)
+        """To be entered for each of several passes of many ids, which then unpack weights once."""
+        return SharedWeights(self.module)
 
     def read(
         self,

@@ -3,14 +3,14 @@
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results come back in the type of the input. They are made for few rows at a time. Where more are
 read at once, the weights are unpacked for this one product, which takes less time; or once for
-several passes, within `unpacked_once`.
+several passes, within `SharedWeights`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Self
 
@@ -28,6 +28,10 @@ _LIKELIEST = 16  # logits of a row that are float32
 _AT_ONCE = 32  # rows of logits
 
 
+_SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weights", default=None)
+"""Those of the pass that this thread computes."""
+
+
 class PackedLinear(nn.Module, ABC):
     """A linear layer whose weights [N, K] stay packed.
 
@@ -36,25 +40,29 @@ class PackedLinear(nn.Module, ABC):
         bias: [N], or None.
         joined: in a tuple, lest its buffers count twice: the layer whose weights are this one's and
             those of others that have the same input; see `packing.fuse_projections`.
-        unpacks_once: whether the weights, once unpacked, are kept for the next pass.
     """
 
     in_features: int
     out_features: int
     bias: nn.Parameter | None
     joined: tuple[PackedLinear] | None = None
-    unpacks_once = False
-    _kept: Tensor | None = None
 
     @abstractmethod
     def unpacked(self) -> Tensor:
         """The weights as bfloat16 [K, N], of eight bits without their scales."""
 
     def _at_hand(self) -> Tensor:
-        """The same, kept if several passes need them."""
-        found = self.unpacked() if self._kept is None else self._kept
-        self._kept = found if self.unpacks_once else None
-        return found
+        """The same, shared by the passes of one text; see `SharedWeights`."""
+        shared = self._shared()
+        if shared is None:
+            return self.unpacked()
+        if self not in shared:
+            shared[self] = self.unpacked()
+        return shared[self]
+
+    def _shared(self) -> dict[PackedLinear, Tensor] | None:
+        """The unpacked weights that this pass shares with others; None if it shares none."""
+        return _SHARED.get()
 
     @abstractmethod
     def of_row(self, x: Tensor) -> Tensor:
@@ -117,7 +125,7 @@ class Int4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).bfloat16()
-        is_short = len(flat) <= (_FEW if self.unpacks_once else _FEW_4)
+        is_short = len(flat) <= (_FEW_4 if self._shared() is None else _FEW)
         return _like(self.of_row(flat) if is_short else flat @ self._at_hand(), x, self.bias)
 
     def of_row(self, x: Tensor) -> Tensor:
@@ -206,6 +214,9 @@ class Int8Head(Int8Linear):
         y = super().forward(x).float()  # [..., V]
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
+    def _shared(self) -> None:
+        """Nothing: few rows of the head are computed at once."""
+
     def of_vector(self, x: Tensor) -> Tensor:
         """Float32 logits [V] of a float32 vector [K]."""
         row = x[None]
@@ -258,27 +269,28 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
-@contextmanager
-def unpacked_once(module: nn.Module) -> Iterator[None]:
-    """Within this, packed layers unpack their weights once for all passes of many rows.
+class SharedWeights:
+    """Unpacked weights that the passes of one text share, so that each is unpacked once.
 
-    Nothing happens where that would take more than 512 MiB. The output head is left out: few rows
-    of it are computed at once.
+    Each of these passes is computed within it (`with shared: ...`); other passes over the same
+    layers, in this thread or another, are not touched. Nothing is shared where all weights would
+    take more than 512 MiB. The output head is left out: few rows of it are computed at once.
     """
-    layers = [
-        one
-        for one in module.modules()
-        if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
-    ]
-    if 2 * sum(one.in_features * one.out_features for one in layers) > _MOST_UNPACKED:
-        layers = []
-    for one in layers:
-        one.unpacks_once = True
-    try:
-        yield
-    finally:
-        for one in layers:
-            one.unpacks_once, one._kept = False, None
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = [
+            one
+            for one in module.modules()
+            if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
+        ]
+        size = 2 * sum(one.in_features * one.out_features for one in layers)
+        self._found: dict[PackedLinear, Tensor] | None = {} if size <= _MOST_UNPACKED else None
+
+    def __enter__(self) -> None:
+        self._before = _SHARED.set(self._found)
+
+    def __exit__(self, *_: object) -> None:
+        _SHARED.reset(self._before)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:

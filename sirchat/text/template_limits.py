@@ -252,7 +252,7 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
     if operator == "*":
         number, text = (left, right) if isinstance(left, int) else (right, left)
         repeats = _has_length(text) and isinstance(number, int)
-        return int(len(text) * max(0, number)) if repeats else 0
+        return len(text) * max(0, number) if repeats else 0
     if operator == "+" and _has_length(left) and _has_length(right):
         return len(left) + len(right)
     return 0
@@ -296,7 +296,9 @@ def _size_of_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     rows = 1 + (value.count("\n") if isinstance(value, str) else size)
     widths = [abs(one) for one in others if isinstance(one, int) and not isinstance(one, bool)]
     texts = [len(one) for one in others if isinstance(one, str)]
-    return size + rows * max([0, *widths, *(texts if name in ("indent", "join") else ())])
+    widths += texts if name in ("indent", "join") else []
+    widest: int = max([0, *widths])
+    return size + rows * widest
 
 
 def _has_length(value: Any) -> bool:

@@ -235,3 +235,14 @@ def test_a_model_without_a_short_step_can_not_be_compiled() -> None:
     compiling.use_compiled(model, "auto")
     with pytest.raises(ModelError, match="no step to compile"):
         compiling.use_compiled(model, "on")
+
+
+def test_a_program_is_found_again_however_busy_the_machine_is() -> None:
+    graph, before, names = torch.nn.Linear(4, 4), torch.get_num_threads(), set[str]()
+    try:
+        for threads in (1, 2, 3):  # of which there are fewer where other jobs run
+            torch.set_num_threads(threads)
+            names.add(program_name(graph))
+    finally:
+        torch.set_num_threads(before)
+    assert len(names) == 1

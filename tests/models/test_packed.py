@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,20 @@ import torch
 
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
     Int8Linear,
     SharedEmbedding,
+    SharedWeights,
     eight_bits,
     four_bits,
-    unpacked_once,
 )
 from sirchat.models.packing import WeightStore
 
@@ -132,11 +137,47 @@ def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
     wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)
     for _ in range(2):
         calls.clear()
-        with unpacked_once(torch.nn.Sequential(layer)):
-            assert all(torch.equal(layer(one), two) for one, two in zip(x, wanted, strict=True))
+        shared = SharedWeights(torch.nn.Sequential(layer))
+        for one, two in zip(x, wanted, strict=True):
+            with shared:
+                assert torch.equal(layer(one), two)
         assert len(calls) == (1 if most > 1000 else 3)
+    calls.clear()
     layer(x[0])
-    assert layer._kept is None
+    assert len(calls) == 1  # nothing of it is left
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+def test_what_one_text_shares_changes_no_other_pass_over_the_same_layers(kind: Any) -> None:
+    """A few rows take another kernel where weights are shared, which rounds otherwise."""
+    weight, x = torch.randn(64, 96), torch.randn(16, 96)
+    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    wanted, found = layer(x), list[torch.Tensor]()
+    with SharedWeights(torch.nn.Sequential(layer)):
+        inside = layer(x)
+        other = threading.Thread(target=lambda: found.append(layer(x)))
+        other.start()
+        other.join()
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(layer(x), wanted)
+    assert torch.equal(inside, wanted) == (kind is Int8Linear)
+
+
+def test_a_text_that_is_being_read_changes_nothing_for_another_conversation(file: Path) -> None:
+    model = load_model(str(file), quantize="packed")
+    settings = CacheSettings(Sink(), budget=120)
+    turn, ids = TurnRef(0, 0), [at % 50 + 5 for at in range(200)]
+
+    def logits_of_a_short_turn() -> torch.Tensor:
+        engine = Engine(model, settings)
+        list(engine.feed(ids[:16], [Role.USER] * 16, turn))
+        assert engine.logits is not None
+        return engine.logits
+
+    alone = logits_of_a_short_turn()
+    long = Engine(model, settings).feed(ids, [Role.USER] * 200, turn)
+    next(long)  # its first pass is over, others follow
+    assert torch.equal(logits_of_a_short_turn(), alone)
 
 
 def test_a_text_longer_than_the_budget_unpacks_the_weights_once(
