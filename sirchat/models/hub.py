@@ -1,6 +1,6 @@
-"""Whether a model can be had from the Hugging Face hub: asked once, before a download begins.
+"""Asks the Hugging Face hub about a model, once, before a download begins.
 
-The hub's library is imported only for names that are not those of a model that is here.
+The hub's library is imported only if the model is not on this machine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _SECONDS = 1.5
-"""How long the hub may take to answer, finding its address included."""
+"""Longest wait for the hub's answer, including the time to look up its address."""
 
 
 def require(name: str) -> None:
-    """Raise ModelError if there is no such model, here or on the hub."""
+    """Raise ModelError if there is no such model, neither on this machine nor on the hub."""
     source, _ = locate(name)
     if not Path(source).is_dir():
         only_cached(source)
 
 
 def only_cached(name: str) -> bool:
-    """Whether the model must be loaded from the cache, since the hub can't be reached.
+    """Whether the model must be loaded from the cache because the hub can't be reached.
 
-    Raises ModelError if it can't be had at all: it is unknown, or not in the cache either.
+    Raises ModelError if the hub does not know it, or it is not in the cache either.
     """
     from huggingface_hub.errors import GatedRepoError
 
@@ -42,7 +42,7 @@ def only_cached(name: str) -> bool:
         ask_hub(name)
     except ModelError as error:
         if isinstance(error.__cause__, GatedRepoError):
-            return False  # loading says how to get access
+            return False  # the error of loading says how to get access
         if _is_cached(name):
             return True
         raise
@@ -50,14 +50,14 @@ def only_cached(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """What the hub says of a model; `with_files` with the sizes of its files.
+    """The hub's information about a model; `with_files` adds the sizes of its files.
 
-    Raises ModelError, in one line: it is unknown, gated, or the hub can't be reached.
+    Raises ModelError if the model is unknown or gated, or the hub can't be reached.
     """
     from huggingface_hub import HfApi, get_session
 
     api = HfApi()
-    get_session()  # imports and certificates take a while, which is not the network's
+    get_session()  # loads certificates, which must not count as network time
     with explained(name):
         return _within(
             _SECONDS,
@@ -69,7 +69,7 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 def explained(name: str, hint: str = "") -> Iterator[None]:
     """Turn errors of the hub and of the network into a ModelError about the model `name`.
 
-    `hint` is what to do where the hub can't be reached. Errors of the disk are left alone.
+    `hint` says what to do if the hub can't be reached. Errors of the disk are not changed.
     """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -87,8 +87,8 @@ def explained(name: str, hint: str = "") -> Iterator[None]:
         if not is_network and error.errno is not None:
             raise
         raise _unreachable(name, hint) from error
-    except (ValueError, TypeError, KeyError) as error:  # not a name for it, or not its answer
-        raise ModelError(f"the hub does not understand {name!r}, or says nothing of use") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"invalid response from the hub for model {name!r}") from error
     except Exception as error:  # the library's own network errors have no common public base
         if "http" not in type(error).__module__:
             raise
@@ -97,14 +97,15 @@ def explained(name: str, hint: str = "") -> Iterator[None]:
 
 def _unreachable(name: str, hint: str) -> ModelError:
     return ModelError(
-        f"model {name!r} is not here, and the hub can't be reached", hint=hint or suggestion(name)
+        f"model {name!r} is not on this machine, and the hub can't be reached",
+        hint=hint or suggestion(name),
     )
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns or raises; TimeoutError where that takes longer.
+    """What `ask` returns or raises; TimeoutError if it takes longer than `seconds`.
 
-    The library's own limits do not count the time in which an address is looked up.
+    The library's own time limits do not include the look-up of the address.
     """
     answered = SimpleQueue[tuple[Answer | None, BaseException | None]]()
 

@@ -1,6 +1,6 @@
-"""The models that are here: bundled, in a package, in folders, in the Hugging Face cache.
+"""Lists the models on this machine: bundled, in a package, in folders, in the hub's cache.
 
-Reads headers and config files only. What can't be read or used is listed with the reason.
+Only headers and config files are read. A model that can't be used is listed with the reason.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _MOST_FOLDERS = 5_000
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model, or what should be one.
+    """A model that was found, whether it can be used or not.
 
     Attributes:
         name: what `--model` takes.
         source: where it was found.
         path: its file or folder; None if it is not installed.
         size: bytes on disk.
-        shape: what its files say of it; None where they can't be read.
-        problem: why it can't be used as it is; empty if it can.
+        shape: its sizes, as its files say; None if they can't be read.
+        problem: why it can't be used; empty if it can.
     """
 
     name: str
@@ -44,7 +44,7 @@ class FoundModel:
 
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
-    """All models that are here; `folders` are searched beside the user's own folder of models."""
+    """All models on this machine; `folders` are searched as well as the user's model folder."""
     found = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
@@ -61,15 +61,15 @@ def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
 
 
 def model_names() -> list[str]:
-    """Names of the models that can be loaded from here without a path, for completion."""
+    """Names of the models that can be loaded without a path, for completion."""
     return [one.name for one in find_models() if not one.problem]
 
 
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
-    """The model in a file or folder, or the reason why it is none."""
+    """The model in a file or folder, or the reason why it can't be used."""
     try:
         if not path.is_file() and not path.is_dir():
-            raise ModelError("it is no file, or leads nowhere")
+            raise ModelError("it is not a file, or a broken link")
         size = _size(path)
         if path.is_file():
             return FoundModel(name, source, path, size, shape_of_gguf(path))
@@ -78,35 +78,34 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
         return FoundModel(name, source, path, size, shape_of_folder(path))
     except (ModelError, OSError) as error:
         reason = str(error.args[0]) if isinstance(error, ModelError) else f"{error.strerror}"
-        reason = (
-            reason.replace(f"{path} is", "it is").replace(f"{path}/", "").replace(f"{path}", "it")
-        )
+        for long, short in ((f"{path} is", "it is"), (f"{path}/", ""), (f"{path}", "it")):
+            reason = reason.replace(long, short)
         return FoundModel(name, source, path, problem=f"cannot be used: {reason}")
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """The model of a repository in the cache, and its GGUF files."""
+    """The model of a repository in the hub's cache, or its GGUF files."""
     snapshot = snapshot_of(folder)
-    resume = f"sirchat models pull {name}"
+    incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
-        yield FoundModel(name, "hub", folder, problem=f"incomplete: {resume} goes on")
+        yield FoundModel(name, "hub", folder, problem=incomplete)
         return
     files = _below(snapshot)
     ggufs = [path for path in files if _is_gguf(path)]
     for path in ggufs:
         yield _looked_at(f"{name}/{path.relative_to(snapshot)}", "hub", path)
-    if (snapshot / "config.json").exists() and not ggufs:
-        gone = [path.name for path in files if not path.exists()]
-        if gone or not any(path.suffix == ".safetensors" for path in files):
-            yield FoundModel(name, "hub", snapshot, problem=f"incomplete: {resume} goes on")
-        else:
-            yield _looked_at(name, "hub", snapshot)
-    elif not ggufs:
-        yield FoundModel(name, "hub", snapshot, problem=f"incomplete: {resume} goes on")
+    if ggufs:
+        return
+    has_weights = any(path.suffix == ".safetensors" for path in files)
+    is_complete = has_weights and all(path.exists() for path in files)  # broken links: interrupted
+    if is_complete and (snapshot / "config.json").exists():
+        yield _looked_at(name, "hub", snapshot)
+    else:
+        yield FoundModel(name, "hub", snapshot, problem=incomplete)
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """Model folders and GGUF files in a folder and in folders within it, by name."""
+    """Model folders and GGUF files in a folder and its subfolders, sorted by name."""
     found = []
     for path in _below(folder):
         if _is_gguf(path):
@@ -119,7 +118,7 @@ def _models_in(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files in a folder, and in folders within it, to a certain depth; none if it is gone."""
+    """The files in a folder and its subfolders, to a depth of `_DEPTH`; none if it is missing."""
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
         deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
@@ -129,18 +128,18 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _is_gguf(path: Path) -> bool:
-    # A file mmproj-*.gguf is the part of another model that sees pictures.
+    # A file mmproj-*.gguf is the image encoder of another model.
     return path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj")
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the files that lie directly in a folder."""
+    """Bytes of a file, or of the files directly in a folder."""
     if path.is_file():
         return path.stat().st_size
     return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
 
 
 def _typed(path: Path) -> str:
-    """A path as it can be given to `--model`."""
+    """A path in the form that `--model` accepts."""
     text = str(path)
     return text if "/" in text or path.suffix.lower() == ".gguf" else f"./{text}"

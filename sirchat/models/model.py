@@ -48,12 +48,12 @@ DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
-"""How weights are held on a CPU.
+"""How a CPU stores the weights.
 
-`none` unpacks those of a GGUF file, `packed` leaves them packed; `auto` does so where that is
-possible and no type was asked for. `int8` and `int4` round every matrix to eight bits with a scale
-for each row, or to four with a scale and a minimum for each 32 weights (and eight where four do not
-fit).
+`none` unpacks those of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the CPU
+can compute with them and no dtype was given, else `none`. `int8` rounds every matrix to eight bits
+with a scale for each row. `int4` rounds to four bits with a scale and a minimum for each 32
+weights, or to eight bits if the shape does not allow four.
 """
 
 
@@ -66,8 +66,8 @@ class LoadedModel:
         module: the transformers model.
         tokenizer: its tokenizer.
         rotations: one entry per layer, found by the probe.
-        context_length: number of tokens the model was made for.
-        window: width of the sliding-window layers, in held rows; None without such layers.
+        context_length: number of tokens that the model was trained for.
+        window: width of the sliding-window layers, in cache rows; None without such layers.
     """
 
     name: str
@@ -84,7 +84,7 @@ class LoadedModel:
 
     @cached_property
     def heads(self) -> int:
-        """Number of query heads per layer, the largest if layers differ; 1 if not configured."""
+        """Number of query heads per layer; the largest if layers differ; 1 if not configured."""
         config = self.module.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(heads) if isinstance(heads, list | tuple) else heads)
@@ -98,19 +98,19 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = self.module.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' type."""
+        """The number type of the weights."""
         dtype: torch.dtype = self.module.dtype
         return dtype
 
     @cached_property
     def decode_step(self) -> DecodeStep | None:
-        """Reads single tokens faster than `module`, if the model has the layers for it."""
+        """Reads single tokens faster than `module`; None if it does not support the model."""
         if not DecodeStep.supports(self.module):
             return None
         return DecodeStep(self.module, self.cache_dtype)
@@ -125,22 +125,22 @@ class LoadedModel:
 
     @property
     def precision(self) -> str:
-        """The weights' type in words, such as `float32` or `float32 with packed weights`."""
+        """The number type as text, such as `float32` or `float32 with packed weights`."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{name} with packed weights" if self._is_packed else name
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type of held keys and values.
+        """The number type of keys and values in the cache.
 
-        With packed weights they are products that were rounded to bfloat16, so float16, which is
-        finer, takes half of float32's memory and loses nothing but in the rotation.
+        Products of packed weights are rounded to bfloat16. Storing these as float16, which is more
+        precise, takes half the memory of float32; only the rotation loses precision.
         """
         is_wide = self.dtype == torch.float32
         return torch.float16 if self._is_packed and is_wide else self.dtype
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache with room for `capacity` rows."""
+        """An empty cache for up to `capacity` rows."""
         return BoundedCache(self.rotations, capacity, self.cache_dtype)
 
     @cached_property
@@ -150,14 +150,14 @@ class LoadedModel:
 
     @cached_property
     def exposes_attention(self) -> bool:
-        """Whether attention weights can be observed; found by one forward pass, once."""
+        """Whether attention weights can be observed; tested by one forward pass, once."""
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
         return not recorder.is_empty
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The anchors that the model was trained with; None if it was not."""
+        """The anchor settings that the model was trained with; None without anchors."""
         return anchors_of(self.module.config)
 
     def forward(
@@ -169,20 +169,22 @@ class LoadedModel:
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Read ids [m] behind the cache's n rows, without committing; float32 logits [m, V].
+        """Read ids [m] after the cache's n rows; returns float32 logits [m, V].
+
+        The new rows are written, but `cache.commit` must be called to keep them.
 
         Args:
             ids: token ids.
             cache: keys and values so far.
-            visible: bool [m, n + m], which rows each id sees; None for causal attention.
-            positions: [m], where each id stands; None for the slots n.. of the cache.
-            observer: records each layer's attention, where the model exposes it.
+            visible: bool [m, n + m], the rows that each id attends to; None for all before it.
+            positions: [m], the position of each id; None for n, n + 1, ...
+            observer: records each layer's attention, if the model exposes it.
         """
         with self._observed_by(observer):
             return self._logits(ids, cache, visible, positions)
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """To be entered for each of several passes of many ids, which then unpack weights once."""
+        """A context to enter for each of several long passes; these unpack weights only once."""
         return SharedWeights(self.module)
 
     def read(
@@ -194,7 +196,7 @@ class LoadedModel:
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> PassResult:
-        """The same for who needs no logits but the last: surprisal, and logits after all ids."""
+        """Like `forward`, but returns the surprisal of the ids, and only the last logits."""
         if len(ids) == 1 or not self._has_plain_head:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer
@@ -246,7 +248,7 @@ class LoadedModel:
     def mask(self, visible: Tensor) -> Any:
         """The additive attention mask [1, 1, m, n + m] for `visible`, bool [m, n + m].
 
-        A dictionary with one mask for each kind of layer, if the model has several kinds.
+        If the model has several kinds of layers, a dictionary with one mask for each kind.
         """
 
         def additive(sees: Tensor) -> Tensor:
@@ -278,9 +280,9 @@ def load_model(
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. On a CPU it computes with `threads` threads; 0
-    for as many as there are free cores. `quantize` is for CPUs. Raises ModelError, in one line,
-    when the model can't be had or can't be held.
+    Weights are read from safetensors or GGUF only. `threads` is the number of CPU threads, 0 for
+    one for each free core; `quantize` is for CPUs. Raises ModelError if the model can't be loaded,
+    or tokens can't be evicted from its cache.
     """
     transformers_logging.set_verbosity_error()
     target = pick_device(device)
@@ -292,17 +294,19 @@ def load_model(
         if not Path(source).is_dir():
             options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
-            raise ModelError(f"quantize {quantize} is for CPUs, and the device is {target.type}")
+            raise ModelError(
+                f"quantize={quantize} works on a CPU only; the device is {target.type}"
+            )
         found = gguf_parts(source, target, dtype, quantize, progress, **gguf) if gguf else None
         if quantize == "packed" and found is None:
             raise ModelError(
                 f"the weights of {name!r} can't stay packed",
-                hint="--quantize int8 rounds any model",
+                hint="--quantize int8 works with any model",
             )
         if found is not None:
             refuse_foreign_tokenizer(*found, name)
             return wrap_model(name, finished(found[0].to(target), quantize), found[1])
-        if not gguf:  # a GGUF file is no config; its layers show in the probe
+        if not gguf:  # a GGUF file has no config.json; the probe checks its layers
             config = AutoConfig.from_pretrained(source, **options)
             refuse_stateful_layers(config.get_text_config(decoder=True), name)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -318,12 +322,12 @@ def load_model(
         return wrap_model(name, finished(module.to(target), quantize), tokenizer)
     except ModelError:
         raise
-    except Exception as error:  # at odd files, the libraries raise whatever they like
+    except Exception as error:  # for damaged files, the libraries raise all kinds of errors
         raise unloadable(name, error) from error
 
 
 def finished(module: Any, quantize: Quantize) -> Any:
-    """The module, its weights rounded if asked for, ready to compute."""
+    """The module in evaluation mode, its weights rounded if `quantize` says so."""
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
     return module.eval()
@@ -337,7 +341,7 @@ def gguf_parts(
     progress: Progress | None,
     gguf_file: str,
 ) -> tuple[Any, Any] | None:
-    """The module, on the CPU, and tokenizer of a GGUF file; None if only transformers reads it."""
+    """Module (on the CPU) and tokenizer of a GGUF file; None if only transformers can read it."""
     file = read_gguf(Path(folder) / gguf_file)
     from sirchat.models.gguf import loading  # needs the extra
 
@@ -352,7 +356,7 @@ def gguf_parts(
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Probe a transformers model and make it ready; raises ModelError when it can't be held."""
+    """Probe a transformers model; raises ModelError if tokens can't be evicted from its cache."""
     config = module.config.get_text_config(decoder=True)
     return LoadedModel(
         name=name,
@@ -365,7 +369,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
 
 
 def pick_device(name: DeviceName) -> torch.device:
-    """The device of that name, or the best there is; raises ModelError when it is not here."""
+    """The device `name`, or the best one for `auto`; raises ModelError if it is not available."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -375,12 +379,12 @@ def pick_device(name: DeviceName) -> torch.device:
         return torch.device(next(kind for kind, there in available.items() if there))
     if not available[name]:
         there = ", ".join(kind for kind, there in available.items() if there)
-        raise ModelError(f"device {name!r} is not available here", hint=f"available: {there}")
+        raise ModelError(f"device {name!r} is not available", hint=f"available: {there}")
     return torch.device(name)
 
 
 def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The type of that name; by default float32 on a CPU and bfloat16 elsewhere."""
+    """The number type `name`; for `auto`, float32 on a CPU and bfloat16 elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -388,7 +392,7 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 
 def unloadable(name: str, error: Exception) -> ModelError:
-    """The error that says, in one line, why a model can't be had."""
+    """The ModelError that says, in one line, why a model can't be loaded."""
     lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
     return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=hint)
@@ -400,7 +404,7 @@ def _first_line(error: Exception) -> str:
 
 
 def require_comparable_queries(model: LoadedModel) -> None:
-    """Raise ModelError for a model whose queries can't be compared with its cached keys."""
+    """Raise ModelError if the model's queries can't be compared with its cached keys."""
     cache, recorder = model.new_cache(1), QueryRecorder()
     model.forward([0], cache, observer=recorder)
     cache.commit(1)
@@ -408,19 +412,19 @@ def require_comparable_queries(model: LoadedModel) -> None:
     keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
     if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
         raise ModelError(
-            f"what {model.name} looks for is not what it caches",
-            hint="another measure, such as hybrid or mips, does without",
+            f"the queries of {model.name} can't be compared with its KV cache",
+            hint="choose another retriever, such as hybrid or mips",
         )
 
 
 def no_attention_reason(model: LoadedModel) -> str:
-    """The message about a model that does not expose its attention weights."""
-    return f"the attention of {model.name} can't be counted"
+    """The error message for a model that does not expose its attention weights."""
+    return f"{model.name} does not expose its attention weights"
 
 
 def caches_latents(model: LoadedModel) -> bool:
-    """Whether the cache has compressed keys and values (multi-head latent attention).
+    """Whether the cache contains compressed keys and values (multi-head latent attention).
 
-    Only then the second tensor of a layer, which has the values elsewhere, is rotated.
+    Only in such models the second tensor of a layer, usually the values, is rotated.
     """
     return any(rotation.value is not None for rotation in model.rotations)

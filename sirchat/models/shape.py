@@ -1,6 +1,6 @@
-"""Context length and cache size of a model, from its files alone.
+"""Context length and cache size of a model, from its files alone, without loading it.
 
-Files are not trusted: what makes no sense counts as unknown, and a file that can't be read raises
+Files are not trusted: invalid values count as unknown, and a file that can't be read raises
 ModelError.
 """
 
@@ -23,27 +23,27 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import has_blocks, is_read_here
 from sirchat.models.gguf.header import BLOCKS, GgufFile, read_gguf
 
-_MOST = 1 << 32  # of anything
+_MOST = 1 << 32  # largest number that is believed
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 24  # of a config.json; those of real models have some kilobytes
+_MOST_BYTES = 1 << 24  # of a config.json; real ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 _PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
-"""Types that are refused when they are loaded, and whose config alone does not show it."""
+"""Model types that sirchat refuses to load, although their config does not show why."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model before it is loaded; None for what its files do not say.
+    """What the files of a model say about it; None for what they do not say.
 
     Attributes:
-        kind: its architecture, such as `llama`, and for a GGUF file the type of its weights.
-        context_length: tokens it was made for.
-        row_elements: numbers that a cache allocates for one token: keys and values of all layers.
-            Keys with a rotary position are kept twice, see `memory.cache`.
-        stays_packed: whether its weights stay packed where the CPU can compute with them.
+        kind: its architecture, such as `llama`; for a GGUF file also the type of its weights.
+        context_length: number of tokens that it was trained for.
+        row_elements: how many numbers the cache stores for one token: keys and values of all
+            layers. Rotated keys are stored twice, see `memory.cache`.
+        stays_packed: whether its weights stay packed if the CPU can compute with them.
     """
 
     kind: str
@@ -57,16 +57,16 @@ def shape_of_folder(folder: Path) -> ModelShape:
     config = _read_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
-        raise ModelError(f"{folder} has a {str(names[0])[:60]}, which writes no text")
+        raise ModelError(f"{folder} has a {str(names[0])[:60]}, which does not generate text")
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     kind = text.get("model_type") or config.get("model_type")
     if not isinstance(kind, str):
-        raise ModelError(f"{folder / 'config.json'} names no model type")
+        raise ModelError(f"{folder / 'config.json'} has no model_type")
     layers = text.get("layer_types")
     odd = [one for one in layers if one not in _PER_TOKEN] if isinstance(layers, list) else []
     if kind in _NOT_HELD or odd:
-        raise ModelError(f"{folder} is of type {kind[:60]}, whose memory can't be held by tokens")
+        raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
     return ModelShape(kind, _context_length(text), _row_elements(text))
 
 
@@ -89,17 +89,17 @@ def shape_of_gguf(path: Path) -> ModelShape:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{path} can't be read: it is no small file")
+            raise ModelError(f"{path} can't be read: it is missing or too large")
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {type(error).__name__}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} can't be read: it is no JSON object")
+        raise ModelError(f"{path} can't be read: it is not a JSON object")
     return config
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the model was made for, as `probe.context_length` counts them."""
+    """Number of tokens that the model was trained for, as `probe.context_length` computes it."""
     limit = next((n for name in _LENGTHS if (n := _whole(config.get(name)))), None)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if limit is None or not isinstance(rope, dict):
@@ -112,14 +112,14 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _row_elements(config: Mapping[str, Any]) -> int | None:
-    """Numbers that are allocated for one token, from the sizes in a config."""
+    """How many numbers the cache stores for one token, from the sizes in a config."""
     layers = _whole(config.get("num_hidden_layers"), _MOST_LAYERS)
     heads = _whole(config.get("num_attention_heads"))
     hidden = _whole(config.get("hidden_size"))
     if layers is None or heads is None:
         return None
     latent = _whole(config.get("kv_lora_rank"))
-    if latent is not None:  # DeepSeek: a compressed part, and one that is rotated
+    if latent is not None:  # DeepSeek: a compressed part and a rotated part
         return layers * (latent + 2 * (_whole(config.get("qk_rope_head_dim")) or 0))
     size = _whole(config.get("head_dim")) or (hidden // heads if hidden else None)
     if size is None:
@@ -138,7 +138,7 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _gguf_row_elements(file: GgufFile) -> int | None:
-    """Numbers that are allocated for one token, from the sizes in a GGUF file."""
+    """How many numbers the cache stores for one token, from the sizes in a GGUF file."""
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
@@ -151,28 +151,27 @@ def _gguf_row_elements(file: GgufFile) -> int | None:
     value = _whole(said("attention.value_length")) or usual
     if layers is None or key is None or value is None:
         return None
-    if not isinstance(heads, list):
-        heads = [heads] * layers
-    counts = [_whole(one) for one in heads[:layers]]
+    by_layer = heads[:layers] if isinstance(heads, list) else [heads] * layers
+    counts = [_whole(one) for one in by_layer]
     return None if None in counts else sum(filter(None, counts)) * (2 * key + value)
 
 
 def _whole(value: object, most: int = _MOST) -> int | None:
-    """The value if it is a sensible whole number, else None."""
+    """The value if it is a whole number from 1 to `most`, else None."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
         return value
     return None
 
 
 def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:
-    """Bytes that are allocated for `rows` tokens under a profile; None where that is unknown."""
+    """Bytes of the cache for `rows` tokens with the settings of a profile; None if unknown."""
     if shape.row_elements is None:
         return None
     return shape.row_elements * rows * _item_size(shape, profile)
 
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
-    """Bytes of one number in the cache; see `LoadedModel.cache_dtype` and `pick_dtype`."""
+    """Bytes of one number in the cache, as in `LoadedModel.cache_dtype` and `pick_dtype`."""
     on_cpu = profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
     is_wide = profile.dtype == "float32" or (profile.dtype == "auto" and on_cpu)
     unasked = profile.quantize == "auto" and profile.dtype == "auto" and on_cpu
@@ -183,7 +182,7 @@ def _item_size(shape: ModelShape, profile: Profile) -> int:
 
 
 def _has_accelerator() -> bool:
-    """Whether `device: auto` will find a GPU; torch itself takes seconds to tell."""
+    """Whether `device: auto` will find a GPU; asking torch would take seconds."""
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):
@@ -192,7 +191,7 @@ def _has_accelerator() -> bool:
 
 
 def _packs_four_bits() -> bool:
-    """Whether torch packs four bits on this CPU as `packed.can_pack_four_bits` wants it."""
+    """Whether this CPU can compute with four bits, as in `packed.can_pack_four_bits`."""
     with suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text("ascii", "replace")
     return False

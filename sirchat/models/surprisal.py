@@ -1,4 +1,4 @@
-"""Surprisal from raw logits; and from hidden states, without all logits at once."""
+"""Computes surprisal from logits, or from hidden states without storing all logits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sirchat.models.packed import Int8Linear
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """What a forward pass over m ids found.
+    """The result of a forward pass over m ids.
 
     Attributes:
-        surprisal: float32 [m - 1], of all ids but the first, in nats.
-        logits: float32 [V], raw, after the last id.
+        surprisal: float32 [m - 1], in nats, of all ids but the first.
+        logits: float32 [V], the raw logits after the last id.
     """
 
     surprisal: Tensor
@@ -27,12 +27,12 @@ class PassResult:
 
     @classmethod
     def of_logits(cls, logits: Tensor, ids: Sequence[int]) -> PassResult:
-        """What the logits [m, V] of ids [m] say."""
+        """The result for ids [m] whose logits are [m, V]."""
         if len(ids) == 1:
             return cls(logits.new_empty(0), logits[0])
         with torch.inference_mode():
             after = torch.tensor(ids[1:], device=logits.device)
-            # A copy, so that the other rows are freed.
+            # A copy, so that the memory of the other rows is freed.
             return cls(surprisal(logits[:-1], after), logits[-1].clone())
 
 
@@ -40,11 +40,11 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     """-log p(id) for each row: SirLLM's "token entropy" (arXiv:2405.12528, section 3.2).
 
     Args:
-        logits: [m, V], as the model gives them: before temperature or any penalty.
-        ids: [m], the token that came after each row's context.
+        logits: [m, V], as the model returns them: before temperature or any penalty.
+        ids: [m], the token that followed after each row.
 
     Returns:
-        float32 [m], in nats, never below 0.
+        float32 [m], in nats, at least 0.
     """
     logits = logits.float()
     chosen = logits.gather(-1, ids[:, None])[:, 0]
@@ -52,8 +52,8 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def surprisal_of(logits: Tensor, token_id: int) -> float:
-    """The same for one row [V] and one id."""
-    # One fused kernel: for a single row, the number of kernels is what takes the time.
+    """The surprisal of one id, in nats, given one row [V] of logits."""
+    # One fused kernel: for a single row, the time depends on the number of kernels.
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
 
 

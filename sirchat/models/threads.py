@@ -1,8 +1,8 @@
 """Threads and memory of the process: how many, loading torch meanwhile, memory given back.
 
-Beside other jobs, a thread for each core is several times slower than one: every step waits for the
-thread that was interrupted. So the number is that of the physical cores this process may use, less
-those that are busy. What the user sets is never overridden.
+If other programs use the CPU, one thread for each core is several times slower than one thread:
+every step waits for the thread that was interrupted. So the number of threads is the number of
+physical cores that this process may use, minus those that are busy. The user's choice always wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Compute with `wanted` threads; with 0, choose, unless the environment says how many."""
+    """Compute with `wanted` threads; 0 means as the environment says, else as many as are free."""
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)
@@ -30,7 +30,7 @@ def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def free_threads() -> int:
-    """The number of threads for which there are cores, now."""
+    """The number of threads for which there are free cores now."""
     everywhere, load = range(os.cpu_count() or 1), 0.0
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     if hasattr(os, "getloadavg"):
@@ -45,28 +45,28 @@ def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> i
 
     Args:
         cores: physical cores of the machine.
-        allowed: those of them that this process may use.
-        quota: how many cores' time it may take; None for no limit.
-        load: load average of the machine over the last minute, in busy cores.
+        allowed: physical cores that this process may use.
+        quota: how many cores' time the process may take; None for no limit.
+        load: load average of the last minute, in busy cores.
     """
     most = allowed if quota is None else min(allowed, int(quota))
     return max(1, min(most, cores - round(load)))
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Number of physical cores of these CPUs, two of which may be threads of one core."""
+    """Number of physical cores of logical CPUs; two of these may belong to one core."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(path.read_text("ascii").strip())
-        except OSError:  # no Linux, or not told: each one counts
+        except OSError:  # not Linux, or not known: count each as a core
             siblings.add(f"{cpu}")
     return len(siblings)
 
 
 def cpu_quota(sys: Path = _SYS) -> float | None:
-    """How many cores' time a control group (version 2 or 1) allows; None for no limit."""
+    """How many cores' time a Linux control group (version 2 or 1) allows; None for no limit."""
     try:
         quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
     except (OSError, ValueError):

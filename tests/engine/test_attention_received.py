@@ -349,7 +349,7 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_them() -> None:
     model = loaded("falcon")
     for changes, instead in (({"policy": "attention"}, "entropy"), ({"attention": "on"}, "auto")):
-        with pytest.raises(SettingError, match="can't be counted") as error:
+        with pytest.raises(SettingError, match="does not expose its attention") as error:
             check_attention(changed(Profile(), "flag", **changes), model, "--policy")
         assert instead in str(error.value)
     check_attention(Profile(policy="entropy"), model, "--policy")

@@ -138,7 +138,7 @@ def test_damaged_entries_of_the_cache_are_named_and_spoil_nothing(places: Path) 
     assert not found["me/good"].problem
     assert not found["me/ref"].problem  # the newest files count
     for name in ("me/dangling", "me/half", "me/begun"):
-        assert found[name].problem == f"incomplete: sirchat models pull {name} goes on"
+        assert found[name].problem == f"incomplete; to continue: sirchat models pull {name}"
     assert found["me/config"].problem == (
         "cannot be used: config.json can't be read: JSONDecodeError"
     )

@@ -248,5 +248,5 @@ def test_what_cant_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="can't stay packed"):
         load_model("tiny", quantize="packed")
     monkeypatch.setattr("sirchat.models.model.pick_device", lambda name: torch.device("meta"))
-    with pytest.raises(ModelError, match="quantize int8 is for CPUs"):
+    with pytest.raises(ModelError, match="quantize=int8 works on a CPU only"):
         load_model("tiny", quantize="int8")

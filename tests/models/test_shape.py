@@ -45,13 +45,13 @@ def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: 
 @pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])
 def test_a_model_that_will_be_refused_is_known_before(family: str, tmp_path: Path) -> None:
     build(*REFUSED[family][:2]).config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="can't be held"):
+    with pytest.raises(ModelError, match="can't be evicted from its cache"):
         shape_of_folder(tmp_path)
 
 
 def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
     config = {"model_type": "bert", "architectures": ["BertModel"]}
-    with pytest.raises(ModelError, match="a BertModel, which writes no text"):
+    with pytest.raises(ModelError, match="a BertModel, which does not generate text"):
         shape_of_folder(folder_with(tmp_path, config))
 
 
