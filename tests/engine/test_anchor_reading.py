@@ -25,7 +25,7 @@ from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, T
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
-from sirchat.lab.training.ansan import block_mask, position_in_document, visible
+from sirchat.lab.training.masks import block_mask, position_in_document, visible
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor

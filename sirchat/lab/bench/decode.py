@@ -18,16 +18,16 @@ from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.lab.bench.bandwidth import reading, weight_bytes
-from sirchat.lab.bench.llama_cpp import LlamaCpp
+from sirchat.errors import ModelError
+from sirchat.lab.bench.baselines import reading, repeated_blocks, static_blocks, weight_bytes
+from sirchat.lab.bench.peers import DECAY, LlamaCpp, SirLLM, turns
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
-from sirchat.lab.bench.repeating import repeated_blocks
-from sirchat.lab.bench.sirllm import DECAY, SirLLM, turns
-from sirchat.lab.bench.static_cache import static_blocks
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.model import LoadedModel
+from sirchat.memory.policies.h2o import H2o
+from sirchat.memory.policies.snapkv import Snapkv
+from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.text.detokenizer import TextStream
 
 _TURN = TurnRef(turn=0, round=0)
@@ -290,3 +290,21 @@ def _engine(
     if model.tokenizer is None:
         return Engine(model, settings)
     return build_engine(model, settings)
+
+
+def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
+    """Measure decode under policies that use attention weights, against one that does not.
+
+    Raises ModelError for a model that does not expose its attention weights.
+    """
+    if not model.exposes_attention:
+        raise ModelError(no_attention_reason(model), hint="try another model")
+    policies: dict[str, Policy] = {
+        "attention of 4 layers": H2o(),
+        "attention of all layers": H2o(layers=0),
+        "the last 32 queries of 4 layers": Snapkv(),
+    }
+    for name, policy in policies.items():
+        ours = partial(generated_blocks, model, options, policy=policy)
+        without = partial(generated_blocks, model, options)
+        yield compare(f"{name}, against none", ours, without, options)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sirchat.errors import ModelError
-from sirchat.lab.bench.llama_cpp import LlamaCpp
-from sirchat.lab.bench.shapes import SHAPES
+from sirchat.lab.bench.peers import LlamaCpp
+from sirchat.lab.bench.ratio import SHAPES
 from sirchat.lab.bench.start_worker import StartFigures
 
 SHORT, LONG = 32, 1_000

@@ -34,8 +34,7 @@ def _figures(
 ) -> StartFigures:
     from sirchat.lab.bench.archive import most_memory, resident_memory
     from sirchat.lab.bench.decode import first_token
-    from sirchat.lab.bench.ratio import BenchOptions
-    from sirchat.lab.bench.shapes import bench_model
+    from sirchat.lab.bench.ratio import BenchOptions, bench_model
 
     options = BenchOptions(cache=int(long) + 64)
     begun = time.perf_counter()

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
-from sirchat.lab.training.ansan import block_mask, visible
+from sirchat.lab.training.masks import block_mask, visible
 from sirchat.models.model import LoadedModel
 
 Mask = Literal["none", "dense", "blocks"]

@@ -144,9 +144,8 @@ def decode(
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     profile = changed(profile, "--compile", compile=compile)
     from sirchat.lab.bench.decode import bench_decode
-    from sirchat.lab.bench.llama_cpp import peer_for
+    from sirchat.lab.bench.peers import peer_for, sirllm_by
     from sirchat.lab.bench.ratio import BenchOptions
-    from sirchat.lab.bench.sirllm import sirllm_by
     from sirchat.models.compiling import use_compiled
 
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
@@ -173,7 +172,7 @@ def start(
     With a GGUF model also against llama.cpp, where llama-cpp-python is there.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
-    from sirchat.lab.bench.llama_cpp import peer_for
+    from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
     from sirchat.lab.bench.start import LONG, bench_start
 
@@ -213,7 +212,7 @@ def attention(
 ) -> None:
     """Measure what counting attention costs."""
     profile = _profile(model, device, dtype)
-    from sirchat.lab.bench.attention import bench_attention
+    from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
 
     _measure(bench_attention, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
@@ -297,7 +296,7 @@ def _measure(
 
 
 def _load(profile: Profile) -> "LoadedModel":
-    from sirchat.lab.bench.shapes import bench_model
+    from sirchat.lab.bench.ratio import bench_model
 
     return bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
 

@@ -24,8 +24,7 @@ from sirchat.paths import open_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.lab.studies.side_by_side.compared import Comparison
-    from sirchat.lab.studies.side_by_side.rounds import Rounds
+    from sirchat.lab.studies.side_by_side.compared import Comparison, Rounds
     from sirchat.models.model import LoadedModel
 
 
@@ -82,7 +81,7 @@ def compare(
 
     record = record_of(found, provenance(model, "compare", command_line()))
     if html is not None:
-        from sirchat.lab.studies.side_by_side.page import page_of
+        from sirchat.lab.studies.side_by_side.report import page_of
 
         _write(html, page_of(record))
     if json:
@@ -111,7 +110,7 @@ def _settings(
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """The transcript's rounds, and the name that messages give the file."""
-    from sirchat.lab.studies.side_by_side.rounds import rounds_of
+    from sirchat.lab.studies.side_by_side.compared import rounds_of
     from sirchat.text.transcript import one_conversation, read_transcript
 
     name = "standard input" if str(file) == "-" else str(file)

@@ -3,13 +3,24 @@
 Each function builds a study from its own options; the flags of all studies are added to it.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from sirchat.config.profile import Profile
 from sirchat.lab.commands.eval_mechanisms import mechanisms_app
-from sirchat.lab.commands.lm_eval import lm_eval_app
-from sirchat.lab.commands.study_flags import Compared, Defaults, study, whole_numbers
+from sirchat.lab.commands.study_flags import (
+    Budgets,
+    Compared,
+    Decays,
+    Defaults,
+    Policies,
+    Sweep,
+    settings_of,
+    study,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from sirchat.lab.studies.choice import Scoring
@@ -20,7 +31,6 @@ eval_app = typer.Typer(
     help="Measure what a model under a policy still remembers.", no_args_is_help=True
 )
 eval_app.add_typer(mechanisms_app)
-eval_app.add_typer(lm_eval_app)
 
 _PAPERS = "full,entropy,sink,random,interval,reservoir"
 
@@ -139,7 +149,7 @@ def topics(
     between: Annotated[int, typer.Option(help="Rounds of small talk behind them.", min=0)] = 20,
 ) -> "Study":
     """Change the topic: the share of exact answers about the last one, and the first."""
-    from sirchat.lab.studies.topics import Topics
+    from sirchat.lab.studies.facts import Topics
 
     return Topics(**compared, topics=topics, facts=facts, between=between)
 
@@ -164,7 +174,7 @@ def chatter(
     facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
 ) -> "Study":
     """Tell facts amid real talk, ask for each: right of four, nats, tokens held."""
-    from sirchat.lab.studies.chatter.study import Chatter
+    from sirchat.lab.studies.facts_in_dialogue.study import Chatter
 
     return Chatter(**compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts)
 
@@ -280,3 +290,41 @@ def _multiple_choice(
     return MultipleChoice(
         **compared, task=task, scoring=cast("Scoring", scoring), shots=shots, data=data
     )
+
+
+if TYPE_CHECKING:
+    from sirchat.lab.studies.study import Study
+
+
+@study(eval_app, "lm-eval", None)
+def lm_eval(
+    profile: Profile,
+    tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before a question; default: the task's.", min=0)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Documents of each task; default: all.", min=1)
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask in the model's chat template.")
+    ] = False,
+    piece: Annotated[
+        int | None,
+        typer.Option(help="Read a context in rounds of so many tokens; default: as one.", min=1),
+    ] = None,
+    policies: Policies = "full,sink,entropy",
+    budgets: Budgets = "256",
+    decays: Decays = "1",
+    sweep: Sweep = None,
+) -> "Study":
+    """Any task of EleutherAI's lm-evaluation-harness: its metrics under each setting."""
+    settings = settings_of(profile, policies, budgets, decays, sweep or ())
+    from sirchat.lab.studies.lm_eval.study import Harness, LmEval
+
+    folder = None if include_path is None else str(include_path)
+    harness = Harness(shots=num_fewshot, limit=limit, folder=folder, chat=apply_chat_template)
+    return LmEval(settings, tasks=tuple(tasks.split(",")), harness=harness, piece=piece)

@@ -31,7 +31,7 @@ def context(
     ] = "128,256,512,1024,2048",
 ) -> "Study":
     """Read conversations: perplexity by the length of the context."""
-    from sirchat.lab.studies.context import Context
+    from sirchat.lab.studies.perplexity import Context
 
     return Context(**compared, lengths=whole_numbers("lengths", lengths))
 
@@ -163,7 +163,7 @@ def privacy(
     ] = "0,10,20,50,100,200",
 ) -> "Study":
     """Bring back more and more: how much of an old turn is let out, and what it is good for."""
-    from sirchat.lab.studies.privacy import Privacy
+    from sirchat.lab.studies.retrieval import Privacy
 
     if profile.recall == "off":
         profile = changed(profile, "eval", recall="on")

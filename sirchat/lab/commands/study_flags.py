@@ -199,9 +199,8 @@ def _run(
     debug: bool,
 ) -> None:
     model = load(profile, trust_remote_code)
-    from sirchat.lab.studies.processes import run_in_processes
-    from sirchat.lab.studies.ray_runner import Cluster, run_on_ray
     from sirchat.lab.studies.run import run
+    from sirchat.lab.studies.workers import Cluster, run_in_processes, run_on_ray
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote, again = None, partial(_load_again, typed, profile, trust_remote_code)

@@ -113,9 +113,8 @@ def train_anchor(
     all GPUs, or machines, take part.
     """
     from sirchat.lab.training.anchor import TRAINED, AnchorOptions, Trained
-    from sirchat.lab.training.anchor_trainer import Attention
+    from sirchat.lab.training.anchor_trainer import Attention, Schedule
     from sirchat.lab.training.display import train_anchor_with_progress
-    from sirchat.lab.training.time_limit import Schedule
     from sirchat.text.anchors import Per
 
     _refuse_unknown("variant", variant, TRAINED)

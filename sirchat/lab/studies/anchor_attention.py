@@ -21,12 +21,11 @@ from sirchat.lab.studies.attention import eager_attention
 from sirchat.lab.studies.perplexity import round_ids
 from sirchat.lab.studies.report import Plot, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.reuse import ExtendedByLimit
-from sirchat.lab.studies.study import RunUnit, fields_of
+from sirchat.lab.studies.study import ExtendedByLimit, RunUnit, fields_of
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS
-from sirchat.lab.synthetic.messages import Message, Style
-from sirchat.lab.training.ansan import visible
+from sirchat.lab.synthetic.rounds import Message, Style
+from sirchat.lab.training.masks import visible
 from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import ends_sequence

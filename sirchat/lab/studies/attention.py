@@ -25,8 +25,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.studies.report import Plot, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.reuse import ExtendedByLimit
-from sirchat.lab.studies.study import RunUnit
+from sirchat.lab.studies.study import ExtendedByLimit, RunUnit
 from sirchat.lab.synthetic.dialogue import dialogue
 from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel

@@ -9,7 +9,7 @@ from typing import Literal
 
 from sirchat.chat.session import Session
 from sirchat.engine.records import ContinuationScore
-from sirchat.lab.studies.asking import ask
+from sirchat.lab.studies.reading import ask
 
 Scoring = Literal["paper", "text", "released", "reply"]
 """How an option is chosen.

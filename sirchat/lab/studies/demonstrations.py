@@ -17,8 +17,8 @@ from typing import get_args
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated
-from sirchat.lab.studies.asking import anchors_placed, read
 from sirchat.lab.studies.choice import Question, most_likely
+from sirchat.lab.studies.reading import anchors_placed, read
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share

@@ -17,7 +17,7 @@ from random import Random
 from sirchat.errors import SettingError
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import STORY
-from sirchat.lab.synthetic.messages import Style
+from sirchat.lab.synthetic.rounds import Style
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 TASKS = {

@@ -7,10 +7,15 @@ do not count.
 
 Some parts of a text are harder than others. Several readings even this out: each starts further
 into the same text and ends with the part before its start, so that parts take turns in each place.
+
+`Context` is the perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4):
+synthetic conversations are read from their beginning, and the perplexity at a length is that of all
+tokens up to that length.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,3 +206,77 @@ def _read(path: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"text {path!r} can't be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class Context(Grid):
+    """The study; `limit` is the number of conversations.
+
+    Attributes:
+        lengths: context lengths in tokens, ascending.
+
+    Raises SettingError for lengths that do not ascend.
+    """
+
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or self.lengths[0] < 2 or sorted(set(self.lengths)) != [*self.lengths]:
+            shown = ",".join(map(str, self.lengths))
+            raise SettingError(f"lengths is {shown}, must ascend from 2 or more")
+
+    @property
+    def name(self) -> str:
+        """The study's name, which also names its files."""
+        return "context"
+
+    def units(self) -> list[str]:
+        """One unit for each conversation: its number."""
+        return [str(number) for number in range(self.limit)]
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read a conversation: the sum of surprisals, in nats, and the token count, by length."""
+        model = session.model  # a length may exceed the context that the model was trained for
+        model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
+        rounds = list(self._rounds(model, unit))
+        nats = read(model, session.profile, iter(rounds))
+        ids = np.array([one for each in rounds for one in each])
+        counts = ~np.isnan(nats)
+        if model.anchors is not None and model.anchors.token_id is not None:
+            counts &= ids != model.anchors.token_id
+        up_to = [counts[:length] for length in self.lengths]
+        return {
+            "nats": [float(nats[: len(one)][one].sum()) for one in up_to],
+            "tokens": [int(one.sum()) for one in up_to],
+        }
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """Perplexity at each length."""
+        findings = self.findings(found)
+        rows = {one.name: self._perplexities(one) for one in findings}
+        columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))
+        table = Table("Perplexity by context", columns, tuple((n, *v) for n, v in rows.items()))
+        lines = {
+            name: tuple(zip(map(float, self.lengths), values, strict=True))
+            for name, values in rows.items()
+        }
+        plot = Plot("perplexity by context", "tokens", "perplexity", lines, log_x=True)
+        header = (f"seed {self.seed}", f"{self.limit} conversations")
+        return Report(header, (table,), (plot,), self.parameters())
+
+    def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
+        """The ids of a conversation, round by round, up to the longest length."""
+        template, left = Template(model.tokenizer, model.anchors), self.lengths[-1]
+        for number, (user, reply) in enumerate(
+            conversation(f"context/{self.seed}/{unit}", left // 8)
+        ):
+            ids = round_ids(template, user, reply, first=not number)[:left]
+            yield ids
+            left -= len(ids)
+            if not left:
+                return
+
+    def _perplexities(self, findings: Findings) -> list[float]:
+        nats = np.sum([one["nats"] for one in findings.records], axis=0)
+        tokens = np.sum([one["tokens"] for one in findings.records], axis=0)
+        return [math.exp(each) for each in nats / tokens]

@@ -19,9 +19,8 @@ from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.report import Report
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.reuse import without
 from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.lab.studies.study import Grid, RunUnit, fields_of, refuse_unknown
+from sirchat.lab.studies.study import Grid, RunUnit, fields_of, refuse_unknown, without
 from sirchat.models.model import LoadedModel
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")

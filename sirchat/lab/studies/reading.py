@@ -1,16 +1,24 @@
-"""Reads ids round by round under one setting, in an engine without archive and recall."""
+"""Conversations that a study reads: rounds in a session, or ids in an engine of its own.
+
+An engine reads ids round by round under one setting, without archive and recall. A session reads or
+answers rounds as a chat does, and its settings may be switched between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+from sirchat.chat.events import TurnDone
+from sirchat.chat.session import Session
 from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
+from sirchat.text.anchors import Per
 from sirchat.text.template import Template, TurnIds
 
 
@@ -70,3 +78,38 @@ def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> Tur
     reply_turn, closing = template.assistant(reply), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)
+
+
+def read(session: Session, user: str, reply: str) -> None:
+    """Read a round with a given reply."""
+    for _ in session.read_user(user):
+        pass
+    for _ in session.read_reply(reply):
+        pass
+
+
+def ask(session: Session, user: str) -> str:
+    """The reply that the model generates to the user's message, stripped; '' if there is none."""
+    for event in session.ask(user):
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            return event.text.strip()
+    return ""
+
+
+@contextmanager
+def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
+    """Place anchors by `per` within this block; None leaves them where the model has them."""
+    original, anchors = session.template, session.model.anchors
+    if per is None or anchors is None:
+        yield
+        return
+    session.template = Template(session.model.tokenizer, replace(anchors, per=per))
+    try:
+        yield
+    finally:
+        session.template = original
+
+
+def switch(session: Session, **settings: object) -> None:
+    """Switch settings of a session at once."""
+    session.switch("eval", **settings)

@@ -15,13 +15,12 @@ from random import Random
 from typing import Literal, get_args
 
 from sirchat.chat.session import Session
-from sirchat.lab.studies.asking import ask, read
+from sirchat.lab.studies.reading import ask, read
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact, other_value
-from sirchat.lab.synthetic.messages import Style
-from sirchat.lab.synthetic.rounds import quiz
+from sirchat.lab.synthetic.rounds import Style, quiz
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 Ask = Literal["told", "corrected", "untold"]

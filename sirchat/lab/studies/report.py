@@ -1,12 +1,23 @@
-"""The report of a study: tables and plots as plain data, with what is needed to repeat them."""
+"""The report of a study: tables and plots as plain data, with what is needed to repeat them.
+
+A report is written to the terminal, as JSON, or as files in a folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import transformers
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from sirchat import __version__
 from sirchat.chat.settings import has_effect
@@ -118,3 +129,181 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
         parts += [f"{key} {as_typed(getattr(setting, key))}" for key in named]
     parts += [f"{key} {as_typed(value)}" for key, value in setting.policy_options.items()]
     return " ".join(parts)
+
+
+def record_of(report: Report, head: Record) -> Record:
+    """The report as one JSON object, after the entries of `head`."""
+    tables = {table.name: _plain_table(table) for table in report.tables}
+    return {**head, "tables": tables, **report.details}
+
+
+def print_json(record: Record) -> None:
+    """Print a record to stdout."""
+    Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
+
+
+def print_report(report: Report, head: Record) -> None:
+    """Print the tables to stdout, below a heading that says what was run."""
+    console = Console(highlight=False)
+    console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
+    for table in report.tables:
+        rows = [[_text(value, table.digits) for value in row] for row in table.rows]
+        columns = [list(cells) for cells in zip(table.columns, *rows, strict=True)]
+        widths = _widths(columns, console.width if console.is_terminal else None)
+        drawn = RichTable(title=table.name, title_justify="left", box=None)
+        for number, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
+            drawn.add_column(column, justify="right" if number else "left", width=width)
+        for row in rows:
+            drawn.add_row(*row)
+        console.width = max(console.width, sum(widths) + 2 * len(widths))
+        console.print()
+        console.print(drawn)
+
+
+def _widths(columns: list[list[str]], room: int | None) -> list[int]:
+    """The width of each column, such that all columns fit `room`, if they can; None for no limit.
+
+    No word or number is cut, and no row's name wrapped, so the rows may still be wider than `room`.
+    """
+    most = [max(map(cell_len, cells)) for cells in columns]
+    if room is None:
+        return most
+    words = [[word for cell in cells for word in cell.split()] for cells in columns[1:]]
+    widths = [most[0], *(max(map(cell_len, one), default=0) for one in words)]
+    spare = max(0, room - sum(widths) - 2 * len(widths))
+    for number, width in enumerate(widths):
+        widths[number] += min(spare, most[number] - width)
+        spare -= widths[number] - width
+    return widths
+
+
+def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:
+    """Write JSON, Markdown, a CSV file for each table and an SVG file for each plot into a folder.
+
+    Returns a message for each thing that could not be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = json.dumps(record_of(report, head), indent=2)
+    (folder / f"{name}.json").write_text(record + "\n", "utf-8")
+    (folder / f"{name}.md").write_text(markdown(report, head), "utf-8")
+    for number, table in enumerate(report.tables):
+        (folder / f"{_numbered(name, number)}.csv").write_text(_csv(table), "utf-8")
+    for number, figure in enumerate(report.plots):
+        if not draw(figure, folder / f"{_numbered(name, number)}.svg"):
+            return ["no plot: pip install 'sirchat[plots]'"]
+    return []
+
+
+def markdown(report: Report, head: Record) -> str:
+    """The tables as Markdown, below a heading that says what was run."""
+    title, command = _heading(report, head)
+    parts = [f"{title}\n\n`{command}`\n"]
+    for table in report.tables:
+        lines = [table.columns, ("---",) + ("---:",) * (len(table.columns) - 1)]
+        lines += [tuple(_text(value, table.digits) for value in row) for row in table.rows]
+        cells = (" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines)
+        parts.append(f"**{table.name}**\n\n" + "".join(f"| {line} |\n" for line in cells))
+    return "\n".join(parts)
+
+
+def draw(plot: Plot, path: Path) -> bool:
+    """Write a plot as SVG; returns False if matplotlib is not installed."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    with rc_context({"svg.hashsalt": plot.name}):  # makes the file reproducible
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, points in plot.lines.items():
+            style = "--" if name in plot.dashed else "-"
+            axes.plot(*zip(*points, strict=True), style, marker=".", label=name)
+        axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.name)
+        if plot.log_x:
+            ticks = sorted({x for points in plot.lines.values() for x, _ in points})
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+        figure.legend(loc="outside right upper", fontsize="small")
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    return True
+
+
+def _heading(report: Report, head: Record) -> tuple[str, str]:
+    model = f"{head['task']}: {head['model']} ({head['revision'][:12]}) on {head['device']}"
+    versions = f"sirchat {head['sirchat']}, torch {head['torch']}"
+    threads = [head["threads"]] if head.get("threads") else []
+    compiled = ["compiled step"] if head.get("compiled") else []
+    what = ", ".join([model, head["dtype"], *threads, *compiled, *report.header])
+    return f"{what}; {versions}, transformers {head['transformers']}", head["command"]
+
+
+def _text(value: Value, digits: int) -> str:
+    if _is_empty(value):
+        return "-"
+    if isinstance(value, Estimate):
+        if math.isinf(value.low):
+            return f"{value.value:.{digits}f}"
+        return f"{value.value:.{digits}f} ({value.low:.2f} to {value.high:.2f})"
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def _is_empty(value: Value) -> bool:
+    """Whether this is NaN: a share or mean of no values."""
+    number = value.value if isinstance(value, Estimate) else value
+    return isinstance(number, float) and math.isnan(number)
+
+
+def _plain_table(table: Table) -> Record:
+    rows = [[_plain(value) for value in row] for row in table.rows]
+    return {"columns": list(table.columns), "rows": rows}
+
+
+def _plain(value: Value) -> object:
+    if _is_empty(value):
+        return None
+    if not isinstance(value, Estimate):
+        return value
+    return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
+
+
+def _csv(table: Table) -> str:
+    """A table as CSV; a number with an interval takes three columns."""
+    wide = {
+        number
+        for number in range(len(table.columns))
+        if any(isinstance(row[number], Estimate) for row in table.rows)
+    }
+    file = io.StringIO()
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(
+        _with_bounds(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high"))
+    )
+    for row in table.rows:
+        row = tuple(None if _is_empty(value) else value for value in row)
+        rows.writerow(_with_bounds(row, wide, _bounds))
+    return file.getvalue()
+
+
+def _with_bounds(
+    row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
+) -> list[Value]:
+    """A row in which `expand` gives three values for each of the wide columns."""
+    return [
+        one
+        for number, value in enumerate(row)
+        for one in (expand(value) if number in wide else (value,))
+    ]
+
+
+def _bounds(value: Value) -> tuple[Value, ...]:
+    if isinstance(value, Estimate):
+        return value.value, value.low, value.high
+    return value, None, None
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number + 1}" if number else name

@@ -20,8 +20,8 @@ from typing import get_args
 
 from sirchat.chat.session import Session
 from sirchat.lab.studies import paper_tables
-from sirchat.lab.studies.asking import ask
 from sirchat.lab.studies.choice import Question, Scoring, choose
+from sirchat.lab.studies.reading import ask
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.sirllm_files import MOVES_OF, find, move_files, moves, no_files

@@ -7,12 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sirchat.lab.studies.output import print_json, print_report, record_of, write_report
-from sirchat.lab.studies.progress import with_progress
-from sirchat.lab.studies.report import provenance, revision
+from sirchat.lab.progress import with_progress
+from sirchat.lab.studies.report import (
+    print_json,
+    print_report,
+    provenance,
+    record_of,
+    revision,
+    write_report,
+)
 from sirchat.lab.studies.results_log import Record, ResultsLog
-from sirchat.lab.studies.reuse import Extensible
-from sirchat.lab.studies.study import Study
+from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]

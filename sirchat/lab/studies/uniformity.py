@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sirchat.chat.session import Session
-from sirchat.lab.studies.asking import read
+from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Plot, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid

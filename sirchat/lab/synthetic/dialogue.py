@@ -13,17 +13,21 @@ from random import Random
 from sirchat.lab.synthetic import smalltalk as talk
 from sirchat.lab.synthetic import words as w
 from sirchat.lab.synthetic.facts import KINDS, STORY, FactKind, item_list
-from sirchat.lab.synthetic.messages import (
+from sirchat.lab.synthetic.rounds import (
     Key,
     Message,
     Round,
     Style,
     fill,
+    game,
+    knowledge,
     lower_start,
+    open_quiz,
+    quiz,
+    repeat_after_me,
     reply,
     spell,
 )
-from sirchat.lab.synthetic.rounds import game, knowledge, open_quiz, quiz, repeat_after_me
 
 UNTOLD = "You have not told me."
 LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")

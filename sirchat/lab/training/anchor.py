@@ -28,16 +28,18 @@ from transformers import (
 
 from sirchat.errors import SettingError, UsageError
 from sirchat.lab.synthetic.dialogue import Mix
-from sirchat.lab.training.anchor_rows import Row, TalkRows, TextRows, Writer
+from sirchat.lab.training.anchor_data import Row, TalkRows, TextRows, Writer
 from sirchat.lab.training.anchor_trainer import (
+    ENDLESS,
     AnchorTrainer,
     Attention,
+    Schedule,
     Step,
     StepCallback,
+    TrainingClock,
     collate,
 )
-from sirchat.lab.training.loss_history import LossHistory, checkpoint_losses
-from sirchat.lab.training.time_limit import ENDLESS, Schedule, TrainingClock
+from sirchat.lab.training.losses import LossHistory, checkpoint_losses
 from sirchat.models.model import gguf_parts, unloadable
 from sirchat.models.names import locate
 from sirchat.models.progress import quiet_libraries

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
-from sirchat.lab.training.anchor_rows import Row
-from sirchat.lab.training.ansan import block_mask, position_in_document, visible
-from sirchat.lab.training.loss_history import LossEntry, LossHistory, logged, mean_of_last
-from sirchat.lab.training.time_limit import Schedule, TrainingClock, learning_rate
+from sirchat.lab.training.anchor_data import Row
+from sirchat.lab.training.losses import LossEntry, LossHistory, logged, mean_of_last
+from sirchat.lab.training.masks import block_mask, position_in_document, visible
 
 Attention = Literal["sdpa", "flex"]
 """How attention is computed: SDPA with a dense mask, or flex attention with a block mask."""
@@ -171,3 +172,70 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             speed = (entry.tokens - tokens) / max(1e-9, entry.seconds - seconds)
             mean = mean_of_last(self._history.entries)
             self._show(Step(entry, state.max_steps, mean, speed))
+
+
+Schedule = Literal["constant", "cosine"]
+
+ENDLESS = 1_000_000
+"""Steps of a training that only time ends."""
+
+
+class TrainingClock:
+    """Seconds of training, those before it was resumed included.
+
+    Args:
+        limit: seconds that the training may take; None for any number.
+        before: the time at the end of each step of earlier runs.
+        now: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        limit: float | None = None,
+        before: Sequence[float] = (),
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._limit, self._now = limit, now
+        *_, second_last, self.seconds = (0.0, 0.0, *before)
+        self._last_step = self.seconds - second_last
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count, from the end of the last step."""
+        self._start = self._now() - self.seconds
+
+    def finish_step(self, device: torch.device | None = None) -> None:
+        """Read the time at the end of a step; processes that train together read the first's.
+
+        `device` is that of this process.
+        """
+        seconds = self._now() - self._start
+        if distributed.is_available() and distributed.is_initialized():
+            shared = torch.tensor(seconds, dtype=torch.float32, device=device)
+            distributed.broadcast(shared, src=0)
+            seconds = shared.item()
+        self._last_step, self.seconds = seconds - self.seconds, seconds
+
+    @property
+    def share(self) -> float:
+        """The share of the time that has passed, 0 to 1; 0 without a limit."""
+        return 0.0 if self._limit is None else min(1.0, self.seconds / self._limit)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over, or would be after another step as long as the last one."""
+        return self._limit is not None and self.seconds + self._last_step >= self._limit
+
+
+def learning_rate(
+    step: int, steps: int, warmup: int, schedule: Schedule, share: float = 0.0
+) -> float:
+    """The factor on the learning rate of step `step` (from 0): linear warm-up, then `schedule`.
+
+    `cosine` falls to 0 at the end of `steps`, or of the time, of which `share` has passed.
+    """
+    rising = min(1.0, step / warmup) if warmup else 1.0
+    if schedule == "constant":
+        return rising
+    passed = max(share, (step - warmup) / max(1, steps - warmup))
+    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, passed))))

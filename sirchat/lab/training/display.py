@@ -19,12 +19,19 @@ from rich.progress import (
 )
 
 from sirchat.errors import SettingError
-from sirchat.lab.training.loss_history import HISTORY, LAST, LossEntry, mean_of_last, read_losses
-from sirchat.lab.training.loss_plot import PLOT, draw_losses
+from sirchat.lab.progress import ProgressPace, duration
+from sirchat.lab.training.losses import (
+    HISTORY,
+    LAST,
+    PLOT,
+    LossEntry,
+    draw_losses,
+    mean_of_last,
+    read_losses,
+)
 from sirchat.lab.training.schedule import SIZES
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.models.progress import quiet_libraries
-from sirchat.text.duration import ProgressPace, duration
 
 if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix, draw_fact
 from sirchat.lab.synthetic.facts import KINDS, STORY, FactKind
-from sirchat.lab.synthetic.messages import Message, Style
+from sirchat.lab.synthetic.rounds import Message, Style
 from sirchat.lab.training.network import token_losses
 from sirchat.lab.training.rows import Rendered, Renderer, span_matches
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sirchat.lab.synthetic.dialogue import Mix
-from sirchat.lab.synthetic.messages import Speaker
+from sirchat.lab.synthetic.rounds import Speaker
 
 SizeName = Literal["micro", "small", "medium"]
 

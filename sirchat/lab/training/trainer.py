@@ -22,10 +22,10 @@ from sirchat.lab.training.checkpoint import (
     save_checkpoint,
     save_phase_start,
 )
-from sirchat.lab.training.gaps import draw_gaps
+from sirchat.lab.training.masks import draw_gaps
 from sirchat.lab.training.network import build_model, build_optimizers, token_losses, weighted_loss
 from sirchat.lab.training.probe import probe
-from sirchat.lab.training.rows import Batch, Renderer, span_matches
+from sirchat.lab.training.rows import Batch, Renderer, build_tokenizer, span_matches
 from sirchat.lab.training.schedule import (
     PHASES,
     RECIPE_STEPS,
@@ -35,7 +35,6 @@ from sirchat.lab.training.schedule import (
     SizeName,
     scheduled_step_at,
 )
-from sirchat.lab.training.tokenizer import build_tokenizer
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """A function like `token_losses`."""

@@ -16,9 +16,8 @@ from families import loaded
 from gguf_file import write_gguf
 from hostile_folder import hostile_modules
 from sirchat.errors import SettingError
-from sirchat.lab.bench.ratio import BenchOptions, some_ids
-from sirchat.lab.bench.shapes import bench_model
-from sirchat.lab.bench.sirllm import SirLLM
+from sirchat.lab.bench.peers import SirLLM
+from sirchat.lab.bench.ratio import BenchOptions, bench_model, some_ids
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from sirchat.lab.studies.bootstrap import clustered_mean, hierarchical_mean, paired_interval
+from sirchat.lab.studies.intervals import clustered_mean, hierarchical_mean, paired_interval
 
 
 def clusters(spread_between: float, spread_within: float, count: int = 8) -> list[list[float]]:

@@ -13,10 +13,15 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.lab.studies.chatter.dialogue import FactDialogue, draw_dialogue
-from sirchat.lab.studies.chatter.kinds import KINDS
-from sirchat.lab.studies.chatter.study import Chatter, asked, spans
-from sirchat.lab.studies.chatter.talk import Talk, read_talks, untokenized
+from sirchat.lab.studies.facts_in_dialogue.dialogue import (
+    FactDialogue,
+    Talk,
+    draw_dialogue,
+    read_talks,
+    untokenized,
+)
+from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
+from sirchat.lab.studies.facts_in_dialogue.study import Chatter, asked, spans
 from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
 from sirchat.models.model import load_model
 from sirchat.text.detokenizer import TokenTexts

@@ -27,10 +27,15 @@ from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.lab.studies.report import provenance
 from sirchat.lab.studies.side_by_side.compare import compare
-from sirchat.lab.studies.side_by_side.compared import Comparison, SettingResult, first_difference
-from sirchat.lab.studies.side_by_side.page import page_of
-from sirchat.lab.studies.side_by_side.report import draw, record_of
-from sirchat.lab.studies.side_by_side.rounds import Round, Rounds, rounds_of
+from sirchat.lab.studies.side_by_side.compared import (
+    Comparison,
+    Round,
+    Rounds,
+    SettingResult,
+    first_difference,
+    rounds_of,
+)
+from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.surprisal import PassResult
 from sirchat.text.transcript import TranscriptTurn, read_transcript

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from chatting import tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.context import Context
-from sirchat.lab.studies.perplexity import conversation, round_ids
+from sirchat.lab.studies.perplexity import Context, conversation, round_ids
 from sirchat.lab.studies.run import run_units
 from sirchat.text.template import Template
 

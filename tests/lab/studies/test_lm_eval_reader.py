@@ -16,7 +16,7 @@ from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, ModelError, UsageError
-from sirchat.lab.studies.lm_eval.reader import TextReader
+from sirchat.lab.studies.lm_eval.adapter import TextReader
 from sirchat.lab.studies.lm_eval.text import TextEncoder
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel

@@ -11,9 +11,8 @@ import pytest
 
 from chatting import session, tiny
 from sirchat.errors import SettingError
-from sirchat.lab.studies.asking import read
-from sirchat.lab.studies.long_talk import LongTalk, long_talks
-from sirchat.lab.studies.talk_rounds import read_talk, rounds_of
+from sirchat.lab.studies.long_talk import LongTalk, long_talks, read_talk, rounds_of
+from sirchat.lab.studies.reading import read
 from weeks_of_talk import locomo_entry, locomo_file, realtalk_folder
 
 

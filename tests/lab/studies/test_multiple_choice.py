@@ -20,9 +20,9 @@ from sirchat.config.profile import Profile
 from sirchat.engine.records import ContinuationScore
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, sirllm_files
-from sirchat.lab.studies.asking import read
 from sirchat.lab.studies.choice import Question, choose, most_likely, named_option
 from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.run import run_units
 from sirchat.text.template import Template
 

@@ -13,12 +13,11 @@ from chatting import session, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.asking import ask, read
-from sirchat.lab.studies.facts import Facts
+from sirchat.lab.studies.facts import Facts, Topics
 from sirchat.lab.studies.policies import Policies, without_each
+from sirchat.lab.studies.reading import ask, read
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.topics import Topics
 
 FULL = Profile(policy="full")
 SINK, ENTROPY, SALIENCE = (

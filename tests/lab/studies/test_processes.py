@@ -16,8 +16,8 @@ from command import run
 from fatal_study import Fatal
 from hostile_folder import hostile_modules
 from sirchat.errors import SettingError, SirchatError
-from sirchat.lab.studies.processes import run_in_processes
 from sirchat.lab.studies.study import RunUnit
+from sirchat.lab.studies.workers import run_in_processes
 from sirchat.models.model import LoadedModel, load_model
 
 

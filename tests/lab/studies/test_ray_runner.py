@@ -13,7 +13,7 @@ from chatting import babbler
 from command import run
 from fatal_study import Fatal
 from sirchat.errors import SettingError, SirchatError, UsageError
-from sirchat.lab.studies.ray_runner import Cluster, run_on_ray
+from sirchat.lab.studies.workers import Cluster, run_on_ray
 from sirchat.models.model import load_model
 
 ray = pytest.importorskip("ray")

@@ -13,10 +13,9 @@ from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.interval import wilson
-from sirchat.lab.studies.output import markdown, record_of
+from sirchat.lab.studies.intervals import wilson
 from sirchat.lab.studies.recall import KIND_NAMES, RecallDialogue, RecallStudy
-from sirchat.lab.studies.report import provenance
+from sirchat.lab.studies.report import markdown, provenance, record_of
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.synthetic.dialogue import UNTOLD
 from sirchat.lab.training.probe import PROBED

@@ -20,21 +20,17 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.anchor_attention import AnchorAttention
 from sirchat.lab.studies.attention import AttentionStudy
-from sirchat.lab.studies.context import Context
-from sirchat.lab.studies.facts import Facts
+from sirchat.lab.studies.facts import Facts, Topics
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.perplexity import Context, Perplexity
 from sirchat.lab.studies.policies import Policies
-from sirchat.lab.studies.privacy import Privacy
 from sirchat.lab.studies.recall import RecallStudy
 from sirchat.lab.studies.report import Report
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.retrieval import Retrieval
-from sirchat.lab.studies.reuse import WITHOUT_EFFECT
+from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import Cell, Grid, RunUnit, Study
-from sirchat.lab.studies.topics import Topics
+from sirchat.lab.studies.study import WITHOUT_EFFECT, Cell, Grid, RunUnit, Study
 from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
 

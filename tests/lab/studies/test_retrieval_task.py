@@ -19,11 +19,11 @@ from sirchat.lab.studies.needle import (
     needle_dialogue,
     scored_part,
 )
-from sirchat.lab.studies.privacy import Privacy
 from sirchat.lab.studies.retrieval import (
     BASE,
     EVERYTHING,
     FULL,
+    Privacy,
     Retrieval,
     cells,
 )

@@ -15,7 +15,7 @@ from chatting import tiny
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.lab.studies.interval import mean_interval
+from sirchat.lab.studies.intervals import mean_interval
 from sirchat.lab.studies.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.synthetic.rounds import BEATS, game

@@ -18,9 +18,19 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import repeatable, settings_of
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.output import draw, markdown, print_report, record_of, write_report
 from sirchat.lab.studies.perplexity import Perplexity
-from sirchat.lab.studies.report import Estimate, Plot, Report, Table, provenance
+from sirchat.lab.studies.report import (
+    Estimate,
+    Plot,
+    Report,
+    Table,
+    draw,
+    markdown,
+    print_report,
+    provenance,
+    record_of,
+    write_report,
+)
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import mean, share, share_over_seeds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sirchat.lab.studies.long_talk import TalkQuestion
-from sirchat.lab.studies.token_f1 import (
+from sirchat.lab.studies.talk_questions import (
     NOT_MENTIONED,
     abstains,
     multi_answer_f1,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import SettingError, TranscriptError
-from sirchat.lab.training.anchor_files import FileMessage, read_file
+from sirchat.lab.training.anchor_data import FileMessage, read_file
 
 ROUND = [FileMessage("user", "Hi."), FileMessage("assistant", "Hello.")]
 MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]

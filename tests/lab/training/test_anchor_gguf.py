@@ -17,10 +17,9 @@ import torch
 from chatting import babbler
 from gguf_file import write_gguf
 from sirchat.lab.training.anchor import AnchorOptions, prepare, train_anchors
-from sirchat.lab.training.anchor_trainer import Step
+from sirchat.lab.training.anchor_trainer import Step, TrainingClock
 from sirchat.lab.training.display import train_anchor_with_progress
-from sirchat.lab.training.loss_history import HISTORY, read_losses
-from sirchat.lab.training.time_limit import TrainingClock
+from sirchat.lab.training.losses import HISTORY, read_losses
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
 

@@ -19,7 +19,7 @@ from chatting import babbler, save_babbler, tiny
 from command import run
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.lab.synthetic.messages import Message
+from sirchat.lab.synthetic.rounds import Message
 from sirchat.lab.training.anchor import (
     TALK,
     AnchorOptions,
@@ -27,10 +27,10 @@ from sirchat.lab.training.anchor import (
     prepare,
     train_anchors,
 )
-from sirchat.lab.training.anchor_rows import TalkRows, TextRows, Writer, packed
+from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, weighted_sum
-from sirchat.lab.training.ansan import visible
-from sirchat.lab.training.loss_history import read_losses
+from sirchat.lab.training.losses import read_losses
+from sirchat.lab.training.masks import visible
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from sirchat.lab.synthetic.dialogue import Mix
-from sirchat.lab.synthetic.messages import Message
-from sirchat.lab.training.gaps import (
+from sirchat.lab.synthetic.rounds import Message
+from sirchat.lab.training.masks import (
     INFORMATIVE_NATS,
     MIN_BUDGET,
     RECENT,
@@ -23,9 +23,8 @@ from sirchat.lab.training.gaps import (
     visible_under_budget,
 )
 from sirchat.lab.training.network import build_model, token_losses, weighted_loss
-from sirchat.lab.training.rows import Batch, Renderer
+from sirchat.lab.training.rows import Batch, Renderer, build_tokenizer
 from sirchat.lab.training.schedule import SIZES
-from sirchat.lab.training.tokenizer import build_tokenizer
 
 MIX = Mix(tell=0.4, ask=0.4, repeat=0.0)
 TELL = Message("user", "I live in Oslo.", fact=("city", ""), value="Oslo")

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from sirchat.lab.training.display import report
-from sirchat.lab.training.loss_history import (
+from sirchat.lab.training.losses import (
     HISTORY,
+    PLOT,
     LossEntry,
     LossHistory,
     checkpoint_losses,
+    draw_losses,
     mean_of_last,
     read_losses,
 )
-from sirchat.lab.training.loss_plot import PLOT, draw_losses
 
 
 def entry(step: int) -> LossEntry:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from sirchat.lab.training.time_limit import Schedule, TrainingClock, learning_rate
+from sirchat.lab.training.anchor_trainer import Schedule, TrainingClock, learning_rate
 
 
 class Time:

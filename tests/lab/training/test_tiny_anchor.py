@@ -19,7 +19,7 @@ from sirchat.config.profile_files import resolve
 from sirchat.lab.studies.recall import RecallStudy
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.lab.training.anchor_rows import Writer
+from sirchat.lab.training.anchor_data import Writer
 from sirchat.lab.training.rows import Renderer
 from sirchat.lab.training.schedule import ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, ANCHOR_PHASES
 from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer

@@ -21,13 +21,11 @@ from sirchat.errors import ModelError, SettingError
 from sirchat.lab.synthetic import bank
 from sirchat.lab.synthetic.dialogue import UNTOLD, Dialogue, Mix, dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS, STORY, FactKind, made_up
-from sirchat.lab.synthetic.messages import Message, Style, fill
-from sirchat.lab.synthetic.rounds import quiz
+from sirchat.lab.synthetic.rounds import Message, Style, fill, quiz
 from sirchat.lab.training.network import build_model, token_losses
 from sirchat.lab.training.probe import PROBED, matches, probe, probe_dialogue
-from sirchat.lab.training.rows import Renderer, span_matches
+from sirchat.lab.training.rows import SPECIAL_TOKENS, Renderer, build_tokenizer, span_matches
 from sirchat.lab.training.schedule import COPYING, PHASES, RECIPE_STEPS, SIZES, scheduled_step_at
-from sirchat.lab.training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)

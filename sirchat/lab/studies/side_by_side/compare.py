@@ -7,21 +7,44 @@ setting continues with its own answers; then the ids differ, and only answers ar
 
 `full` is the reference until the model's context is full. After that no agreement is measured, and
 the setting with the largest budget gives the missing replies.
+
+How far a setting predicts the same as `full` is the KL divergence by token. A recording model
+reports the logits of every forward pass. The predictions with the full cache are held for one
+round, and compared with those under a budget as they are made. So memory never has the logits of
+more than one round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from itertools import chain
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.session import Session
 from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.errors import ContextFullError, UndoError
 from sirchat.lab.studies.report import setting_names
-from sirchat.lab.studies.side_by_side.compared import Comparison
-from sirchat.lab.studies.side_by_side.compared_session import ComparedSession, ReferenceRound
-from sirchat.lab.studies.side_by_side.rounds import Round, Rounds
+from sirchat.lab.studies.side_by_side.compared import (
+    Answer,
+    Comparison,
+    HeldSpans,
+    Round,
+    RoundResult,
+    Rounds,
+    SettingResult,
+    Token,
+    first_difference,
+)
+from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import PassResult
 
 
 def compare(
@@ -77,3 +100,260 @@ def _run_round(
         elif compared.is_open:
             reply = compared.continue_with_reply(round.user, reply, reference)
         advance()
+
+
+OnLogits = Callable[[int, Tensor], None]
+"""Called with the stream position of the first of m tokens, and their logits [m, V]."""
+
+
+@dataclass
+class ReferenceRound:
+    """Answer and predictions of `full` in the current round; None once `full` has ended."""
+
+    answer: Answer | None = None
+    predictions: Predictions | None = None
+
+
+class ComparedSession:
+    """Runs a transcript under one setting, round by round.
+
+    Args:
+        model: the model, which all compared sessions share.
+        setting: the profile.
+        name: the setting in a few words.
+        is_reference: whether this is `full`, which the others are compared with.
+
+    Attributes:
+        is_open: whether it continues: false once the context is full, or a turn can't be undone.
+        notes: messages for the reader.
+    """
+
+    def __init__(
+        self, model: LoadedModel, setting: Profile, name: str, *, is_reference: bool
+    ) -> None:
+        self._on_logits: OnLogits | None = None
+        self._cache: BoundedCache | None = None
+        self._session = Session(recording(model, self._on_pass), setting)
+        self._setting, self._name, self._is_reference = setting, name, is_reference
+        self._spans = HeldSpans()
+        self._nats: dict[int, float] = {}
+        self._rounds: list[RoundResult] = []
+        self.is_open = True
+        self.notes: list[str] = []
+        self._note(self._session.start())
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sort key: the reference first, then the largest budget first."""
+        return not self._is_reference, -self._session.budget
+
+    def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
+        """Answer a user turn, and continue with that answer."""
+        with self._ends_on_error(reference):
+            answer, events = self._ask(user)
+            self._note(events)
+            self._finish(answer, answer.text, range(0), reference)
+
+    def continue_with_reply(
+        self, user: str, reply: str | None, reference: ReferenceRound
+    ) -> str | None:
+        """Answer a user turn, undo that, and continue with `reply`, or with the answer if None.
+
+        Returns the text that it continued with, or `reply` if this session ends here.
+        """
+        with self._ends_on_error(reference):
+            answer, _ = self._ask(user)
+            self._undo()
+            text = answer.text if reply is None else reply
+            self._finish(answer, text, self._read(user, text, reference), reference)
+            return text
+        return reply
+
+    def result(self) -> SettingResult:
+        """The result, up to the last finished round."""
+        seen = self._rounds[-1].seen if self._rounds else 0
+        rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
+        tokens = tuple(
+            Token(row.id, row.text, row.turn, row.role, row.surprisal, self._nats.get(at), held)
+            for at, (row, held) in enumerate(zip(rows, spans, strict=True))
+        )
+        return SettingResult(self._name, self._setting, tuple(self._rounds), tokens)
+
+    def _ask(self, user: str) -> tuple[Answer, list[Event]]:
+        """Answer a user turn; returns the answer and all events."""
+        events = list(self._session.ask(user))
+        *read, reply = [event for event in events if isinstance(event, TurnDone)]
+        start = self._session.seen - reply.tokens_in - reply.tokens_out
+        rows = self._session.tokens(range(start, start + reply.tokens_out))
+        answer = Answer(
+            text=reply.text,
+            ids=tuple(row.id for row in rows),
+            tokens=tuple(row.text for row in rows),
+            finish=reply.finish,
+            tokens_in=sum(one.tokens_in for one in read),
+            seconds_in=sum(one.seconds_prefill for one in read),
+            seconds_out=reply.seconds_decode,
+        )
+        return answer, events
+
+    def _undo(self) -> None:
+        try:
+            self._session.undo()
+        except UndoError as error:
+            hint = "raise --archive-limit, or use --continue, which takes nothing back"
+            raise UndoError(str(error), hint=hint) from None
+
+    def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
+        """Read a round, and record its predictions or compare them with the reference.
+
+        Returns the positions read, or an empty range if there is nothing to compare with.
+        """
+        start, agreement = self._session.seen, None
+        if self._is_reference:
+            reference.predictions = Predictions(start)
+            self._on_logits = reference.predictions.add
+        elif reference.predictions is not None:
+            agreement = Agreement(reference.predictions)
+            self._on_logits = agreement.add
+        try:
+            self._note(chain(self._session.read_user(user), self._session.read_reply(reply)))
+        finally:
+            self._on_logits = None
+        read = range(start, self._session.seen)
+        if self._is_reference:
+            self._nats |= dict.fromkeys(read, 0.0)
+        elif agreement is not None:
+            self._nats |= agreement.nats
+        return read if reference.predictions is not None else range(0)
+
+    def _finish(
+        self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
+    ) -> None:
+        """Record a finished round; the KL divergence was `measured` at these positions."""
+        if self._is_reference:
+            reference.answer = answer
+        expected = reference.answer
+        differs_at = first_difference(expected.ids, answer.ids) if expected else None
+        turns = len(self._session.turns)
+        self._rounds.append(
+            RoundResult(
+                answer=answer,
+                reply=reply,
+                differs_at=differs_at,
+                same=differs_at is None if expected else None,
+                nats=_mean([self._nats[at] for at in measured]),
+                held=self._session.resident,
+                seen=self._session.seen,
+                shares=self._session.snapshot(strongest=0).turns,
+                turns=(turns - 2, turns - 1),
+                cache_bytes=self._cache.nbytes if self._cache is not None else 0,
+            )
+        )
+
+    @contextmanager
+    def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
+        """End this session, not the whole comparison, if it can't continue."""
+        try:
+            yield
+        except (ContextFullError, UndoError) as error:
+            self.is_open = False
+            where = f"{self._name} ends before user turn {len(self._rounds) + 1}"
+            why = error.args[0] if isinstance(error, ContextFullError) else str(error)
+            self.notes.append(f"{where}: {why}")
+            if self._is_reference:
+                reference.answer = reference.predictions = None
+                self.notes[-1] += "; from there on nothing is compared with it"
+
+    def _note(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._spans.note(event)
+            if isinstance(event, Notice):
+                self.notes.append(f"{self._name}: {event.text}")
+
+    def _on_pass(self, logits: Tensor, cache: BoundedCache) -> None:
+        self._cache = cache
+        if self._on_logits is not None:
+            self._on_logits(self._session.seen, logits)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+OnPass = Callable[[Tensor, BoundedCache], None]
+"""Called with the logits [m, V] and the cache of a forward pass, before the pass returns."""
+
+
+@dataclass(frozen=True)
+class RecordingModel(LoadedModel):
+    """A model that calls `on_pass` after every forward pass."""
+
+    on_pass: OnPass
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
+        """The model's own forward pass, reported to `on_pass`."""
+        logits = super().forward(ids, cache, **how)
+        self.on_pass(logits, cache)
+        return logits
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
+        """The same pass; surprisal and the last logits."""
+        return PassResult.of_logits(self.forward(ids, cache, **how), ids)
+
+
+def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
+    """The same model, weights shared, that calls `on_pass` after every forward pass."""
+    parts = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
+    return RecordingModel(**parts, on_pass=on_pass)
+
+
+class Predictions:
+    """The predictions with the full cache in one round, which starts at a stream position."""
+
+    def __init__(self, start: int) -> None:
+        self._end = start
+        self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
+
+    def add(self, position: int, logits: Tensor) -> None:
+        """Add logits [m, V] of the m tokens from `position` on; chunks come in order."""
+        self._chunks.append((position, torch.log_softmax(logits, -1)))
+        self._end = position + len(logits)
+
+    def at(self, start: int, count: int) -> Tensor:
+        """Log-probabilities [m, V] of `count` tokens from `start` on; fewer at the round's end."""
+        end = min(start + count, self._end)
+        return torch.cat(
+            [
+                rows[max(start - begin, 0) : max(end - begin, 0)]
+                for begin, rows in self._chunks
+                if begin < end and start < begin + len(rows)
+            ]
+        )
+
+
+class Agreement:
+    """Compares the predictions of a setting with those of the full cache in the same round."""
+
+    def __init__(self, predictions: Predictions) -> None:
+        self._predictions = predictions
+        self.nats: dict[int, float] = {}
+        """KL divergence of the next token's distribution, by position of the token before it."""
+
+    def add(self, position: int, logits: Tensor) -> None:
+        """Compare logits [m, V] of the m tokens from `position` on; newer ones replace older."""
+        found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
+        self.nats |= enumerate(found, position)
+
+
+def divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || other) in nats, [m], never below 0.
+
+    Args:
+        reference: log-probabilities [m, V].
+        logits: of the other distribution [m, V].
+    """
+    other = torch.log_softmax(logits, -1)
+    terms = reference.exp() * (reference - other)
+    # A token that is impossible in both has a logit of -inf, and must not give NaN.
+    return terms.nan_to_num(nan=0.0).sum(-1).clamp_min(0.0)

@@ -1,14 +1,110 @@
-"""The results of a comparison as plain values, for the terminal, JSON and the HTML page."""
+"""A transcript in rounds, and what a comparison found, as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sirchat.chat.events import Event, Evicted, Recalled, Restored
 from sirchat.chat.snapshot import TurnShare
 from sirchat.config.profile import Profile
-from sirchat.lab.studies.side_by_side.held_spans import Span
-from sirchat.lab.studies.side_by_side.rounds import Rounds
+from sirchat.errors import TranscriptError
+from sirchat.text.transcript import TranscriptTurn
+
+
+@dataclass(frozen=True)
+class Round:
+    """A user turn and the reply in the transcript; None without one."""
+
+    user: str
+    reply: str | None
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A whole transcript.
+
+    Attributes:
+        system: the system turn at its beginning, None without one.
+        rounds: the rounds; not empty.
+        notes: messages about turns that are left out.
+    """
+
+    system: str | None
+    rounds: tuple[Round, ...]
+    notes: tuple[str, ...]
+
+
+def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
+    """Pair the turns of a transcript, which errors call `name`, as `sirchat replay --feed` does.
+
+    A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
+    that follows no user turn, and for a transcript without user turns.
+    """
+    system, rounds, notes, previous = None, list[Round](), list[str](), ""
+    for turn in turns:
+        if turn.role == "user":
+            rounds.append(Round(turn.content, None))
+        elif turn.role == "assistant":
+            if previous != "user":
+                raise TranscriptError(
+                    f"{name}, line {turn.line}: an assistant turn must follow a user turn"
+                )
+            rounds[-1] = Round(rounds[-1].user, turn.content)
+        elif rounds:
+            notes.append(
+                f"{name}, line {turn.line}: a system turn after the first turn is left out"
+            )
+            continue  # a reply may still follow the user turn before it
+        else:
+            system = turn.content
+        previous = turn.role
+    if not rounds:
+        raise TranscriptError(f"{name} has no user turn", hint="there is nothing to compare")
+    return Rounds(system, tuple(rounds), tuple(notes))
+
+
+Span = tuple[int, int | None]
+"""Held while the tokens from one position to before the other were read; None: to the end."""
+
+
+class HeldSpans:
+    """The spans of every token, kept up to date by events; time is counted in tokens read."""
+
+    def __init__(self) -> None:
+        self._ended: dict[int, list[tuple[int, int]]] = {}
+        self._since: dict[int, int | None] = {}  # of tokens ever evicted; None while evicted
+
+    def note(self, event: Event) -> None:
+        """Record the tokens that an event evicts or restores."""
+        if isinstance(event, Evicted):
+            self._evict(event.positions, event.seen)
+        elif isinstance(event, Restored):
+            self._restore(event.positions, event.seen)
+        elif isinstance(event, Recalled):
+            self._evict(event.released, event.seen)
+            self._restore(event.positions, event.seen)
+
+    def spans(self, seen: int) -> list[tuple[Span, ...]]:
+        """For each of the first `seen` tokens, its spans in order; at least one."""
+        return [self._of(position) for position in range(seen)]
+
+    def _of(self, position: int) -> tuple[Span, ...]:
+        since = self._since.get(position, position)
+        now: tuple[Span, ...] = () if since is None else ((since, None),)
+        return (*self._ended.get(position, ()), *now)
+
+    def _evict(self, positions: Iterable[int], seen: int) -> None:
+        for position in positions:
+            since = self._since.get(position, position)
+            if since is not None:
+                self._ended.setdefault(position, []).append((since, seen))
+            self._since[position] = None
+
+    def _restore(self, positions: Iterable[int], seen: int) -> None:
+        for position in positions:
+            if self._since.get(position, position) is None:
+                self._since[position] = seen
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,14 @@
-"""A comparison as JSON, and as tables for the terminal."""
+"""A comparison as JSON, as tables for the terminal, and as one self-contained HTML page.
+
+The page is `page.html` with the JSON record in it; it needs no network and no other file. Its
+script inserts all text as text nodes, and its content security policy forbids it to load anything.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 
 from rich.console import RenderableType
@@ -153,3 +159,15 @@ def _token_columns(tokens: tuple[Token, ...]) -> Record:
 def _rounded(value: float | None) -> Any:
     """Rounded to five digits, since there are thousands of these."""
     return None if value is None else float(f"{value:.5g}")
+
+
+_PLACEHOLDER = "{{record}}"
+
+
+def page_of(record: Record) -> str:
+    """The page of a record, which is written in it as pure ASCII."""
+    template = files("sirchat.lab.studies.side_by_side").joinpath("page.html").read_text("utf-8")
+    # Only "<" could end the script element, or begin a comment in it.
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
+    before, _, after = template.partition(_PLACEHOLDER)
+    return before + data + after

@@ -1,14 +1,15 @@
-"""Progress of a study: lines in a log file, a bar in a terminal."""
+"""Progress of long work: lines in a log file, a bar in a terminal, times in words."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
 
+import pytest
 from rich.console import Console
 
 from command import run
-from sirchat.lab.studies.progress import with_progress
+from sirchat.lab.progress import duration, with_progress
 
 
 def lines_of(times: list[float], total: int, known: int = 0, *, terminal: bool = False) -> str:
@@ -62,3 +63,11 @@ def test_the_command_reports_to_stderr_only() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == ["dailydialog: 0 of 1", "dailydialog: 1 of 1"]
     assert " of 1\n" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59, "59 s"), (59.7, "1 min"), (3_599, "1 h 0 min"), (7_500, "2 h 5 min")],
+)
+def test_a_time_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -1,0 +1,241 @@
+"""Other programs as the other side of a ratio: llama.cpp, and SirLLM's released code.
+
+Each runs in a process of its own, with this Python or another one that has it. llama.cpp reads the
+same GGUF file through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
+github.com/Zoeyyao27/SirLLM) needs transformers 4.33. It has no loop that generates token by token:
+it reads whole turns, with the surprisal of each token, and evicts before each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from sirchat.errors import SettingError
+from sirchat.lab.bench.ratio import SHAPES, BenchOptions, some_ids
+from sirchat.models.model import LoadedModel
+from sirchat.models.names import locate
+
+
+class Worker:
+    """A running program that reads commands, a JSON list a line, and answers each with a number.
+
+    A context manager. Raises SettingError if it can't be started.
+
+    Args:
+        python: the Python that runs it.
+        program: the file of the program.
+    """
+
+    def __init__(self, python: str, program: Path) -> None:
+        self._command = [python, str(program)]
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            return subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True
+            )
+        except OSError as error:
+            raise SettingError(f"{self._command[0]!r} can't be run: {error.strerror}") from None
+
+    def ask(self, *command: object) -> float:
+        """The answer to a command; raises ChildProcessError if the process ends at it."""
+        pipes = self._process
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        with suppress(BrokenPipeError):
+            pipes.stdin.write(json.dumps(command) + "\n")
+            pipes.stdin.flush()
+        answer = pipes.stdout.readline()
+        if not answer:
+            raise ChildProcessError(f"it ended with {pipes.wait()} at {command[0]!r}")
+        return float(answer)
+
+    def restart(self) -> None:
+        """End the process, and start another one."""
+        self.close()
+        self._process = self._started()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
+
+
+class LlamaCpp(Worker):
+    """One process of llama-cpp-python with a loaded model; a context manager.
+
+    Some builds crash in the matrix instructions (AMX) of CPUs that have them; then it runs without
+    the rearranged weights that need these, and `note` says so.
+
+    Args:
+        path: a GGUF file.
+        rows: room in its cache.
+        python: a Python that has llama-cpp-python.
+        tries: whether to load with rearranged weights; what is tried, in turn.
+
+    Raises SettingError if it can't be run.
+
+    Attributes:
+        note: what is unusual about it, as text.
+        load: seconds that loading took.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows: int,
+        python: str = sys.executable,
+        tries: Sequence[bool] = (True, False),
+    ) -> None:
+        super().__init__(python, _PROGRAM)
+        load = ["load", str(path), torch.get_num_threads(), rows]
+        self._made = path, rows, python
+        self.note = ""
+        for self._rearranges in tries:
+            try:
+                self.load = self.ask(*load, self._rearranges)
+                self.ask("read", [1, 2, 3])
+                return
+            except ChildProcessError as error:
+                problem = str(error)
+            self.restart()
+            self.note = "llama.cpp without rearranged weights, with which it crashed here"
+        self.close()
+        raise SettingError(
+            f"{python} can't run llama-cpp-python on {path.name}: {problem}",
+            hint="pip install llama-cpp-python there",
+        )
+
+    def again(self) -> LlamaCpp:
+        """A new process with the same model, loaded in the way that worked."""
+        return LlamaCpp(*self._made, tries=[self._rearranges])
+
+    def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+        """Seconds per token of blocks that end at the cache's length, without end."""
+        ids = some_ids(model, options.cache)
+        start, block = ids[: -options.block], ids[-options.block :]
+        while True:
+            self.ask("read", start)
+            yield self.ask("decode", block) / options.block
+
+    def reading(self, ids: Sequence[int]) -> Iterator[float]:
+        """Seconds per token of reading ids into an empty cache, without end."""
+        while True:
+            yield self.ask("read", list(ids)) / len(ids)
+
+
+def gguf_of(name: str) -> Path | None:
+    """The file of a GGUF model; None for any other model."""
+    folder, options = locate(name)
+    return Path(folder) / options["gguf_file"] if options else None
+
+
+def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
+    """llama.cpp with a model, run by `python`; None if that is None and this Python lacks it.
+
+    Raises SettingError when a Python is named but the model is no GGUF file.
+    """
+    path = gguf_of(name) if name not in SHAPES else None
+    if python is None and (path is None or find_spec("llama_cpp") is None):
+        return nullcontext()
+    if path is None:
+        raise SettingError(
+            f"--llama-cpp needs a GGUF model, and {name!r} is none", hint="--model smollm2 is one"
+        )
+    return LlamaCpp(path, rows + 8, python or sys.executable)
+
+
+DECAY = 0.9
+_SIRLLM_PROGRAM = Path(__file__).with_name("sirllm_worker.py")
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Settings of transformers 4.33, too, on which time depends."""
+
+
+class SirLLM(Worker):
+    """SirLLM's code in a process of its own, with a model of random weights; a context manager.
+
+    Time doesn't depend on the weights.
+
+    Args:
+        python: a Python in which transformers 4.33 and a checkout of SirLLM are installed.
+
+    Raises SettingError if that Python can't be run.
+    """
+
+    def __init__(self, python: str) -> None:
+        super().__init__(python, _SIRLLM_PROGRAM)
+        self._python = python
+
+    def load(self, model: LoadedModel, held: int) -> None:
+        """Make a model of the same shape, on the same device, which holds so many tokens.
+
+        Raises SettingError if the model is no Llama, or SirLLM can't be run.
+        """
+        config = model.module.config
+        if config.model_type != "llama":
+            raise SettingError(
+                f"--sirllm can't compare a {config.model_type} model: SirLLM reads Llama models",
+                hint="--model smollm2, 135m and tiny are some",
+            )
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        try:
+            where = str(model.device), str(model.dtype).removeprefix("torch.")
+            self.ask("load", sizes, *where, torch.get_num_threads(), held, DECAY)
+        except ChildProcessError as error:
+            raise SettingError(
+                f"{self._python} can't run SirLLM's code: {error}",
+                hint="pip install transformers==4.33.0 'numpy<2' rouge CHECKOUT there",
+            ) from None
+
+    def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+        """Seconds per token of blocks of turns, read at a full cache, without end; after `load`."""
+        self.ask("read", turns(model, options, options.cache))
+        while True:
+            yield self.ask("read", turns(model, options, options.block)) / options.block
+
+
+def turns(model: LoadedModel, options: BenchOptions, count: int) -> list[list[int]]:
+    """So many ids, in turns of at most 32."""
+    size = min(32, options.block)
+    ids = some_ids(model, count)
+    return [ids[start : start + size] for start in range(0, count, size)]
+
+
+def sirllm_by(python: str | None) -> AbstractContextManager[SirLLM | None]:
+    """SirLLM's code, run by `python`; None without one."""
+    return nullcontext() if python is None else SirLLM(python)

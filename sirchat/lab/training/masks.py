@@ -1,0 +1,174 @@
+"""The attention mask of anchor-based attention (Anchor-based LLMs, equation 4).
+
+A sequence ends with its anchor. A token attends to its own sequence, and to the anchors of earlier
+sequences. An anchor attends to its own sequence only, so that its keys and values must represent
+all of it. Beyond the equation, documents in one row do not attend to each other; the first `sinks`
+tokens of a document are visible to all of it, as in a cache with sinks; and kept rows are visible
+like anchors (section 6.1, where the whole source text stays).
+
+Masks for training as if under a budget hide the tokens that a policy would evict. After evictions a
+model's cache has gaps. Trained on rows with such gaps, it learns to represent a fact in the tokens
+that are kept, and to recall a fact from the few tokens left of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from sirchat.lab.training.rows import Batch
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From indices of row, head, query and key: whether that query attends to that key."""
+
+
+def visible(
+    is_anchor: Tensor,
+    document: Tensor | None = None,
+    is_kept: Tensor | None = None,
+    *,
+    sinks: int = 0,
+) -> Tensor:
+    """The mask, bool [B, 1, T, T]: whether a token (third dimension) attends to another (fourth).
+
+    Args:
+        is_anchor: bool [B, T].
+        document: int [B, T], the number of each token's document; None for one in each row.
+        is_kept: bool [B, T], further visible tokens; None for none.
+        sinks: number of first tokens of each document that are visible to all of it.
+    """
+    rows, length = is_anchor.shape
+    document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
+    row = torch.arange(rows, device=is_anchor.device)[:, None, None, None]
+    at = torch.arange(length, device=is_anchor.device)
+    return _mask_function(is_anchor, document, is_kept, sinks)(row, row, at[:, None], at)
+
+
+def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
+    """The same mask as a block mask for flex attention, which skips empty blocks.
+
+    Building it still needs memory for a dense bool mask.
+    """
+    rows, length = is_anchor.shape
+    mask = _mask_function(is_anchor, document, None, sinks)
+    return create_block_mask(mask, rows, None, length, length, device=str(is_anchor.device))
+
+
+def _mask_function(
+    is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: int
+) -> MaskFunction:
+    # A new document also begins a new sequence.
+    sequence = sequences(is_anchor) + document * is_anchor.shape[1]
+    visible_later = is_anchor if is_kept is None else is_anchor | is_kept
+    is_sink = position_in_document(document) < sinks
+
+    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_sequence = sequence[row, query] == sequence[row, key]
+        earlier = ~is_anchor[row, query] & visible_later[row, key]
+        same_document = document[row, query] == document[row, key]
+        return (query >= key) & same_document & (same_sequence | earlier | is_sink[row, key])
+
+    return mask
+
+
+def sequences(is_anchor: Tensor) -> Tensor:
+    """The number of each token's sequence, int [B, T]; an anchor belongs to the one it ends."""
+    before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
+    return before
+
+
+def position_in_document(document: Tensor) -> Tensor:
+    """The position of each token in its document, int [B, T], from 0."""
+    length = document.shape[1]
+    at = torch.arange(length, device=document.device).expand_as(document)
+    begins = torch.ones_like(document, dtype=torch.bool)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]
+    return at - torch.where(begins, at, 0).cummax(1).values
+
+
+SINKS, RECENT = 4, 32
+MIN_BUDGET = 96
+RANDOM_SHARE = 0.15  # of rows that evict at random; the others evict the lowest surprisal
+INFORMATIVE_NATS = 0.7  # a value's token with lower surprisal can be guessed from the others
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """The attention mask of a batch, and its answers that the visible tokens can no longer give.
+
+    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another;
+    `lost` [rows, tokens + 1] marks the tokens of answers whose fact was evicted, as in `Batch`.
+    """
+
+    visible: Tensor
+    lost: Tensor
+
+
+def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
+    """Draw a budget for each row, and evict down to it at each user turn (token id `user`).
+
+    losses: [rows, tokens] in nats, of the tokens of `batch` except the first.
+    """
+    surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
+    ids, answer, fact = batch.ids.numpy(), batch.answer.numpy(), batch.fact.numpy()
+    rows, tokens = losses.shape
+    visible = np.zeros((rows, 1, tokens, tokens), bool)
+    lost = np.zeros((rows, tokens + 1), bool)
+    for i in range(rows):
+        turns = np.flatnonzero(ids[i, :tokens] == user)
+        budget = math.exp(rng.uniform(math.log(MIN_BUDGET), math.log(tokens / 2)))
+        is_random = rng.random() < RANDOM_SHARE
+        noise = np.array([rng.random() for _ in range(tokens)])
+        score = noise if is_random else surprisal[i, :tokens]
+        visible[i, 0] = visible_under_budget(score, turns, int(budget))
+        lost[i] = lost_answers(visible[i, 0], surprisal[i], answer[i], fact[i])
+    return Gaps(torch.from_numpy(visible), torch.from_numpy(lost))
+
+
+def visible_under_budget(
+    score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
+) -> NDArray[np.bool_]:
+    """The mask, [tokens, tokens], if the lowest scores are evicted at each of the `turns`.
+
+    Sinks and the most recent tokens are kept; evicted tokens never come back.
+    """
+    tokens = len(score)
+    visible = np.tri(tokens, dtype=bool)
+    held = np.ones(tokens, bool)
+    for turn in turns:
+        candidates = np.flatnonzero(held[SINKS : max(SINKS, turn - RECENT)]) + SINKS
+        excess = int(held[:turn].sum()) - budget
+        if excess <= 0:
+            continue
+        evicted = candidates[np.argsort(score[candidates], kind="stable")[:excess]]
+        held[evicted] = False
+        visible[turn:, evicted] = False
+    return visible
+
+
+def lost_answers(
+    visible: NDArray[np.bool_],
+    surprisal: NDArray[np.floating],
+    answer: NDArray[np.bool_],
+    fact: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Which tokens belong to an answer for which an informative token of the value is masked."""
+    lost = np.zeros(len(fact), bool)
+    for number in range(1, int(fact.max(initial=0)) + 1):
+        value: list[int] = []
+        for at in np.flatnonzero(fact == number).tolist():
+            if answer[at]:
+                seen = visible[at - 1]  # by the token that has to predict it
+                lost[at] = any(not seen[one] for one in value if surprisal[one] > INFORMATIVE_NATS)
+            else:  # if the fact is stated again, the newer value counts
+                value = [*value, at] if value and value[-1] == at - 1 else [at]
+    return lost
