@@ -85,13 +85,13 @@ class EventBuilder:
         ]
 
     def recalled(
-        self, turn: int, measure: str, scores: tuple[float, ...], released: Positions
+        self, turn: int, retriever: str, scores: tuple[float, ...], released: Positions
     ) -> Recalled:
         """Rows recalled for a turn, with their scores, and those `released` before."""
         positions = self.engine.contents.recalled_positions
         return Recalled(
             turn=turn,
-            measure=measure,
+            retriever=retriever,
             positions=tuple(positions.tolist()),
             scores=scores,
             released=tuple(released.tolist()),

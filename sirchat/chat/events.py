@@ -136,13 +136,13 @@ class Restored(Event):
 class Recalled(Event):
     """Archived tokens at these stream positions came back for turn `turn` and its reply.
 
-    `scores` say how well each fits, in units of the measure, weighted; what had come back for the
+    `scores` say how well each fits, in units of the retriever, weighted; what had come back for the
     turn before, at `released`, has left. With scope layer a position may be back in some layers.
     """
 
     kind: ClassVar[str] = "recall"
     turn: int
-    measure: str
+    retriever: str
     positions: tuple[int, ...]
     scores: tuple[float, ...]
     released: tuple[int, ...]

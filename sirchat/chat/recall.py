@@ -21,7 +21,7 @@ from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
-from sirchat.memory.recall import BY_TURN
+from sirchat.memory.recall import retriever
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
 
@@ -65,7 +65,7 @@ class TurnRecall:
         engine.contents.clear_reserve()
         try:
             words = None
-            if recall.measure in BY_TURN:
+            if retriever(recall.retriever).needs_words:
                 words = self._words.scores([one.text for one in turns], text)
             found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
@@ -79,7 +79,7 @@ class TurnRecall:
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if len(chosen) or len(released):
             events.append(
-                self._builder.recalled(turn.tally.index, recall.measure, scores, released)
+                self._builder.recalled(turn.tally.index, recall.retriever, scores, released)
             )
         return events
 

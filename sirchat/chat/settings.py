@@ -17,7 +17,8 @@ from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.recall import RecallSettings
+from sirchat.memory.recall import retriever
+from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.model import (
     LoadedModel,
     caches_latents,
@@ -123,11 +124,12 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
 def _recall(profile: Profile) -> RecallSettings | None:
     if profile.recall == "off":
         return None
+    chosen = retriever(profile.recall)
     return RecallSettings(
-        measure=profile.recall,
-        weight=profile.recall_weight,
+        retriever=profile.recall,
+        weight=profile.recall_weight if chosen.takes_weight else "none",
         n=profile.recall_n,
-        soft=profile.recall_soft and profile.recall == "attention",
+        soft=profile.recall_soft and chosen.takes_soft,
         span=profile.recall_span,
         scope=profile.recall_scope,
         query=profile.recall_query,
@@ -161,12 +163,12 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
             f"{source}: positions can't be stream when recall_scope is layer",
             hint="choose positions cache, or recall_scope token",
         )
-    if profile.recall != "attention":
+    if profile.recall == "off" or not retriever(profile.recall).needs_queries:
         return
     try:
         require_comparable_queries(model)
     except ModelError as error:
-        raise SettingError(f"{source}: recall can't be attention: {error}") from None
+        raise SettingError(f"{source}: recall can't be {profile.recall}: {error}") from None
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:

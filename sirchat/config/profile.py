@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.memory import policies
+from sirchat.memory import policies, recall
 
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
@@ -27,11 +27,6 @@ FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 
 LEAST_TEMPERATURE = 0.01
 """Least temperature above 0; it takes the most likely token nearly always."""
-
-BEST_RECALL = "hybrid"
-"""The retriever that `recall: on` stands for: it restored most of what real questions needed."""
-
-_BY_WORDS = ("hybrid", "bm25")  # retrievers that compare the words of a turn
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
 """The names of renamed settings, by their former names."""
@@ -195,12 +190,10 @@ class Profile(BaseModel):
     archive_limit: str = Field(
         default="1GiB", description="Most memory or disk space for the archive, such as 512MiB."
     )
-    recall: Literal[
-        "off", "hybrid", "bm25", "attention", "mips", "cosine", "cosine-pairwise", "random"
-    ] = Field(
+    recall: str = Field(
         default="off",
         description="Restore archived tokens for each turn, chosen by this retriever; "
-        f"on is {BEST_RECALL}.",
+        f"on is {recall.BEST}.",
     )
     recall_n: int = Field(
         default=200,
@@ -301,9 +294,16 @@ class Profile(BaseModel):
     @classmethod
     def _on_or_off(cls, value: object) -> object:
         """`on` and `off`, which a YAML file may also give as true and false."""
-        return {"on": BEST_RECALL, "true": BEST_RECALL, "false": "off"}.get(
+        return {"on": recall.BEST, "true": recall.BEST, "false": "off"}.get(
             str(value).lower(), value
         )
+
+    @field_validator("recall")
+    @classmethod
+    def _known_retriever(cls, name: str) -> str:
+        if name == "off" or recall.is_retriever(name):
+            return name
+        raise PydanticCustomError("recall", "unknown retriever")
 
     @field_validator("temperature")
     @classmethod
@@ -322,26 +322,33 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Profile:
-        least, recall = self.sinks + _MIN_EVICTABLE, self.recall
+        least = self.sinks + _MIN_EVICTABLE
         if self.budget < least:
             rule = f"budget ({self.budget}) must be at least sinks + {_MIN_EVICTABLE} ({least})"
             raise _conflict(rule, "budget", "sinks")
         if self.recent > self.budget:
             rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"
             raise _conflict(rule, "recent", "budget")
-        if recall != "off" and self.archive == "off":
-            rule = "recall needs an archive: archive=ram or archive=disk"
-            raise _conflict(rule, "recall", "archive")
-        if recall in (*_BY_WORDS, "attention") and self.recall_query == "recent":
-            rule = f"recall {recall} requires recall_query=turn"
-            raise _conflict(rule, "recall", "recall_query")
-        if recall in _BY_WORDS and self.recall_scope == "layer":
-            rule = f"recall {recall} requires recall_scope=token: it compares words, not layers"
-            raise _conflict(rule, "recall", "recall_scope")
         if self.recall_index == "on" and self.recall_scope == "layer":
             rule = "recall_index=on requires recall_scope=token"
             raise _conflict(rule, "recall_index", "recall_scope")
+        if self.recall != "off":
+            self._require_what_recall_needs()
         return self
+
+    def _require_what_recall_needs(self) -> None:
+        chosen = recall.retriever(self.recall)
+        if self.archive == "off":
+            rule = "recall needs an archive: archive=ram or archive=disk"
+            raise _conflict(rule, "recall", "archive")
+        if self.recall_query == "recent" and (chosen.needs_queries or chosen.needs_words):
+            rule = f"recall {self.recall} requires recall_query=turn"
+            raise _conflict(rule, "recall", "recall_query")
+        if self.recall_scope == "layer" and chosen.needs_words:
+            rule = (
+                f"recall {self.recall} requires recall_scope=token: it compares words, not layers"
+            )
+            raise _conflict(rule, "recall", "recall_scope")
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:

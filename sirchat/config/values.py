@@ -16,7 +16,7 @@ import yaml
 
 from sirchat.config.profile import FORMER_NAMES, LEAST_TEMPERATURE, Profile
 from sirchat.errors import SettingError, format_value, nearest
-from sirchat.memory import policies
+from sirchat.memory import policies, recall
 
 _SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
@@ -197,6 +197,8 @@ def choices(key: str) -> list[str]:
     """The allowed values of a setting, if they can be listed; `on` and `off` for a boolean."""
     if key == "policy":
         return policy_choices()
+    if key == "recall":
+        return ["off", "on", *recall.retriever_names()]
     kinds = setting_types(key)
     if bool in kinds:
         return ["on", "off"]
@@ -207,6 +209,8 @@ def allowed(key: str) -> str:
     """The allowed values of a setting in words: `a number, above 0 and at most 1, or null`."""
     if key == "policy":
         return f"one of {', '.join(policy_choices())}, or package.module:Class"
+    if key == "recall":
+        return f"one of {', '.join(choices(key))}"
     if key == "temperature":
         return f"0, or a number, at least {LEAST_TEMPERATURE} and at most 10"
     if key == "archive_limit":

@@ -27,7 +27,7 @@ from sirchat.engine.records import (
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.ledger import Flag, HeldRows
-from sirchat.memory.recall import choose
+from sirchat.memory.retrieval import choose
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 

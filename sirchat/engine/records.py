@@ -13,7 +13,7 @@ from torch import Tensor
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.recall import RecallSettings
+from sirchat.memory.retrieval import RecallSettings
 
 Positions = NDArray[np.int64]
 

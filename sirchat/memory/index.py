@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.recall import Query, RecallSettings, pair, unit
+from sirchat.memory.recall import retriever
+from sirchat.memory.recall.base import SimilarityRetriever
+from sirchat.memory.retrieval import Query, RecallSettings, pair
 from sirchat.memory.segments import Positions, Rows
 
 if TYPE_CHECKING:
@@ -31,8 +33,7 @@ AUTO_INDEX_ROWS = 100_000
 HITS, PROPOSALS = 320, 16_384
 """Least number of rows that each query vector proposes, and number that all propose together."""
 
-_PROBES = {"attention": 64, "mips": 256, "cosine": 256, "cosine-pairwise": 512}  # lists searched
-_INDEXED_SETTINGS = ("measure", "weight", "soft")
+_INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows added at once
 
@@ -46,10 +47,10 @@ def is_available() -> bool:
 
 
 class Index:
-    """A search index over archived rows, for one measure and weight.
+    """A search index over archived rows, for one retriever and weight.
 
     Args:
-        recall: the measure, weight and softening that it serves.
+        recall: the retriever, weight and softening that it serves.
         rotations: one entry per layer of the model.
     """
 
@@ -116,7 +117,7 @@ class Index:
         self._vectors = Vectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
         samples = self._vectors.of_rows(rows, _nats(rows, surprisal_of))
-        probes = _PROBES[self._recall.measure]
+        probes = retriever(self._recall.retriever).index_probes
         self._parts = [Nearest(sample, len(positions), probes) for sample in samples]
         self._has[:] = False
         self._learnt = len(positions)
@@ -194,10 +195,10 @@ class Axes:
 
 
 class Vectors:
-    """Makes the vectors of rows and queries for one measure and weight.
+    """Makes the vectors of rows and queries for one retriever and weight.
 
     Args:
-        recall: measure, weight and softening.
+        recall: retriever, weight and softening.
         rotations: one entry per layer of the model.
         like: rows of the same model, which give the number of heads and dimensions.
 
@@ -208,18 +209,18 @@ class Vectors:
     def __init__(
         self, recall: RecallSettings, rotations: Sequence[LayerRotation], like: Rows
     ) -> None:
-        self._measure = recall.measure
+        self._retriever = retriever(recall.retriever)
         self._is_weighted = recall.weight == "surprisal"
         self._power = 2.0 if recall.soft else 1.0  # of the surprisal
         self._rotations = rotations
         shapes = [like.tensors[2 * n].shape for n in range(len(rotations))]
         every = [(layer, head) for layer, shape in enumerate(shapes) for head in range(shape[0])]
         self.heads = _evenly(every, self._max_heads(like))
-        self._dims = _divide_dims(len(self.heads) if self._measure == "attention" else 1)
+        self._dims = _divide_dims(len(self.heads) if self._retriever.needs_queries else 1)
         self._axes: list[Axes] = []
 
     def _max_heads(self, like: Rows) -> int:
-        if self._measure == "attention":
+        if self._retriever.needs_queries:
             return DIMS // _MIN_DIMS
         widest = max(int(tensor.shape[2]) for tensor in like.tensors)
         return max(1, _MAX_RAW_DIMS // (2 * widest))
@@ -236,7 +237,7 @@ class Vectors:
         parts = [axes.of_rows(raw) for axes, raw in zip(self._axes, self._raw(rows), strict=True)]
         if not self._is_weighted:
             return parts
-        if self._measure == "attention":
+        if self._retriever.needs_queries:
             return [_append(part, nats.clamp_min(_MIN_NATS).log()) for part in parts]
         return [_append(part * nats[:, None], nats) for part in parts]
 
@@ -245,7 +246,7 @@ class Vectors:
 
         Raises LookupError when `attention` has no queries that match the cached keys.
         """
-        if self._measure == "attention":
+        if self._retriever.needs_queries:
             return self._projected_queries(query, self._power)
         wanted = self._similarity_query(query)
         projected = wanted @ self._axes[0].main
@@ -258,7 +259,7 @@ class Vectors:
 
         These rows dominate the softmax's sum. Empty where `of_query` finds them, too.
         """
-        if self._measure != "attention" or not self._is_weighted:
+        if not self._retriever.needs_queries or not self._is_weighted:
             return []
         return self._projected_queries(query, 0.0)
 
@@ -273,16 +274,16 @@ class Vectors:
     def _raw(self, rows: Rows) -> list[Tensor]:
         """Vectors [n, D] before projection, one for each part."""
         pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
-        if self._measure == "attention":
+        if self._retriever.needs_queries:
             return [pairs[layer][0][head] for layer, head in self.heads]
         parts = [tensor[head] for layer, head in self.heads for tensor in pairs[layer]]
         return [torch.cat(parts, dim=1)]
 
     def _pair(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [H, n, D] as the measure compares them."""
+        """A layer's keys and values [H, n, D] as the retriever compares them."""
         keys, values = pair(layer, rows, self._rotations[layer])
-        if self._measure.startswith("cosine"):
-            keys, values = unit(keys), unit(values)
+        if isinstance(self._retriever, SimilarityRetriever):
+            keys, values = self._retriever.vectors(keys, values)
         return keys.cpu(), values.cpu()
 
     def _head_queries(self, query: Query, layer: int, head: int) -> Tensor:
@@ -294,12 +295,12 @@ class Vectors:
 
     def _similarity_query(self, query: Query) -> Tensor:
         """The query's keys and values of the chosen heads, [m, D] or their mean [1, D]."""
-        parts = []
+        if not isinstance(self._retriever, SimilarityRetriever):
+            raise TypeError("a search index needs queries, or a retriever by similarity")
+        parts: list[Tensor] = []
         for layer, head in self.heads:
-            for tensor in pair(layer, query.rows, self._rotations[layer]):
-                rows = tensor[head]
-                wanted = rows if self._measure == "cosine-pairwise" else rows.mean(0)[None]
-                parts.append(wanted if self._measure == "mips" else unit(wanted))
+            keys, values = pair(layer, query.rows, self._rotations[layer])
+            parts += self._retriever.vectors_of_query(keys[head], values[head])
         return torch.cat(parts, dim=1).cpu() / (2 * len(self.heads))
 
 

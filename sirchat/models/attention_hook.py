@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.recall import LayerQueries, unrotated
+from sirchat.memory.retrieval import LayerQueries, unrotated
 
 _NAME = "sirchat_hooked_"
 

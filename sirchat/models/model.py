@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.recall import LayerQueries
+from sirchat.memory.retrieval import LayerQueries
 from sirchat.models.attention_hook import (
     AttentionObserver,
     QueryRecorder,

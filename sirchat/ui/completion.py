@@ -16,6 +16,7 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
+from sirchat.memory import recall
 from sirchat.memory.policies import policy_class
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
@@ -134,9 +135,7 @@ class SlashCompleter(Completer):
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
-            yield from ((value, "") for value in choices(setting))
-            if setting == "recall":
-                yield "on", "the measure that recalls best"
+            yield from ((value, _value_help(setting, value)) for value in choices(setting))
 
 
 def _saved_chats() -> Iterator[Selection]:
@@ -159,6 +158,18 @@ def _drawing() -> Iterator[Selection]:
 def _policy_help(name: str) -> str:
     try:
         text = policy_class(name).__doc__ or ""
+    except SirchatError as error:
+        text = str(error)
+    return displayable_line(text.strip().split("\n\n")[0])
+
+
+def _value_help(setting: str, value: str) -> str:
+    if setting != "recall" or value == "off":
+        return ""
+    if value == "on":
+        return f"the one that restores best: {recall.BEST}"
+    try:
+        text = recall.retriever(value).__doc__ or ""
     except SirchatError as error:
         text = str(error)
     return displayable_line(text.strip().split("\n\n")[0])

@@ -19,9 +19,9 @@ from sirchat.errors import SettingError
 TOLD = "Our zebra is called Quixbert."
 
 
-def chat(measure: str, **settings: Any) -> Session:
+def chat(retriever: str, **settings: Any) -> Session:
     """A long chat whose second turn told something; it is no longer held."""
-    one = session(babbler(), policy="sink", budget=96, recall=measure, recall_n=40, **settings)
+    one = session(babbler(), policy="sink", budget=96, recall=retriever, recall_n=40, **settings)
     for text in ("Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6):
         list(one.read_user(text))
         list(one.read_reply("Fine, thank you."))
@@ -36,15 +36,15 @@ def ask(one: Session, text: str) -> str:
     return "".join(row.text for row in one.tokens(came.positions))
 
 
-@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
-def test_what_was_told_comes_back_whole_to_a_question_with_its_word(measure: str) -> None:
-    one = chat(measure)
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+def test_what_was_told_comes_back_whole_to_a_question_with_its_word(retriever: str) -> None:
+    one = chat(retriever)
     assert TOLD in ask(one, "What is the name of Quixbert's species?")
 
 
-@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
-def test_tokens_of_the_template_take_no_room(measure: str) -> None:
-    one = chat(measure)
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+def test_tokens_of_the_template_take_no_room(retriever: str) -> None:
+    one = chat(retriever)
     ask(one, "Quixbert")
     assert "template" not in {row.role for row in one.tokens(list(one.recalled))}
 
@@ -60,9 +60,9 @@ def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> Non
     assert one.turns[best].text == TOLD
 
 
-@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
-def test_an_undone_recall_happens_again_as_it_was(measure: str) -> None:
-    one = chat(measure)
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
+    one = chat(retriever)
     before = contents(one._engine)
     first = ask(one, "Who is Quixbert?"), list(one.recalled.values())
     then = contents(one._engine)
@@ -87,7 +87,7 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert set(one.recalled.values()) == {0.0}
 
 
-@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -97,13 +97,13 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     ],
 )
 def test_settings_that_do_not_go_with_words_are_refused(
-    measure: str, settings: dict[str, object], words: str
+    retriever: str, settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(SettingError, match=words):
-        changed(Profile(), "/set", recall=measure, **settings)
+        changed(Profile(), "/set", recall=retriever, **settings)
 
 
 @pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
-@pytest.mark.parametrize("measure", ["bm25", "hybrid"])
-def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, measure: str) -> None:
-    check_recall(changed(Profile(), "flag", recall=measure), loaded(family), "--recall")
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
+    check_recall(changed(Profile(), "flag", recall=retriever), loaded(family), "--recall")

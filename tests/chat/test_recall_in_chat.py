@@ -46,15 +46,15 @@ def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> No
     with pytest.raises(SettingError, match="recall can't be attention") as error:
         check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
     assert "mips" in str(error.value)
-    engine, _ = talked(memory(measure="mips"), rounds=5, family=family)
+    engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)
     assert engine.contents.recalled
 
 
 def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
-    engine, model = talked(memory(measure="mips"), rounds=6, family="deepseek-mla")
-    list(engine.contents.switch(memory(measure="attention")))
+    engine, model = talked(memory(retriever="mips"), rounds=6, family="deepseek-mla")
+    list(engine.contents.switch(memory(retriever="attention")))
     before = contents(engine)
-    with pytest.raises(LookupError, match="cached keys"):
+    with pytest.raises(LookupError, match="KV cache"):
         find(engine, model, some_ids(9, 5), 9)
     assert same(contents(engine), before)
 
@@ -101,7 +101,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     [
         ({"recall": "mips", "archive": "off"}, "needs an archive"),
         ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall": "words"}, "one of off, hybrid, bm25"),
+        ({"recall": "words"}, "one of off, on, attention, bm25"),
         ({"recall_n": 0}, "at least 1"),
     ],
 )

@@ -31,7 +31,7 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.sink import Sink
 from sirchat.memory.policies.snapkv import Snapkv
-from sirchat.memory.recall import RecallSettings
+from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult

@@ -13,10 +13,9 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.engine.search import search
 from sirchat.memory.ledger import Role, State
-from sirchat.memory.recall import Measure
 from sirchat.models.model import LoadedModel
 
-MEASURES: list[Measure] = ["bm25", "hybrid"]
+RETRIEVERS: list[str] = ["bm25", "hybrid"]
 ROUNDS = 8
 
 
@@ -28,19 +27,19 @@ def find(
     return search(engine, model, ids, roles, turn, np.array([*words, 0.0]))
 
 
-def listened(policy: str, measure: Measure, family: str = "llama") -> tuple[Engine, LoadedModel]:
+def listened(policy: str, retriever: str, family: str = "llama") -> tuple[Engine, LoadedModel]:
     """An engine that has evicted most of its turns, without recall until then."""
-    engine, model = talked(memory(policy, measure="mips"), rounds=ROUNDS, family=family)
-    engine.contents.switch(memory(policy, measure=measure))
+    engine, model = talked(memory(policy, retriever="mips"), rounds=ROUNDS, family=family)
+    engine.contents.switch(memory(policy, retriever=retriever))
     engine.contents.clear_reserve()
     return engine, model
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-mla", "falcon"])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_the_turn_with_the_words_comes_back_whole(measure: Measure, family: str) -> None:
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_the_turn_with_the_words_comes_back_whole(retriever: str, family: str) -> None:
     """Under `hybrid` too, on models whose queries can't be recorded: it compares keys."""
-    engine, model = listened("sink", measure, family)
+    engine, model = listened("sink", retriever, family)
     found = find(engine, model, [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found is not None
     engine.contents.fill_reserve(found)
@@ -54,14 +53,14 @@ def test_the_turn_with_the_words_comes_back_whole(measure: Measure, family: str)
 @settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(["sink", "entropy", "reservoir"]),
-    measure=st.sampled_from(MEASURES),
+    retriever=st.sampled_from(RETRIEVERS),
     words=st.lists(st.floats(0, 30), min_size=ROUNDS, max_size=ROUNDS),
     count=st.integers(1, 40),
 )
 def test_a_search_finds_what_is_archived_and_leaves_no_trace(
-    policy: str, measure: Measure, words: list[float], count: int
+    policy: str, retriever: str, words: list[float], count: int
 ) -> None:
-    engine, model = listened(policy, measure)
+    engine, model = listened(policy, retriever)
     before, rows = contents(engine), engine.ledger.rows()
     archived = np.flatnonzero(rows["state"] == State.ARCHIVED)
     found = find(engine, model, words, some_ids(60, count))
@@ -72,7 +71,7 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     again = find(engine, model, words, some_ids(60, count))
     assert again is not None
     assert found.scores.tolist() == again.scores.tolist()
-    if measure == "bm25":
+    if retriever == "bm25":
         assert found.positions.tolist() == archived.tolist()
     turns = rows["turn"][found.positions]
     for turn in np.unique(turns):
@@ -90,8 +89,8 @@ def test_by_words_nothing_is_read() -> None:
         assert find(engine, model, [1.0] * ROUNDS) is not None
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_search_by_words_needs_the_words(measure: Measure) -> None:
-    engine, model = listened("sink", measure)
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_a_search_by_words_needs_the_words(retriever: str) -> None:
+    engine, model = listened("sink", retriever)
     with pytest.raises(ValueError, match="scores"):
         search(engine, model, some_ids(50, 5), [Role.USER] * 5, TurnRef(ROUNDS, ROUNDS))

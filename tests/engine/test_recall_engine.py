@@ -21,11 +21,11 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import Measure, RecallSettings, Scope
+from sirchat.memory.retrieval import RecallSettings, Scope
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 
-MEASURES: list[Measure] = ["mips", "cosine", "cosine-pairwise", "attention"]
+RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise", "attention"]
 
 
 def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tensor:
@@ -44,7 +44,7 @@ def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tens
 
 
 def by_the_equations(
-    measure: str, ours: Rows, theirs: Rows, model: LoadedModel
+    retriever: str, ours: Rows, theirs: Rows, model: LoadedModel
 ) -> list[list[float]]:
     """Equations (1) to (3) of the paper, entry by entry: one list for each layer."""
     found = []
@@ -54,15 +54,15 @@ def by_the_equations(
         row = []
         for i in range(len(theirs)):
             alike = []
-            for j in range(len(ours) if measure == "cosine-pairwise" else 1):
+            for j in range(len(ours) if retriever == "cosine-pairwise" else 1):
                 heads = []
                 for head in range(len(query[0])):
                     total = 0.0
                     for mine, their in zip(query, evicted, strict=True):
-                        a = mine[head, j] if measure == "cosine-pairwise" else mine[head].mean(0)
+                        a = mine[head, j] if retriever == "cosine-pairwise" else mine[head].mean(0)
                         b = their[head, i]
                         dot = sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
-                        size = 1.0 if measure == "mips" else float(a.norm() * b.norm())
+                        size = 1.0 if retriever == "mips" else float(a.norm() * b.norm())
                         total += dot / size / 2
                     heads.append(total)
                 alike.append(sum(heads) / len(heads))
@@ -101,16 +101,16 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "deepseek-mla"])
 @pytest.mark.parametrize("scope", ["token", "layer"])
-@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
+@pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_what_comes_back_is_what_the_equations_choose(
-    family: str, scope: Scope, measure: Measure
+    family: str, scope: Scope, retriever: str
 ) -> None:
-    engine, model = talked(memory(measure=measure, scope=scope), family=family)
+    engine, model = talked(memory(retriever=retriever, scope=scope), family=family)
     engine.contents.clear_reserve()
     ids = some_ids(99, 12)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
-    layers = by_the_equations(measure, ours, theirs, model)
+    layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
     engine.contents.fill_reserve(found)
@@ -138,9 +138,9 @@ def test_what_comes_back_is_what_the_equations_choose(
         assert are_the_best([scores[n] for n in still], chosen, 30)
 
 
-@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
-def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measure) -> None:
-    engine, model = talked(memory(measure=measure, query="recent"))
+@pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
+def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
+    engine, model = talked(memory(retriever=retriever, query="recent"))
     engine.contents.clear_reserve()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
@@ -152,14 +152,14 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(measure: Measur
     assert engine.cache.length == passes
     assert found is not None
     for block in blocks:
-        layers = by_the_equations(measure, ours, block, model)
+        layers = by_the_equations(retriever, ours, block, model)
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
         at = np.searchsorted(found.positions, block.positions)
         np.testing.assert_allclose(found.scores[torch.from_numpy(at)], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_what_the_queries_would_look_at() -> None:
-    engine, model = talked(memory(measure="attention"))
+    engine, model = talked(memory(retriever="attention"))
     engine.contents.clear_reserve()
     ids = some_ids(99, 7)
     asked: dict[int, Tensor] = {}
@@ -189,10 +189,10 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["token", "layer"])
-@pytest.mark.parametrize("measure", [*MEASURES, "random"])
+@pytest.mark.parametrize("retriever", [*RETRIEVERS, "random"])
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
-def test_a_search_leaves_everything_as_it_was(policy: str, measure: Measure, scope: Scope) -> None:
-    engine, model = talked(memory(policy, measure=measure, scope=scope))
+def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope: Scope) -> None:
+    engine, model = talked(memory(policy, retriever=retriever, scope=scope))
     engine.contents.clear_reserve()
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
@@ -205,8 +205,8 @@ def test_a_search_leaves_everything_as_it_was(policy: str, measure: Measure, sco
     assert torch.equal(engine.logits, logits)
 
 
-@pytest.mark.parametrize("measure", ["mips", "attention"])
-def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> None:
+@pytest.mark.parametrize("retriever", ["mips", "attention"])
+def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> None:
     small, model = talked(memory("sink", 64, n=1), rounds=6)
     never = Engine(model, CacheSettings(policy_class("sink")(), 1000))
     for turn in range(6):
@@ -218,8 +218,8 @@ def test_everything_brought_back_is_as_if_nothing_had_left(measure: Measure) -> 
     list(roomy.contents.switch(memory("sink", 24, n=1)))
     assert small.resident <= 64
     assert roomy.resident < 30
-    list(roomy.contents.switch(memory("sink", 700, n=500, measure=measure)))
-    list(roomy.contents.switch(memory("sink", 524, n=500, measure=measure)))
+    list(roomy.contents.switch(memory("sink", 700, n=500, retriever=retriever)))
+    list(roomy.contents.switch(memory("sink", 524, n=500, retriever=retriever)))
     assert roomy.resident <= 131
     for engine in (roomy, never):
         ids = some_ids(77, 9)
@@ -277,7 +277,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         elif change == "n":
             now = replace(now, recall=replace(recall, n=data.draw(st.integers(1, 200))))
         elif change == "scope":
-            now = replace(now, recall=replace(recall, scope="layer", measure="cosine"))
+            now = replace(now, recall=replace(recall, scope="layer", retriever="cosine"))
         elif change == "off":
             now = replace(now, recall=None)
         list(engine.contents.switch(now))

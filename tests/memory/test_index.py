@@ -8,20 +8,21 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.index import Index, Vectors
-from sirchat.memory.ranking import Ranked, Ranking
-from sirchat.memory.recall import (
+from sirchat.memory.ranking import ArchiveSearch, Ranked
+from sirchat.memory.recall import retriever as retriever_called
+from sirchat.memory.retrieval import (
+    Candidates,
     LayerQueries,
-    Measure,
     Query,
     RecallSettings,
     Weight,
-    score,
     softened,
     weighted,
 )
@@ -30,7 +31,7 @@ from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows
 
 pytest.importorskip("faiss")
 
-MEASURES: list[Measure] = ["attention", "mips", "cosine", "cosine-pairwise"]
+RETRIEVERS: list[str] = ["attention", "mips", "cosine", "cosine-pairwise"]
 LAYERS, HEADS, DIMS = 3, 2, 16
 ROPE = Rotation(10.0 ** -torch.arange(0.0, 4.0, 0.5))
 ROTATION = LayerRotation(ROPE)
@@ -64,16 +65,24 @@ def surprisal_of(positions: Positions) -> np.ndarray:
 
 
 def best(
-    how: Callable[[Ranking], Ranked],
+    how: Callable[[ArchiveSearch], Ranked],
     archive: Archive,
     query: Query,
     recall: RecallSettings,
     n: int = 100,
 ) -> set[int]:
     every = archive.positions
-    ranked = how(Ranking(archive, every, query, recall, ROTATIONS, surprisal_of))
+    ranked = how(ArchiveSearch(archive, every, query, recall, ROTATIONS, surprisal_of))
     assert (np.diff(ranked.positions) > 0).all()
     return set(ranked.positions[ranked.scores.mean(0).topk(n).indices.numpy()].tolist())
+
+
+def scores_of(name: str, query: Query, rows: Rows, counts: Tensor | None = None) -> Tensor:
+    """The retriever's scores [layers, n] of these rows, each of which stands for `counts` [n]."""
+    candidates = Candidates(
+        Archive(), rows.positions, query, ROTATIONS, counts=counts, fetched=rows
+    )
+    return retriever_called(name).score(candidates)
 
 
 def filled(count: int = 6000) -> Archive:
@@ -83,7 +92,7 @@ def filled(count: int = 6000) -> Archive:
 
 
 def indexed(archive: Archive, recall: RecallSettings) -> Index:
-    best(Ranking.proposed, archive, some_query(), recall)
+    best(ArchiveSearch.proposed, archive, some_query(), recall)
     assert archive.index is not None
     assert set(proposed(archive.index)) <= set(archive.positions.tolist())
     return archive.index
@@ -107,32 +116,32 @@ WEIGHTS: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True),
 
 
 @pytest.mark.parametrize(
-    ("measure", "weight", "soft"),
-    [*product(MEASURES, ("surprisal", "none"), (False,)), ("attention", "surprisal", True)],
+    ("retriever", "weight", "soft"),
+    [*product(RETRIEVERS, ("surprisal", "none"), (False,)), ("attention", "surprisal", True)],
 )
 def test_an_index_finds_what_an_exhaustive_search_finds(
-    measure: Measure, weight: Weight, soft: bool, monkeypatch: pytest.MonkeyPatch
+    retriever: str, weight: Weight, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "PROPOSALS", 500)
     monkeypatch.setattr(index_module, "HITS", 25)
-    archive, recall = filled(), RecallSettings(measure, weight, soft=soft, index="on")
+    archive, recall = filled(), RecallSettings(retriever, weight, soft=soft, index="on")
     shares = []
     for seed in range(1, 6):
-        exact = best(Ranking.all, archive, some_query(seed), recall, 50)
+        exact = best(ArchiveSearch.all, archive, some_query(seed), recall, 50)
         shares.append(
-            len(exact & best(Ranking.proposed, archive, some_query(seed), recall, 50)) / 50
+            len(exact & best(ArchiveSearch.proposed, archive, some_query(seed), recall, 50)) / 50
         )
     # Softened scores also depend on neighbours, which are unrelated in this data.
     assert np.mean(shares) >= (0.85 if soft else 0.9)
 
 
 @pytest.mark.parametrize("weight", ["surprisal", "none"])
-@pytest.mark.parametrize("measure", ["mips", "cosine", "cosine-pairwise"])
-def test_inner_products_with_a_token_are_its_scores(measure: Measure, weight: Weight) -> None:
+@pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
+def test_inner_products_with_a_token_are_its_scores(retriever: str, weight: Weight) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=1), torch.linspace(0.1, 3.0, 300)
-    vectors = Vectors(RecallSettings(measure, weight), ROTATIONS, rows)
+    vectors = Vectors(RecallSettings(retriever, weight), ROTATIONS, rows)
     vectors.learn(rows)
-    scores = score(measure, query, lambda: iter([rows]), ROTATIONS).mean(0)
+    scores = scores_of(retriever, query, rows).mean(0)
     (stored,), (asked,) = vectors.of_rows(rows, nats), vectors.of_query(query, -0.7)
     found = (stored @ asked.T)[:, 0]
     expected = (scores + 0.7) * nats if weight == "surprisal" else scores
@@ -158,30 +167,30 @@ def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: b
             torch.testing.assert_close(gap, gap[:, :1].expand_as(gap), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_scores_are_softened_and_then_weighted(measure: Measure) -> None:
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_scores_are_softened_and_then_weighted(retriever: str) -> None:
     archive = filled(300)
     bare, found = (
-        Ranking(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
+        ArchiveSearch(archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of)
         .all()
         .scores
-        for recall in (RecallSettings(measure), RecallSettings(measure, "surprisal", soft=True))
+        for recall in (RecallSettings(retriever), RecallSettings(retriever, "surprisal", soft=True))
     )
     plain = weighted(softened(bare, archive.positions), surprisal_of(archive.positions))
     torch.testing.assert_close(found, plain)
 
 
 @pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_proposed_rows_are_scored_exactly(
-    measure: Measure, soft: bool, monkeypatch: pytest.MonkeyPatch
+    retriever: str, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
     monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
-    archive, recall = filled(3000), RecallSettings(measure, "surprisal", soft=soft, index="on")
+    archive, recall = filled(3000), RecallSettings(retriever, "surprisal", soft=soft, index="on")
     every = archive.positions
-    exact = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()
-    found = Ranking(archive, every, some_query(), recall, ROTATIONS, surprisal_of).proposed()
+    exact = ArchiveSearch(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()
+    found = ArchiveSearch(archive, every, some_query(), recall, ROTATIONS, surprisal_of).proposed()
     np.testing.assert_array_equal(found.positions, exact.positions)
     torch.testing.assert_close(found.scores, exact.scores, rtol=1e-4, atol=1e-6)
 
@@ -191,15 +200,15 @@ def test_a_row_that_stands_for_three_counts_as_three() -> None:
     thrice = rows.take(np.array([*range(50), 7, 7]))
     shares = torch.ones(50)
     shares[7] = 3.0
-    found = score("attention", query, lambda: iter([rows]), ROTATIONS, shares)
-    expected = score("attention", query, lambda: iter([thrice]), ROTATIONS)
+    found = scores_of("attention", query, rows, shares)
+    expected = scores_of("attention", query, thrice)
     torch.testing.assert_close(found, expected[:, :50])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("measure", MEASURES)
-def test_rows_that_were_undone_are_not_proposed(measure: Measure) -> None:
-    archive, recall = filled(), RecallSettings(measure, "surprisal", index="on")
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_rows_that_were_undone_are_not_proposed(retriever: str) -> None:
+    archive, recall = filled(), RecallSettings(retriever, "surprisal", index="on")
     index = indexed(archive, recall)
     assert max(proposed(index)) >= 4000
     archive.truncate(4000)
@@ -216,8 +225,8 @@ def test_a_reused_position_is_found_by_its_new_content() -> None:
     archive.index.update(archive, archive.positions, surprisal_of)  # type: ignore[union-attr]
     fresh = Archive()
     fresh.add(archive.fetch(archive.positions))
-    exact = best(Ranking.all, fresh, query, recall)
-    assert len(exact & best(Ranking.proposed, archive, query, recall)) >= 95
+    exact = best(ArchiveSearch.all, fresh, query, recall)
+    assert len(exact & best(ArchiveSearch.proposed, archive, query, recall)) >= 95
 
 
 def test_erasing_leaves_no_index_behind() -> None:
@@ -254,14 +263,14 @@ def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.Monkey
     first = indexed(archive, recall).nbytes
     for start in (500, 1500, 4000):
         archive.add(some_rows(2500, first=start, seed=start))
-        exact = best(Ranking.all, archive, some_query(), recall)
-        assert len(exact & best(Ranking.proposed, archive, some_query(), recall)) >= 90
+        exact = best(ArchiveSearch.all, archive, some_query(), recall)
+        assert len(exact & best(ArchiveSearch.proposed, archive, some_query(), recall)) >= 90
         assert len(archive.index) == len(archive)  # type: ignore[arg-type]
     assert archive.index.nbytes > first  # type: ignore[union-attr]
     assert len(learnt_from) == 2
 
 
-def test_another_measure_gets_an_index_of_its_own() -> None:
+def test_another_retriever_gets_an_index_of_its_own() -> None:
     archive = filled(2000)
     first = indexed(archive, RecallSettings("mips", "surprisal", index="on"))
     assert indexed(archive, RecallSettings("mips", "surprisal", n=7, index="on")) is first
@@ -274,7 +283,7 @@ def test_neighbours_of_proposed_rows_can_be_candidates_too(monkeypatch: pytest.M
     index = indexed(archive, recall)
     some = np.array([0, 40, 5999])
     monkeypatch.setattr(index, "propose", lambda query, lowest: some)
-    found = Ranking(
+    found = ArchiveSearch(
         archive, archive.positions, some_query(), recall, ROTATIONS, surprisal_of
     ).proposed()
     assert found.positions.tolist() == [0, 1, 2, 38, 39, 40, 41, 42, 5997, 5998, 5999]

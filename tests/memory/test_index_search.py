@@ -21,11 +21,11 @@ from sirchat.errors import SettingError
 from sirchat.memory import ranking
 from sirchat.memory.index import AUTO_INDEX_ROWS
 from sirchat.memory.ranking import wants_index
-from sirchat.memory.recall import Measure, RecallSettings
+from sirchat.memory.retrieval import RecallSettings
 
 pytest.importorskip("faiss")
 
-MEASURES: list[Measure] = ["attention", "mips", "cosine", "cosine-pairwise"]
+RETRIEVERS: list[str] = ["attention", "mips", "cosine", "cosine-pairwise"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,10 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_search_by_index_changes_nothing(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_a_search_by_index_changes_nothing(retriever: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 5)
-    engine, model = talked(memory("entropy", measure=measure, index="on"))
+    engine, model = talked(memory("entropy", retriever=retriever, index="on"))
     engine.contents.clear_reserve()
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
@@ -54,7 +52,7 @@ def test_a_search_by_index_changes_nothing(
 
 def test_rows_held_again_or_undone_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SAMPLE", 1)
-    engine, model = talked(memory("sink", measure="attention", index="on"))
+    engine, model = talked(memory("sink", retriever="attention", index="on"))
     for turn in range(20, 24):
         checkpoint = engine.checkpoint()
         found = say(engine, model, turn, count=40)
@@ -64,7 +62,7 @@ def test_rows_held_again_or_undone_are_not_found(monkeypatch: pytest.MonkeyPatch
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
         mine = engine.contents.budget
-        engine.contents.budget = replace(mine, settings=memory("sink", measure="attention"))
+        engine.contents.budget = replace(mine, settings=memory("sink", retriever="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
         engine.contents.budget = mine
         assert again is not None

@@ -10,12 +10,12 @@ from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.search import search
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
-from sirchat.memory.recall import RecallSettings
+from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.model import LoadedModel
 
 
 def memory(policy: str = "sink", budget: int = 96, **options: object) -> CacheSettings:
-    recall = RecallSettings(**{"measure": "mips", "n": 30, **options})  # type: ignore[arg-type]
+    recall = RecallSettings(**{"retriever": "mips", "n": 30, **options})  # type: ignore[arg-type]
     return CacheSettings(policy_class(policy)(), budget, archive=10**9, recall=recall)
 
 

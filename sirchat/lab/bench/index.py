@@ -29,15 +29,13 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.rows import Renderer
 from sirchat.memory.archive import Archive
 from sirchat.memory.index import SurprisalOf, is_available
-from sirchat.memory.ranking import Ranked, Ranking
-from sirchat.memory.recall import Query, RecallSettings
+from sirchat.memory.ranking import ArchiveSearch, Ranked
+from sirchat.memory.recall import retriever, retriever_names
+from sirchat.memory.retrieval import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
 from sirchat.models.attention_hook import QueryRecorder
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal
-
-MEASURES = ("attention", "mips", "cosine", "cosine-pairwise")
-"""The recall measures that are compared, each weighted by surprisal."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,10 @@ class _Searched:
     def search(self, query: Query, *, index: bool) -> Ranked:
         """The scores of all rows, or with `index` of those that the index proposes."""
         archive, rotations = self.archive, self.model.rotations
-        ranking = Ranking(
+        search = ArchiveSearch(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
         )
-        return ranking.proposed() if index else ranking.all()
+        return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
         """Seconds of one search after the other, without end; appends what each found to `best`."""
@@ -74,7 +72,7 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Seconds of a search through an index over those of an exact search, for each measure.
+    """Seconds of a search through an index over those of an exact search, for each retriever.
 
     The archive has `rows` rows. Raises UsageError where faiss is not installed, or the model is not
     `tiny`.
@@ -92,9 +90,10 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
         f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of others\n"
     )
     asked = list(questions(model, options.rounds))
-    side = _Searched(archive, surprisal.__getitem__, asked, model, _recall(MEASURES[0]))
-    for measure in MEASURES:
-        result = _measure(replace(side, recall=_recall(measure)), options)
+    names = [name for name in retriever_names() if retriever(name).index_probes]
+    side = _Searched(archive, surprisal.__getitem__, asked, model, _recall(names[0]))
+    for name in names:
+        result = _measure(replace(side, recall=_recall(name)), options)
         yield replace(result, note=f"{archive_note}{result.note}")
         archive_note = ""
 
@@ -107,23 +106,23 @@ def _measure(side: _Searched, options: BenchOptions) -> Ratio:
     found: list[Positions] = []
     exact: list[Positions] = []
     ratio = compare(
-        f"search by {side.recall.measure} with an index against without",
+        f"search by {side.recall.retriever} with an index against without",
         lambda: side.seconds(found, index=True),
         lambda: side.seconds(exact, index=False),
         options,
     )
     shares = [float(np.isin(a, b).mean()) for a, b in zip(exact, found, strict=True)]
     note = (
-        f"{side.recall.measure}: recall@{side.recall.n} {np.mean(shares):.3f} "
+        f"{side.recall.retriever}: recall@{side.recall.n} {np.mean(shares):.3f} "
         f"(worst of {len(shares)} {min(shares):.3f}), index {size:,.0f} MiB, "
         f"made in {seconds:.0f} s"
     )
     return replace(ratio, note=note, unit="search")
 
 
-def _recall(measure: str) -> RecallSettings:
-    """The default recall settings for this measure, with the index on."""
-    recall = build_cache_settings(changed(Profile(), "bench", recall=measure)).recall
+def _recall(name: str) -> RecallSettings:
+    """The default recall settings for this retriever, with the index on."""
+    recall = build_cache_settings(changed(Profile(), "bench", recall=name)).recall
     assert recall is not None
     return replace(recall, index="on")
 

@@ -256,10 +256,10 @@ def locomo(
     reply_tokens: Annotated[
         int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
     ] = 24,
-    measures: Annotated[
+    retrievers: Annotated[
         str,
         typer.Option(
-            help="Recall measures to compare, with commas; default: that of --recall.",
+            help="Retrievers to compare, with commas; default: that of --recall.",
             metavar="A,B,...",
         ),
     ] = "",
@@ -270,14 +270,14 @@ def locomo(
     """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""
     from sirchat.lab.studies.locomo import Locomo
 
-    if not measures and compared["settings"][0].recall != "off":
-        measures = compared["settings"][0].recall
+    if not retrievers and compared["settings"][0].recall != "off":
+        retrievers = compared["settings"][0].recall
     return Locomo(
         **compared,
         data=data,
         conversations=whole_numbers("conversations", conversations) if conversations else (),
         reply_tokens=reply_tokens,
-        measures=tuple(measures.split(",")) if measures else (),
+        retrievers=tuple(retrievers.split(",")) if retrievers else (),
         counts=whole_numbers("counts", counts),
     )
 

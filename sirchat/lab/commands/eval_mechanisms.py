@@ -117,8 +117,8 @@ def retrieval(
     counts: Annotated[
         str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
     ] = "10,20,50,100,200",
-    measures: Annotated[
-        str, typer.Option(help="Measures to compare, with commas.", metavar="A,B,...")
+    retrievers: Annotated[
+        str, typer.Option(help="Retrievers to compare, with commas.", metavar="A,B,...")
     ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
     weights: Annotated[
         str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
@@ -133,7 +133,7 @@ def retrieval(
         str | None, typer.Option(help="A file of conversations, instead of a task's.")
     ] = None,
 ) -> "Study":
-    """Let a small budget forget, bring tokens back by each measure: the share of exact answers."""
+    """Evict tokens, restore some by each retriever: the share of exact answers."""
     from sirchat.lab.studies.retrieval import Retrieval
 
     return Retrieval(
@@ -142,7 +142,7 @@ def retrieval(
         limit=limit,
         bases=whole_numbers("base", base),
         counts=whole_numbers("counts", counts),
-        measures=tuple(measures.split(",")),
+        retrievers=tuple(retrievers.split(",")),
         weights=tuple(weights.split(",")),
         spans=whole_numbers("spans", spans),
         soft=tuple(parse_value("recall_soft", one) is True for one in soft.split(",")),

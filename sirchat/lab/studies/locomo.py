@@ -3,7 +3,7 @@
 (Maharana et al. 2024, https://arxiv.org/abs/2402.17753; Lee et al. 2025,
 https://arxiv.org/abs/2502.13270.) A conversation is read once under each setting. Then each of its
 questions is asked and undone: how well the reply fits, how surprising the right answer would be,
-how much of the turns with the evidence is still held, and how much of the rest each recall measure
+how much of the turns with the evidence is still held, and how much of the rest each retriever
 would bring back. The files are not part of sirchat; see `long_talk` for where they are from.
 
 In the tables a value belongs to a question of a conversation; of several seeds it is the mean. The
@@ -50,17 +50,17 @@ class Locomo(Grid):
         data: LoCoMo's file, or a file or a folder of Realtalk's.
         conversations: their numbers in the data, from 0; none for all.
         reply_tokens: most tokens of a reply; 0 for no replies, and so no F1.
-        measures: recall measures to search with, after the replies.
+        retrievers: retrievers to search with, after the replies.
         counts: numbers of tokens that come back.
 
     Raises SettingError for data that can't be read, a number that no conversation has, an unknown
-    measure, and a count above what a setting can recall.
+    retriever, and a count above what a setting can recall.
     """
 
     data: str = ""
     conversations: tuple[int, ...] = ()
     reply_tokens: int = 24
-    measures: tuple[str, ...] = ()
+    retrievers: tuple[str, ...] = ()
     counts: tuple[int, ...] = (100, 200, 400)
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "conversations")
@@ -73,9 +73,9 @@ class Locomo(Grid):
                 raise SettingError(
                     f"conversations is {number}, must be 0 to {len(self.talks) - 1}, with commas"
                 )
-        for measure in self.measures:
-            changed(self.settings[0], "--measures", recall=measure)
-        for setting in self.settings if self.measures else ():
+        for retriever in self.retrievers:
+            changed(self.settings[0], "--retrievers", recall=retriever)
+        for setting in self.settings if self.retrievers else ():
             most, bounded = setting.budget - setting.sinks, policy_class(setting.policy).bounded
             if bounded and not 1 <= max(self.counts, default=0) <= most:
                 raise SettingError(
@@ -134,8 +134,8 @@ class Locomo(Grid):
     def _answers(self, one: ReadTalk, *, bounded: bool) -> list[Record]:
         questions, generate = self.questions(one.talk), self.reply_tokens > 0
         answers = [one.answer(each, self.seed, generate=generate) for each in questions]
-        measures = self.measures if bounded else ()
-        back = one.brought_back(questions, measures, self.counts) if measures else {}
+        retrievers = self.retrievers if bounded else ()
+        back = one.brought_back(questions, retrievers, self.counts) if retrievers else {}
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -156,7 +156,7 @@ class Locomo(Grid):
         if fit:
             seconds = sum(one["seconds"]["reading"] for one in fit)
             header.append(f"{sum(tokens) / seconds:,.0f} tokens read a second")
-        tables = tables_of(findings, self.settings, self.measures, self.counts)
+        tables = tables_of(findings, self.settings, self.retrievers, self.counts)
         return Report(tuple(header), tables, details=self.parameters())
 
 
@@ -174,7 +174,7 @@ Measured = Callable[[Record], float | None]
 def tables_of(
     findings: Sequence[Findings],
     settings: Sequence[Profile],
-    measures: Sequence[str],
+    retrievers: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
     """The tables; `findings` and `settings` [n] belong together.
@@ -208,7 +208,7 @@ def tables_of(
             for name in ("nats a token", "token F1", "evidence held")
             if name in columns
         ),
-        *((_back(findings, measures, counts),) if measures else ()),
+        *((_back(findings, retrievers, counts),) if retrievers else ()),
     )
 
 
@@ -299,7 +299,7 @@ def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | No
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A measure by the category of the question."""
+    """A score by the category of the question."""
 
     def of(category: int) -> Measured:
         return lambda question: measured(question) if question["category"] == category else None
@@ -313,22 +313,22 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
     return Table(name, ("setting", *columns), tuple(rows), digits=2)
 
 
-def _back(findings: Sequence[Findings], measures: Sequence[str], counts: Sequence[int]) -> Table:
-    """By setting and measure: what comes back of the evidence that is not held."""
+def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
+    """By setting and retriever: what comes back of the evidence that is not held."""
 
-    def of(measure: str, n: int, key: str) -> Measured:
+    def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (
-            question["back"][measure][str(n)][key] if measure in question["back"] else None
+            question["back"][retriever][str(n)][key] if retriever in question["back"] else None
         )
 
     kinds = {"share": "tokens", "any": "any turn", "all": "all turns"}
     columns = [f"{text}, n = {n}" for text in kinds.values() for n in counts]
     rows: list[tuple[Value, ...]] = [
         (
-            f"{one.name}, {measure}",
-            *(_mean(per_question(one, of(measure, n, key))) for key in kinds for n in counts),
+            f"{one.name}, {retriever}",
+            *(_mean(per_question(one, of(retriever, n, key))) for key in kinds for n in counts),
         )
         for one in findings
-        for measure in measures
+        for retriever in retrievers
     ]
-    return Table("Evidence brought back", ("setting, measure", *columns), tuple(rows), digits=2)
+    return Table("Evidence brought back", ("setting, retriever", *columns), tuple(rows), digits=2)

@@ -40,17 +40,15 @@ from sirchat.lab.studies.study import (
     refuse_unknown,
     share,
 )
+from sirchat.memory.recall import retriever
 from sirchat.models.model import LoadedModel
-
-_UNWEIGHTED = ("random", "bm25", "hybrid")
-"""Measures whose scores are not multiplied by surprisal."""
 
 
 @dataclass(frozen=True)
 class RecallVariant:
     """One combination of the settings `recall_*`."""
 
-    measure: str
+    retriever: str
     weight: str = "none"
     span: int = 0
     soft: bool = False
@@ -58,15 +56,16 @@ class RecallVariant:
     @property
     def makes_sense(self) -> bool:
         """Whether its weight and softness have any effect."""
-        weight_matters = self.weight == "none" or self.measure not in _UNWEIGHTED
-        return weight_matters and (not self.soft or self.measure == "attention")
+        takes = retriever(self.retriever)
+        weight_matters = self.weight == "none" or takes.takes_weight
+        return weight_matters and (not self.soft or takes.takes_soft)
 
     @property
     def name(self) -> str:
         """The row's name, such as `attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
         soft = ", soft" if self.soft else ""
-        return self.measure + weighted + soft + (f", span {self.span}" if self.span else "")
+        return self.retriever + weighted + soft + (f", span {self.span}" if self.span else "")
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ class Retrieval(ExtendedByLimit):
         limit: number of conversations; every cell gets the same ones.
         bases: budgets of the base policy, in tokens.
         counts: numbers of recalled tokens.
-        measures, weights, spans, soft: the settings to combine; `random`, `bm25` and `hybrid` take
-            no weight, and only `attention` can be soft.
+        retrievers, weights, spans, soft: the settings to combine, where a retriever takes a weight
+            or can be soft.
         data: a file with conversations, used instead of the task's; see `needle`.
 
-    Raises SettingError for an unknown task, measure or weight, and for a file that can't be read.
+    Raises SettingError for an unknown task, retriever or weight, and for a file that can't be read.
     """
 
     profile: Profile
@@ -91,7 +90,7 @@ class Retrieval(ExtendedByLimit):
     limit: int = 200
     bases: tuple[int, ...] = (72,)
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)
-    measures: tuple[str, ...] = (
+    retrievers: tuple[str, ...] = (
         *("mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"),
     )
     weights: tuple[str, ...] = ("none", "surprisal")
@@ -102,8 +101,8 @@ class Retrieval(ExtendedByLimit):
     def __post_init__(self) -> None:
         _ = self.file_dialogues
         refuse_unknown("retrieval task", (self.task,), TASKS)
-        for measure, weight in product(self.measures, self.weights):
-            changed(self.profile, "eval", recall=measure, recall_weight=weight)
+        for name, weight in product(self.retrievers, self.weights):
+            changed(self.profile, "eval", recall=name, recall_weight=weight)
         for base in self.bases:
             changed(self.profile, "--base", budget=base)
 
@@ -116,9 +115,9 @@ class Retrieval(ExtendedByLimit):
     def variants(self) -> tuple[RecallVariant, ...]:
         """Every combination of the settings that makes sense."""
         combinations = (
-            RecallVariant(measure=measure, weight=weight, span=span, soft=soft)
-            for measure, weight, span, soft in product(
-                self.measures, self.weights, self.spans, self.soft
+            RecallVariant(retriever=name, weight=weight, span=span, soft=soft)
+            for name, weight, span, soft in product(
+                self.retrievers, self.weights, self.spans, self.soft
             )
         )
         return tuple(one for one in combinations if one.makes_sense)
@@ -223,7 +222,7 @@ def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
     for variant, n in product(options.variants, options.counts):
         settings: dict[str, object] = {
             "budget": base + n,
-            "recall": variant.measure,
+            "recall": variant.retriever,
             "recall_weight": variant.weight,
             "recall_span": variant.span,
             "recall_soft": variant.soft,
@@ -299,7 +298,7 @@ class Privacy(ExtendedByLimit):
     def __post_init__(self) -> None:
         refuse_unknown("task", (self.task,), TASKS)
         if self.profile.recall == "off":
-            raise SettingError("recall is off, must be a measure, such as --recall on")
+            raise SettingError("recall is off, must be a retriever, such as --recall on")
 
     @property
     def name(self) -> str:

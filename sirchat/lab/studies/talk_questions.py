@@ -77,31 +77,31 @@ class ReadTalk:
         return found
 
     def brought_back(
-        self, questions: Sequence[TalkQuestion], measures: Sequence[str], counts: Sequence[int]
+        self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """What of the evidence each recall measure brings back, by the question's number.
+        """What of the evidence each retriever brings back, by the question's number.
 
         As after switching recall on, with as many tokens more in the budget as may come back: the
-        policy keeps what it kept, or would keep, of all. Each measure searches once for a question;
-        of its ranking the best n come back, for each n of `counts`.
+        policy keeps what it kept, or would keep, of all. Each retriever searches once for a
+        question; of its ranking the best n come back, for each n of `counts`.
 
         Returns:
-            By measure and n: the share of the missing evidence tokens that come back, and whether
+            By retriever and n: the share of the missing evidence tokens that come back, and whether
             at least half of any message, and of every message, with missing tokens does. Questions
             without missing evidence are left out.
         """
         session, most = self.session, max(counts)
         own = session.profile
         found: dict[int, Record] = {}
-        for measure in measures:
-            switch(session, budget=own.budget + most, recall=measure, recall_n=most)
+        for retriever in retrievers:
+            switch(session, budget=own.budget + most, recall=retriever, recall_n=most)
             held = session.save().held
             for question in questions:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
                 missing = [one for one in missing if len(one)]
                 if missing and question.category != ADVERSARIAL:
                     ranked = ranked_by_recall(session, asked(question)[0])
-                    found.setdefault(question.number, {})[measure] = {
+                    found.setdefault(question.number, {})[retriever] = {
                         str(n): _came_back(missing, ranked[:n]) for n in counts
                     }
         switch(session, budget=own.budget, recall=own.recall, recall_n=own.recall_n)

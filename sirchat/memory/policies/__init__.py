@@ -10,15 +10,13 @@ which may be somebody else's, are checked by `refuse_untrusted`.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import pkgutil
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING
 
-from sirchat.errors import SettingError, format_value, nearest
+from sirchat.errors import SettingError, format_value
+from sirchat.memory.registry import Registry
 
 if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
@@ -26,19 +24,17 @@ if TYPE_CHECKING:
 ALIASES = {"stream": "sink", "attention": "h2o"}
 """Other names of policies."""
 
-_GROUP = "sirchat.policies"
+_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES)
 
 
 def policy_names() -> list[str]:
     """Names of all policies, ours first, without importing them."""
-    ours = _ours()
-    theirs = {entry.name for entry in importlib.metadata.entry_points(group=_GROUP)}
-    return ours + sorted(theirs - set(ours))
+    return _REGISTRY.names()
 
 
 def is_policy(name: str) -> bool:
-    """Whether there is a policy of this name; only for one that is not ours plugins are asked."""
-    return name in _ours() or name in policy_names()
+    """Whether there is a policy of this name."""
+    return name in _REGISTRY
 
 
 def is_path(name: str) -> bool:
@@ -52,18 +48,11 @@ def policy_class(name: str) -> type[Policy]:
 
     A module in the current folder is found only after `import_typed`.
     """
-    name = ALIASES.get(name, name)
-    if name in _ours():
-        return _import(f"{__name__}.{name}", name.capitalize())
+    from sirchat.memory.policies.base import Policy
+
     if is_path(name):
-        return _import(*name.split(":", 1))
-    for entry in importlib.metadata.entry_points(group=_GROUP, name=name):
-        return _import(*entry.value.split(":", 1))
-    names = policy_names()
-    raise SettingError(
-        f"policy {name!r} is unknown; there are {', '.join(names)}",
-        hint=nearest(name, [*names, *ALIASES]) or "or package.module:Class",
-    )
+        return _REGISTRY.load(name, Policy)
+    return _REGISTRY.find(name, Policy, hint="or package.module:Class")
 
 
 def import_typed(name: str) -> None:
@@ -89,21 +78,3 @@ def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> Non
             f"{source}: policy {shown} would run code of a module, which a file may not",
             hint=f"--trust-policy {shown} allows it, where Python finds the module",
         )
-
-
-@cache
-def _ours() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
-
-
-def _import(module_name: str, class_name: str) -> type[Policy]:
-    from sirchat.memory.policies.base import Policy
-
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        name = f"{module_name}:{class_name}"
-        raise SettingError(f"policy {name} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise SettingError(f"{module_name}:{class_name} is not a sirchat policy")
-    return found

@@ -99,18 +99,20 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("measure", ["mips", "random"])
+@pytest.mark.parametrize("retriever", ["mips", "random"])
 def test_what_comes_back_is_what_a_session_with_recall_would_recall(
-    tmp_path: Path, measure: str
+    tmp_path: Path, retriever: str
 ) -> None:
-    one = study(tmp_path, conversations=(0,), reply_tokens=0, measures=(measure,), counts=(8, 40))
+    one = study(
+        tmp_path, conversations=(0,), reply_tokens=0, retrievers=(retriever,), counts=(8, 40)
+    )
     (found,) = run_units(one, tiny()).values()
     talk = one.talks[0]
     for question, record in zip(talk.questions[:2], found["questions"], strict=False):
         chat = session(tiny(), policy="sink", budget=96)
         positions = read_talk(chat, talk)
         before = set(chat.save().held.tolist())
-        switch(chat, budget=96 + 40, recall=measure, recall_n=40)
+        switch(chat, budget=96 + 40, recall=retriever, recall_n=40)
         for _ in chat.read_user(asked(question)[0]):
             pass
         ranked = sorted(chat.recalled, key=lambda at: (-chat.recalled[at], -at))
@@ -120,7 +122,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
         for n in (8, 40):
             back = set(ranked[:n])
             halves = [len(each & back) >= len(each) / 2 for each in turns]
-            assert record["back"][measure][str(n)] == {
+            assert record["back"][retriever][str(n)] == {
                 "share": pytest.approx(len(missing & back) / len(missing)),
                 "any": any(halves),
                 "all": all(halves),
@@ -129,7 +131,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
 
 @pytest.mark.slow
 def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
-    one = study(tmp_path, more=4, measures=("mips",), counts=(20,))
+    one = study(tmp_path, more=4, retrievers=("mips",), counts=(20,))
     chat = session(tiny(), policy="sink", budget=96, temperature=0.0, max_new_tokens=4)
     read_before = ReadTalk(chat, one.talks[0], read_talk(chat, one.talks[0]))
     start = chat.save()
@@ -230,9 +232,9 @@ def _values(cells: Sequence[object]) -> list[float]:
     ("options", "blamed"),
     [
         ({"conversations": (2,)}, "conversations is 2"),
-        ({"measures": ("nonsense",)}, "recall"),
-        ({"measures": ("mips",), "counts": (93,)}, "counts is"),
-        ({"measures": ("mips",), "counts": ()}, "counts is"),
+        ({"retrievers": ("nonsense",)}, "recall"),
+        ({"retrievers": ("mips",), "counts": (93,)}, "counts is"),
+        ({"retrievers": ("mips",), "counts": ()}, "counts is"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], blamed: str) -> None:

@@ -35,7 +35,7 @@ FEW = Retrieval(
     task="facts-12",
     limit=2,
     counts=(50,),
-    measures=("attention", "random"),
+    retrievers=("attention", "random"),
     spans=(0,),
     soft=(False,),
 )
@@ -167,7 +167,7 @@ def test_several_base_budgets_find_what_each_finds_alone() -> None:
 
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     arguments = [
-        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--measures", "random"),
+        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--retrievers", "random"),
         *("--weights", "none", "--spans", "0", "--out", str(tmp_path / "out"), "--json"),
     ]
     first = run(*arguments)
@@ -180,7 +180,7 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     assert names > {"facts-12.jsonl", "facts-12.md", "facts-12.svg", "facts-12.json"}
     again = run(*arguments)
     assert again.stdout == first.stdout
-    assert run("eval", "retrieval", "--measures", "bm52").returncode == 2
+    assert run("eval", "retrieval", "--retrievers", "bm52").returncode == 2
 
 
 def test_recalled_tokens_reveal_the_private_answer() -> None:
@@ -202,4 +202,4 @@ def test_recalled_tokens_reveal_the_private_answer() -> None:
 def test_the_privacy_command_turns_recall_on_by_default() -> None:
     done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall  # type: ignore[arg-type]
+    assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall

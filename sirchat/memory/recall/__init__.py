@@ -1,0 +1,31 @@
+"""The retrievers, which choose what is restored for a turn: one file each, named as they are.
+
+Other packages add retrievers through the entry point group `sirchat.retrievers`. Neither listing
+names nor importing a retriever imports torch: settings are checked by what a retriever needs.
+"""
+
+from __future__ import annotations
+
+from sirchat.memory.recall.base import Retriever
+from sirchat.memory.registry import Registry
+
+BEST = "hybrid"
+"""The retriever that `recall: on` stands for: it restored most of what real questions needed."""
+
+_REGISTRY = Registry("retriever", __name__, "sirchat.retrievers")
+
+
+def retriever_names() -> list[str]:
+    """Names of all retrievers, ours first, without importing them."""
+    return _REGISTRY.names()
+
+
+def is_retriever(name: str) -> bool:
+    """Whether there is a retriever of this name."""
+    return name in _REGISTRY
+
+
+def retriever(name: str) -> Retriever:
+    """The retriever called `name`; raises SettingError when there is none."""
+    found: Retriever = _REGISTRY.find(name, Retriever)()
+    return found

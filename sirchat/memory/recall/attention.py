@@ -1,0 +1,41 @@
+"""The attention weight that the turn's queries would give to archived tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sirchat.memory.recall.base import LayerRetriever
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sirchat.memory.retrieval import Candidates
+
+
+class Attention(LayerRetriever):
+    """The attention weight that the turn's queries would give to archived tokens.
+
+    The softmax of q k / sqrt(d) is over the archive alone; the score is the maximum over the turn's
+    tokens, the mean over heads. Keys and queries have their rotary position undone.
+    """
+
+    needs_queries = True
+    takes_soft = True
+    index_probes = 64
+
+    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        import torch
+
+        asked, blocks = candidates.query.of_layer(layer), []
+        for keys, _ in candidates.pairs(layer):
+            heads, _, dims = keys.shape
+            queries = asked.queries.to(keys.device).reshape(heads, -1, dims)  # [H, group x m, D]
+            blocks.append(queries @ keys.mT * asked.scale)  # [H, group x m, k]
+        logits, counts = torch.cat(blocks, dim=2), candidates.counts
+        if counts is not None:  # a row that stands for c rows enters the softmax's sum c times
+            counts = counts.to(logits.device)
+            logits += counts.log()
+        weights = logits.softmax(-1)
+        by_head = weights.reshape(len(weights), -1, asked.queries.shape[1], weights.shape[2])
+        scores: Tensor = by_head.amax(2).mean((0, 1))  # of [H, group, m, n]
+        return scores if counts is None else scores / counts

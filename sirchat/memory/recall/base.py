@@ -1,0 +1,144 @@
+"""What a retriever is: it scores archived rows for a turn, and says what it needs to do so.
+
+Settings are checked by what a retriever needs, also by commands that load no model. So these
+modules import torch only for types, or where something is computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from sirchat.memory.retrieval import Candidates
+
+
+class Retriever(ABC):
+    """Scores archived rows for a turn; has no state. Its docstring's first line is its help.
+
+    Class attributes:
+        needs_turn: whether the turn is read once to search, for its keys and values. (Reading it
+            may evict rows, which can be found then, too.)
+        needs_queries: whether the turn's query vectors are recorded when it is read.
+        needs_words: whether it takes a score for each turn by the words in common with this one.
+        index_probes: number of lists that are visited in a search index; 0: it can't use one. (One
+            that can needs queries, or is a `SimilarityRetriever`.)
+        takes_weight: whether `recall_weight` applies to its scores.
+        takes_soft: whether `recall_soft` applies to its scores.
+    """
+
+    needs_turn: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = False
+    needs_words: ClassVar[bool] = False
+    index_probes: ClassVar[int] = 0
+    takes_weight: ClassVar[bool] = True
+    takes_soft: ClassVar[bool] = False
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Tensor:
+        """Scores of the candidates, [layers, n], or [1, n] where all layers have the same.
+
+        Raises LookupError if the model can't give what is needed.
+        """
+
+
+class LayerRetriever(Retriever):
+    """A retriever that scores each layer's keys and values by themselves."""
+
+    def score(self, candidates: Candidates) -> Tensor:
+        import torch
+
+        layers = range(len(candidates.rotations))
+        return torch.stack([self.score_layer(candidates, layer) for layer in layers]).cpu()
+
+    @abstractmethod
+    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        """Scores of the candidates in one layer, [n], float32."""
+
+
+class SimilarityRetriever(LayerRetriever):
+    """Similarity of keys and values, of Retrieval-Augmented StreamingLLM, equations (1) to (3).
+
+    Keys and values are compared as first written, with the rotary position undone, so that
+    distance in the conversation plays no part. Vectors are compared head by head; the score is the
+    mean over keys, values and heads of the inner products, the maximum over what is searched for.
+
+    Class attributes:
+        cosine: whether vectors are first scaled to length 1.
+        mean: whether the turn's mean key and mean value are searched for, or those of every token.
+    """
+
+    cosine: ClassVar[bool] = True
+    mean: ClassVar[bool] = True
+
+    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        import torch
+
+        from sirchat.memory.retrieval import pair
+
+        asked = pair(layer, candidates.query.rows, candidates.rotations[layer])
+        wanted = self.vectors_of_query(*asked)
+        scores = []
+        for keys, values in candidates.pairs(layer):
+            of_keys, of_values = (
+                rows @ sought.to(rows.device).mT
+                for rows, sought in zip(self.vectors(keys, values), wanted, strict=True)
+            )  # [H, k, m] each
+            scores.append(((of_keys + of_values).mean(0) / 2).amax(1))  # [k]
+        return torch.cat(scores)
+
+    def vectors(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., D] as they are compared."""
+        return (unit(keys), unit(values)) if self.cosine else (keys, values)
+
+    def vectors_of_query(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The turn's keys and values [..., m, D] as they are searched for, m = 1 for their mean."""
+        if self.mean:
+            keys, values = keys.mean(-2, keepdim=True), values.mean(-2, keepdim=True)
+        return self.vectors(keys, values)
+
+
+class TurnRetriever(Retriever):
+    """A retriever that scores whole turns, with a part of the scores of the turns beside each."""
+
+    needs_words = True
+    takes_weight = False
+
+    def score(self, candidates: Candidates) -> Tensor:
+        """Every row of a turn has its score; tokens of the chat template come after all others.
+
+        They say nothing, and are a sixth of a short turn.
+        """
+        import torch
+
+        scores = torch.from_numpy(self.score_turns(candidates)[candidates.turns])
+        scores[torch.from_numpy(candidates.of_template)] = float(scores.min()) - 1
+        return scores[None]
+
+    @abstractmethod
+    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
+        """A score for each turn of the conversation."""
+
+
+_SHORTEST = 1e-12  # so that a zero vector stays one
+
+NEIGHBOUR = 0.5
+"""Part of a turn's score that is added to each of the two turns beside it."""
+
+
+def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores [n] of consecutive turns, each with a part of those before and after it."""
+    shared = scores.copy()
+    shared[1:] += NEIGHBOUR * scores[:-1]
+    shared[:-1] += NEIGHBOUR * scores[1:]
+    return shared
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Vectors [..., D] of length 1 in the same directions."""
+    length: Tensor = vectors.norm(dim=-1, keepdim=True)
+    return vectors / length.clamp_min(_SHORTEST)

@@ -1,0 +1,78 @@
+"""Whole turns, by words and by keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sirchat.memory.recall.base import TurnRetriever, unit, with_neighbours
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from sirchat.memory.retrieval import Candidates
+
+KEYS = 0.4
+"""Weight of the keys; that of the words is 1."""
+
+
+class Hybrid(TurnRetriever):
+    """Whole turns, by the words and the keys that they have in common with the new turn.
+
+    Both scores are counted in standard deviations from the mean of the archived turns. The keys are
+    those of the layer in the middle.
+    """
+
+    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
+        words, layer = with_neighbours(candidates.words), len(candidates.rotations) // 2
+        said = _said(candidates, layer)
+        if not said.shape[1]:
+            return words
+        among = np.unique(candidates.turns)
+        keys = np.zeros(len(words))
+        keys[among] = _by_keys(candidates, layer, said)
+        return _standard(words, among) + _standard(with_neighbours(keys), among) * KEYS
+
+
+def _said(candidates: Candidates, layer: int) -> Tensor:
+    """A layer's keys of what the turn says, without the chat template, of length 1: [H, m, D]."""
+    from sirchat.memory.retrieval import unrotated_keys
+
+    keys = unrotated_keys(layer, candidates.query.rows, candidates.rotations[layer])
+    of_template = candidates.query.of_template
+    if of_template is not None:
+        keys = keys[:, ~of_template]
+    return unit(keys)
+
+
+def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
+    """How close each turn with archived rows [t] comes to the turn's keys [H, m, D] of length 1.
+
+    For each of these keys, the turns' largest cosines are put in standard deviations from their
+    mean, so that what is close to every turn counts no more than what is close to few.
+    """
+    turns = candidates.turns
+    starts = np.flatnonzero(np.diff(turns, prepend=-1))
+    number = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(turns)))
+    nearest = np.full((sought.shape[1], len(starts)), -np.inf, np.float32)
+    done = 0
+    for keys in candidates.keys(layer):
+        part = slice(done, done := done + keys.shape[1])
+        cosines = (sought @ unit(keys).to(sought.device).mT).mean(0).cpu().numpy()  # [m, k]
+        first = np.flatnonzero(np.diff(number[part], prepend=-1))
+        here = number[part][first]
+        highest = np.maximum.reduceat(cosines, first, axis=1)
+        nearest[:, here] = np.maximum(nearest[:, here], highest)
+    spread = nearest.std(1, keepdims=True)
+    standard = (nearest - nearest.mean(1, keepdims=True)) / np.where(spread > 0, spread, 1)
+    scores: NDArray[np.float64] = standard.sum(0).astype(np.float64)
+    return scores
+
+
+def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard deviations from the mean of the turns `among` [k]; 0 where they are all equal."""
+    spread = float(scores[among].std())
+    standard: NDArray[np.float64] = (scores - scores[among].mean()) / (spread or np.inf)
+    return standard

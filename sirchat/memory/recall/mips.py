@@ -1,0 +1,15 @@
+"""Inner products with the turn's mean key and mean value."""
+
+from __future__ import annotations
+
+from sirchat.memory.recall.base import SimilarityRetriever
+
+
+class Mips(SimilarityRetriever):
+    """Inner products with the turn's mean key and mean value.
+
+    Retrieval-Augmented StreamingLLM, equation (3).
+    """
+
+    cosine = False
+    index_probes = 256

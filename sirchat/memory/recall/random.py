@@ -1,0 +1,23 @@
+"""A random choice: the baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sirchat.memory.recall.base import Retriever
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sirchat.memory.retrieval import Candidates
+
+
+class Random(Retriever):
+    """A random choice: the baseline. It chooses among the same tokens as the others."""
+
+    takes_weight = False
+
+    def score(self, candidates: Candidates) -> Tensor:
+        import torch
+
+        return torch.from_numpy(candidates.random_numbers())[None]

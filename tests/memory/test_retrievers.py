@@ -1,0 +1,232 @@
+"""Retrievers: found by name, and the scores of whole turns against the definition written out.
+
+The scores by keys, values and queries are compared with the paper's equations in
+`engine/test_recall_engine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatting import babbler, session
+from families import loaded
+from sirchat.chat.events import Recalled
+from sirchat.config.layers import changed
+from sirchat.config.profile import Profile
+from sirchat.config.values import allowed
+from sirchat.errors import SettingError
+from sirchat.lab.studies.retrieval import RecallVariant
+from sirchat.memory import recall, retrieval
+from sirchat.memory.archive import Archive
+from sirchat.memory.cache import LayerRotation
+from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.recall import retriever, retriever_names
+from sirchat.memory.retrieval import Candidates, Query
+from sirchat.memory.rope import Rotation
+from sirchat.memory.segments import Rows
+
+NO_ROTATION = LayerRotation(None)
+TURNS = [0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 7]
+POSITIONS = [1, 2, 5, 9, 10, 14, 15, 17, 18, 30, 31, 44]
+WORDS = [0.0, 3.0, 1.0, 0.5, 0.0, 0.0, 2.0, 0.0]
+
+
+def rows(positions: list[int], seed: int) -> Rows:
+    """Rows of two layers with two heads of 16 dimensions each."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(2, len(positions), 16, generator=generator) for _ in range(4)]
+    return Rows(np.array(positions), np.array(positions) % 11, tensors)
+
+
+class Talk(Ledger):
+    """A ledger that knows the turn and the role of these tokens alone."""
+
+    def __init__(self, positions: list[int], turns: list[int], templates: list[int]) -> None:
+        super().__init__()
+        self._columns = {"turn": np.zeros(100, np.int64), "role": np.full(100, Role.USER)}
+        self._columns["turn"][positions] = turns
+        self._columns["role"][templates] = Role.TEMPLATE
+
+    def column(self, name: str) -> NDArray[Any]:
+        return self._columns[name]
+
+
+def found(
+    name: str,
+    given: Rows,
+    query: Query,
+    rotation: LayerRotation = NO_ROTATION,
+    turns: list[int] = TURNS,
+    templates: tuple[int, ...] = (),
+) -> list[float]:
+    """The scores of these rows by a retriever, of whose layers the second one counts."""
+    archive = Archive()
+    archive.add(given)
+    ledger = Talk(given.positions.tolist(), turns, list(templates))
+    candidates = Candidates(archive, given.positions, query, [NO_ROTATION, rotation], ledger)
+    scores = retriever(name).score(candidates)
+    assert scores.shape == (1, len(given))
+    return scores[0].tolist()
+
+
+def asked(words: list[float] = WORDS, count: int = 3) -> Query:
+    return Query(rows(list(range(60, 60 + count)), 2), words=np.array(words))
+
+
+def as_if_at_zero(rows: Rows, key: Tensor, rotation: Rotation | None) -> list[list[list[float]]]:
+    """Keys [H][n][D], each rotated back from where it was written."""
+    out = key
+    if rotation is not None:
+        one = [rotation.cos_sin(torch.tensor([at]), torch.tensor([0])) for at in rows.written_at]
+        out = torch.cat(
+            [rotation.apply(key[:, n : n + 1], *each) for n, each in enumerate(one)], dim=1
+        )
+    return out.tolist()
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    dot = sum(a * b for a, b in zip(one, other, strict=True))
+    return dot / math.hypot(*one) / math.hypot(*other)
+
+
+def shared(scores: list[float]) -> list[float]:
+    padded = [0.0, *scores, 0.0]
+    return [padded[n] / 2 + padded[n + 1] + padded[n + 2] / 2 for n in range(len(scores))]
+
+
+def standard(scores: list[float], among: list[int]) -> list[float]:
+    some = [scores[n] for n in among]
+    return [(one - fmean(some)) / pstdev(some) for one in scores]
+
+
+def by_both(given: Rows, asked: Rows, rotation: LayerRotation) -> list[float]:
+    """The definition of `hybrid` with loops: one score for each archived row."""
+    theirs = as_if_at_zero(given, given.tensors[2], rotation.key)
+    ours = as_if_at_zero(asked, asked.tensors[2], rotation.key)
+    among = sorted(set(TURNS))
+    keys = [0.0] * len(WORDS)
+    for j in range(len(asked)):
+        nearest = [
+            max(
+                fmean(cosine(ours[head][j], theirs[head][i]) for head in range(2))
+                for i in range(len(given))
+                if TURNS[i] == turn
+            )
+            for turn in among
+        ]
+        for turn, one in zip(among, standard(nearest, list(range(len(among)))), strict=True):
+            keys[turn] += one
+    words, keys = standard(shared(WORDS), among), standard(shared(keys), among)
+    return [words[turn] + 0.4 * keys[turn] for turn in TURNS]
+
+
+def test_by_words_a_turn_has_half_of_the_scores_beside_it() -> None:
+    assert found("bm25", rows(POSITIONS, 1), asked()) == [shared(WORDS)[turn] for turn in TURNS]
+
+
+def test_tokens_of_the_chat_template_come_after_all_others() -> None:
+    scores = found("bm25", rows(POSITIONS, 1), asked(), templates=(5, 14))
+    expected = [shared(WORDS)[turn] for turn in TURNS]
+    expected[2] = expected[5] = min(expected) - 1
+    assert scores == expected
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 100])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_the_keys_of_a_turn_count_by_the_nearest_of_each(
+    batch: int, rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a turn is read in several batches."""
+    monkeypatch.setattr(retrieval, "_BATCH", batch)
+    rotation = loaded("llama").rotations[1] if rotated else NO_ROTATION
+    given, query = rows(POSITIONS, 1), asked()
+    expected = by_both(given, query.rows, rotation)
+    scores = found("hybrid", given, query, rotation)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_of_the_chat_template_are_not_searched_for() -> None:
+    given, query = rows(POSITIONS, 1), asked(count=5)
+    said = replace(query, of_template=np.array([True, False, False, False, True]))
+    inner = query.rows.take(np.array([1, 2, 3]))
+    expected = by_both(given, inner, NO_ROTATION)
+    np.testing.assert_allclose(found("hybrid", given, said), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_keys_to_search_for_words_alone_count() -> None:
+    given = rows(POSITIONS, 1)
+    assert found("hybrid", given, asked(count=0)) == found("bm25", given, asked())
+
+
+def test_where_all_turns_are_alike_neither_part_counts() -> None:
+    query = Query(rows([60], 2), words=np.zeros(2))
+    assert found("hybrid", rows([3, 4], 1), query, turns=[1, 1]) == [0.0, 0.0]
+
+
+def test_our_retrievers_are_found_by_the_names_of_their_files() -> None:
+    assert retriever_names() == [
+        *("attention", "bm25", "cosine", "cosine-pairwise", "hybrid", "mips", "random")
+    ]
+    assert recall.BEST in retriever_names()
+    for name in retriever_names():
+        assert retriever(name).__doc__
+
+
+def test_an_unknown_retriever_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingError, match=r"retriever 'cosin' is unknown.*did you mean cosine"):
+        retriever("cosin")
+
+
+NEWEST = """
+from sirchat.memory.recall.base import Retriever
+
+
+class MyNewest(Retriever):
+    \"\"\"The newest tokens.\"\"\"
+
+    takes_weight = False
+    needs_queries = True
+
+    def score(self, candidates):
+        import torch
+
+        return torch.from_numpy(candidates.positions).double()[None]
+"""
+
+
+@pytest.fixture
+def my_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A retriever that is one file more in the package."""
+    (tmp_path / "my_newest.py").write_text(NEWEST)
+    monkeypatch.setattr(recall, "__path__", [*recall.__path__, str(tmp_path)])
+    yield "my-newest"
+    sys.modules.pop("sirchat.memory.recall.my_newest", None)
+
+
+def test_a_retriever_is_one_file_more(my_newest: str) -> None:
+    """Settings, their checks and their help, a chat and the studies know it by its file alone."""
+    assert my_newest in allowed("recall")
+    with pytest.raises(SettingError, match="recall my-newest requires recall_query=turn"):
+        changed(Profile(), "/set", recall=my_newest, recall_query="recent")
+    assert not RecallVariant(my_newest, "surprisal").makes_sense
+
+    chat = session(babbler(), policy="sink", budget=96, recall=my_newest, recall_n=20)
+    for text in ["What a rainy day it is.", "Tell me a joke."] * 6:
+        came = [event for event in chat.read_user(text) if isinstance(event, Recalled)]
+        list(chat.read_reply("Fine, thank you."))
+    (last,) = came
+    assert last.retriever == my_newest
+    assert last.scores == tuple(map(float, last.positions))
+    assert last.positions == tuple(range(last.positions[0], last.positions[0] + 20))
