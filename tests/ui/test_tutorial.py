@@ -85,7 +85,7 @@ def test_every_effect_shows_and_is_explained(piped: str) -> None:
     for step in STEPS:
         assert words_of(step.before) in said
         assert words_of(step.after) in said
-    assert "Erased, remembered, and brought back." in said
+    assert "Evicted, held, and restored." in said
     assert "did not go as" not in said
 
 
@@ -100,7 +100,7 @@ def test_the_panel_has_what_is_explained_of_it(piped: str) -> None:
 def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) -> None:
     last = step_of(piped, LAST)
     above, said = last.split("│ It knows again.")
-    drawn = above.split("next to go")[1]
+    drawn = above.split("evicted next")[1]
     assert "Luna" in drawn
     assert "Anna" not in drawn
     assert "Anna went" in folded(said)
@@ -129,7 +129,7 @@ def test_another_model_shows_no_effect_and_it_says_so() -> None:
     assert "This did not go as it should: Anna is not in the reply. Please report it." in said
     assert "It knows, in the same 48 places" not in said
     assert "of the steps did not go as they should." in said
-    assert "brought back." not in said
+    assert "Evicted, held, and restored." not in said
 
 
 def test_the_picture_of_it_is_small_and_shows_what_it_says() -> None:
@@ -220,7 +220,7 @@ def test_enter_at_every_step_leads_to_the_end(home: Path, columns: int) -> None:
         for step in STEPS:
             assert words_of(step.before) in said
             assert words_of(step.after) in said
-        assert "brought back." in said
+        assert "Evicted, held, and restored." in said
         assert "Enter sends this line" not in terminal.text
         rows = shown.splitlines()
         explained = [row for row in rows if row.startswith("│ ")]

@@ -97,7 +97,7 @@ def test_there_are_no_more_facts_than_kinds() -> None:
 
 def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     names = [next(iter(one.policy_options)) for one in without_each(SALIENCE)]
-    assert names == ["words", "neighbours", "template"]
+    assert names == ["whole_words", "neighbours", "template"]
     assert not any(without_each(ENTROPY))
 
 

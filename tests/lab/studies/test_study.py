@@ -81,7 +81,7 @@ def test_swept_settings_are_in_the_names_of_the_rows() -> None:
         "sink 256",
     ]
     (row,) = settings_of(Profile(), "salience", "96", "1", ["whole_words=false"])
-    assert (row.policy_options, row.attention) == ({"words": False}, "auto")
+    assert (row.policy_options, row.attention) == ({"whole_words": False}, "auto")
     for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
         refused = run("eval", "dailydialog", "--policies", "reservoir", "--sweep", wrong)
         assert refused.returncode == 2
@@ -95,7 +95,9 @@ def test_an_option_goes_to_every_policy_that_has_it() -> None:
         ("salience", {"whole_words": True}),
         ("sink", {}),
     ]
-    with pytest.raises(SettingError, match="--option: none of sink,random has an option words"):
+    with pytest.raises(
+        SettingError, match="--option: none of sink,random has an option whole_words"
+    ):
         settings_of(given, "sink,random", "96", "1")
 
 
