@@ -84,7 +84,15 @@ def test_in_memory_only_the_cache_knows_transformers(module: str) -> None:
 
 @pytest.mark.parametrize("module", below("sirchat.memory.policies"))
 def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
-    allowed = ("attention", "key_value_stats", "ledger", "draws", "factors", "policies", "registry")
+    allowed = (
+        "attention",
+        "key_value_stats",
+        "ledger",
+        "random_numbers",
+        "factors",
+        "policies",
+        "registry",
+    )
     for name in ours(module):
         assert within(name, "sirchat.errors", *(f"sirchat.memory.{part}" for part in allowed)), name
 

@@ -73,16 +73,16 @@ class Conversation:
 
     def begin(self, role: str) -> TurnStats:
         """Begin a turn."""
-        tally = TurnStats(len(self.turns), role)
+        stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
-        return tally
+        return stats
 
-    def finish(self, tally: TurnStats, text: str) -> None:
+    def finish(self, stats: TurnStats, text: str) -> None:
         """Note the text and the cost of a turn."""
-        self.turns[tally.index] = Turn(tally.role, text, tally.finish)
-        self.totals.tokens_out += tally.tokens_out
-        self.totals.seconds_prefill += tally.seconds_prefill
-        self.totals.seconds_decode += tally.seconds_decode
+        self.turns[stats.index] = Turn(stats.role, text, stats.finish)
+        self.totals.tokens_out += stats.tokens_out
+        self.totals.seconds_prefill += stats.seconds_prefill
+        self.totals.seconds_decode += stats.seconds_decode
 
 
 @dataclass(frozen=True)

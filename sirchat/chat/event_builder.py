@@ -100,7 +100,7 @@ class EventBuilder:
             tokens=self._wanted(positions),
         )
 
-    def done(self, tally: TurnStats, text: str) -> TurnDone:
+    def done(self, stats: TurnStats, text: str) -> TurnDone:
         """A turn that is over."""
         return TurnDone(
             text=text,
@@ -108,7 +108,7 @@ class EventBuilder:
             seen=self.engine.ledger.seen,
             recalled=self.engine.contents.recalled,
             tokens=self._wanted(self.engine.ledger.held_positions),
-            **{field.name: getattr(tally, field.name) for field in fields(tally)},
+            **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:

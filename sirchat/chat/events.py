@@ -134,9 +134,9 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class Recalled(Event):
-    """Archived tokens at these stream positions came back for turn `turn` and its reply.
+    """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
-    `scores` say how well each fits, in units of the retriever, weighted; what had come back for the
+    `scores` say how well each fits, in units of the retriever, weighted; what was restored for the
     turn before, at `released`, has left. With scope layer a position may be back in some layers.
     """
 

@@ -26,13 +26,13 @@ from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
 
 
-class TurnRecall:
+class Recall:
     """Recalls archived rows into one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder
         self._scores: dict[int, float] = {}  # by position, of the last recall
-        self._words = TurnWords()
+        self._words = WordIndex()
 
     @property
     def scores(self) -> dict[int, float]:
@@ -47,7 +47,7 @@ class TurnRecall:
 
     def erase_words(self) -> None:
         """Drop what is kept of the turns' texts; it is made again when it is needed."""
-        self._words = TurnWords()
+        self._words = WordIndex()
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
         """Recall what a turn needs; the rows recalled for the last one leave.
@@ -73,13 +73,13 @@ class TurnRecall:
             found = None
         if found is not None:
             engine.contents.fill_reserve(found)
-        turn.tally.seconds_prefill += time.perf_counter() - start
+        turn.stats.seconds_prefill += time.perf_counter() - start
         chosen = engine.contents.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if len(chosen) or len(released):
             events.append(
-                self._builder.recalled(turn.tally.index, recall.retriever, scores, released)
+                self._builder.recalled(turn.stats.index, recall.retriever, scores, released)
             )
         return events
 
@@ -99,7 +99,7 @@ _LETTERS = 4
 _DENSE = "\u2e80"  # from here on: Chinese, Japanese and Korean, where two characters say as much
 
 
-class TurnWords:
+class WordIndex:
     """BM25 over the turns of a conversation, which are split into words once.
 
     Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
@@ -117,7 +117,7 @@ class TurnWords:
 
         The rarity of a word is counted in these texts.
         """
-        self._read(list(texts))
+        self._update(list(texts))
         terms = [term for term in terms_of(wanted) if term in self._counts]
         scores = np.zeros(len(self._texts), np.float32)
         if not terms:
@@ -139,7 +139,7 @@ class TurnWords:
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
-    def _read(self, texts: list[str]) -> None:
+    def _update(self, texts: list[str]) -> None:
         """Split what is new; what has changed or is gone is taken out first."""
         same = 0
         for one, other in zip(self._texts, texts, strict=False):

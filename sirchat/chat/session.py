@@ -18,7 +18,7 @@ import numpy as np
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
-from sirchat.chat.recall import TurnRecall
+from sirchat.chat.recall import Recall
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
@@ -84,7 +84,7 @@ class Session:
         self._now = Conversation()
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
-        self._recall = TurnRecall(self._engine, self.model, self._events)
+        self._recall = Recall(self._engine, self.model, self._events)
 
     @property
     def conversation(self) -> Conversation:
@@ -167,7 +167,8 @@ class Session:
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
     ) -> Iterator[Event]:
-        """Undo the last user turn and say it again, with other random draws, or say `text` instead.
+        """Undo the last user turn and say it again, with other random numbers, or say `text`
+        instead.
 
         What is pinned stays so. Raises UndoError, changing nothing, as `undo` does.
         """
@@ -232,13 +233,15 @@ class Session:
         """Undo the last user turn and all after it, pins too, as if they had never been.
 
         The settings stay, and with `keep_pins` what is pinned. Raises UndoError, changing nothing,
-        if there is no such turn, or something that it evicted is gone.
+        if there is no such turn, or something that it evicted is no longer archived.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
             self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
-            raise UndoError("this turn can't be undone: what it pushed out is gone") from None
+            raise UndoError(
+                "this turn can't be undone: tokens evicted by this turn are no longer archived"
+            ) from None
         self._undo_points.pop()
         self._now = point.conversation(self._now)
         now = (self.profile.system, self.profile.pin_system)
@@ -398,5 +401,5 @@ class Session:
     def _begin(self, role: str) -> OpenTurn:
         return self._turn(self._now.begin(role))
 
-    def _turn(self, tally: TurnStats) -> OpenTurn:
-        return OpenTurn(self._now, self._engine, self._events, tally, self.profile.evict_thinking)
+    def _turn(self, stats: TurnStats) -> OpenTurn:
+        return OpenTurn(self._now, self._engine, self._events, stats, self.profile.evict_thinking)

@@ -101,7 +101,7 @@ _LEAVING = 6
 
 
 @dataclass(frozen=True)
-class TurnShare:
+class HeldShare:
     """One turn: `held` of its `tokens` are still held, `held_said` without the template's.
 
     `surprisal` is the mean over all its tokens, held or not, in nats; null where none has any.
@@ -130,7 +130,7 @@ class Snapshot:
     Attributes:
         model, policy, decay, budget: the settings in force; the budget in tokens.
         resident, seen: tokens held now, and ever read.
-        recalled: held tokens that were brought back for this round.
+        recalled: held tokens that were restored for this round.
         speed: tokens per second of the current reply, or of the last one; 0 before the first.
         threshold: score at or below which a token would leave if room were needed now; null where
             nothing was ever evicted, or the policy has no scores.
@@ -157,7 +157,7 @@ class Snapshot:
     next_to_go: tuple[int, ...]
     rows: tuple[TokenRow, ...]
     slots: tuple[int, ...]
-    turns: tuple[TurnShare, ...]
+    turns: tuple[HeldShare, ...]
     histogram: Histogram | None
     in_single_layers: int = 0
     unit: str = ""
@@ -295,7 +295,7 @@ def _threshold(
 
 def _turns(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
-) -> tuple[TurnShare, ...]:
+) -> tuple[HeldShare, ...]:
     """Turns are contiguous in the stream, so their bounds are found by bisection."""
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
@@ -305,7 +305,7 @@ def _turns(
     means = _means(ledger, bounds) if whole else [None] * len(roles)
     tokens = np.diff(bounds).tolist()
     return tuple(
-        TurnShare(i, role, tokens[i], counts[i], means[i], held_said[i])
+        HeldShare(i, role, tokens[i], counts[i], means[i], held_said[i])
         for i, role in enumerate(roles)
     )
 
@@ -341,7 +341,7 @@ class TokenRank:
 
     Attributes:
         row: the token, with its score.
-        state: `held`, `archived` (it can come back) or `gone`.
+        state: `held`, `archived` (it can be restored) or `gone`.
         decayed_to: product of the decays since the token was read; 1 for none.
         factors: what else explains the score, by name.
         rank: 1 for the highest score of the held tokens; the rank it would have, if it is not held;

@@ -30,7 +30,7 @@ class OpenTurn:
         now: the conversation that it belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        tally: cost of the turn so far; of the last turn, where only pending ids are read.
+        stats: cost of the turn so far; of the last turn, where only pending ids are read.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
@@ -39,15 +39,15 @@ class OpenTurn:
         now: Conversation,
         engine: Engine,
         events: EventBuilder,
-        tally: TurnStats,
+        stats: TurnStats,
         evicts_thinking: bool = False,
     ) -> None:
         self._now = now
         self._engine = engine
         self._events = events
         self._evicts_thinking = evicts_thinking
-        self.tally = tally
-        self.ref = TurnRef(tally.index, now.round)
+        self.stats = stats
+        self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
         """Make room for a user turn of `count` ids and its reply; see the engine's method."""
@@ -75,11 +75,11 @@ class OpenTurn:
             while not skip:
                 start = time.perf_counter()
                 record = next(records, None)
-                self.tally.seconds_prefill += time.perf_counter() - start
+                self.stats.seconds_prefill += time.perf_counter() - start
                 if record is None:
                     break
                 if isinstance(record, ReadProgress):
-                    self.tally.tokens_in += begun + record.done - done
+                    self.stats.tokens_in += begun + record.done - done
                     done = begun + record.done
                     self._note_pending(turn, done, after)
                     yield Reading(done, end)
@@ -87,7 +87,7 @@ class OpenTurn:
                 else:
                     yield self._evicted(record)
             if skip:
-                done, self.tally.finish = turn.content[1], "interrupt"
+                done, self.stats.finish = turn.content[1], "interrupt"
 
     def answer(
         self,
@@ -102,17 +102,17 @@ class OpenTurn:
         If this breaks off, what was said is kept, and the closing ids are pending.
         """
         said: list[str] = []
-        self._now.reply, self._now.pending_ids = self.tally, list(closing)
-        self.tally.finish = "interrupt"  # unless the events are followed to their end
+        self._now.reply, self._now.pending_ids = self.stats, list(closing)
+        self.stats.finish = "interrupt"  # unless the events are followed to their end
         failure: ContextFullError | None = None
         try:
             try:
                 yield from self._generated(records, stream, said, end_ids)
             except ContextFullError as error:
-                self.tally.finish, failure = "context", error
+                self.stats.finish, failure = "context", error
             closed = self.close(closing)
         except BaseException:  # the reader of the events has left, or the model failed
-            self._now.finish(self.tally, "".join(said))
+            self._now.finish(self.stats, "".join(said))
             raise
         yield from closed
         yield self.done("".join(said))
@@ -130,16 +130,16 @@ class OpenTurn:
         """Report a reply as the engine generates it, and add its text to `said`."""
         for record in self._timed(records):
             if isinstance(record, GeneratedToken):
-                self.tally.tokens_out += 1
+                self.stats.tokens_out += 1
                 said.append(stream.push(record.id))
                 if said[-1]:
                     yield Delta(said[-1])
             elif isinstance(record, EvictedRows):
                 yield self._evicted(record)
             elif record.reason == "stop" and record.stop_id not in end_ids:
-                self.tally.finish = "control"
+                self.stats.finish = "control"
             else:
-                self.tally.finish = record.reason
+                self.stats.finish = record.reason
         said.append(stream.flush())
         yield Delta(said[-1])
 
@@ -165,8 +165,8 @@ class OpenTurn:
 
     def done(self, text: str) -> TurnDone:
         """The event that the turn is over; `text` is what was said."""
-        self._now.finish(self.tally, text)
-        return self._events.done(self.tally, text)
+        self._now.finish(self.stats, text)
+        return self._events.done(self.stats, text)
 
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
@@ -175,7 +175,7 @@ class OpenTurn:
         while True:
             start = time.perf_counter()
             record = next(records, None)
-            self.tally.seconds_decode += time.perf_counter() - start
+            self.stats.seconds_decode += time.perf_counter() - start
             if record is None:
                 return
             yield record
@@ -185,8 +185,8 @@ class OpenTurn:
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
-        self.tally.evicted += len(record.positions)
-        return self._events.evicted(self.tally.index, record)
+        self.stats.evicted += len(record.positions)
+        return self._events.evicted(self.stats.index, record)
 
     def _close_round(self) -> None:
         self._engine.close_round()

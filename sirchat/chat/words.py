@@ -104,7 +104,7 @@ _LATEST = 8
 
 
 @dataclass(frozen=True)
-class EvictedTurn:
+class EvictedText:
     """A turn of which not all is held.
 
     `tokens` were said in it, without the template's; `held` of them still are. `words` are those of
@@ -118,7 +118,7 @@ class EvictedTurn:
     words: tuple[str, ...]
 
 
-def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
+def evicted_turns(session: Session) -> Iterator[EvictedText]:
     """The turns that are not held whole, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
@@ -132,7 +132,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
         gone = [row.position for row in rows if row.position not in held]
         if gone:
             words = words_at(gone, rows, known)
-            yield EvictedTurn(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
+            yield EvictedText(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:

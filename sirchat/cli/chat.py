@@ -213,7 +213,7 @@ def replay_transcript(
 
     Raises TranscriptError for a file that can't be read, before the model is loaded.
     """
-    from sirchat.text.transcript import one_conversation, read_turns
+    from sirchat.text.transcript import iter_turns, one_conversation
 
     profile = profile_of(flags)
     from_stdin = name in ("-", "standard input")
@@ -223,7 +223,7 @@ def replay_transcript(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         shown = "standard input" if from_stdin else name
-        turns = one_conversation(read_turns(stream, shown, format), shown)
+        turns = one_conversation(iter_turns(stream, shown, format), shown)
         from sirchat.ui.progress import loading_bar
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen

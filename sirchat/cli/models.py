@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
+    add_completion=False,
     help="Models: list what is here, download more. Alone, it lists them.",
     invoke_without_command=True,
 )

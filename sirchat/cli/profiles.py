@@ -13,6 +13,7 @@ from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
 
 profiles_app = typer.Typer(
+    add_completion=False,
     help="Named settings: list, show, find, and start your own. Alone, it lists them.",
     invoke_without_command=True,
 )
@@ -68,7 +69,9 @@ def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's na
 
 
 policies_app = typer.Typer(
-    help="The eviction policies, with their options.", invoke_without_command=True
+    add_completion=False,
+    help="The eviction policies, with their options.",
+    invoke_without_command=True,
 )
 
 

@@ -40,7 +40,7 @@ In a chat, /help shows the commands.
 
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
-        "tutorial": "see what a chat evicts, and how it comes back",
+        "tutorial": "see what a chat evicts, and how it is restored",
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
         "models": "list the models that are here, download more",
@@ -125,12 +125,12 @@ EXAMPLES: dict[str, str] = {
     "profiles show": "sirchat profiles show sirllm-grocery",
     "profiles path": "sirchat profiles path default",
     "profiles init": "sirchat profiles init mine",
-    "eval": "sirchat eval chatter --help",
+    "eval": "sirchat eval facts-in-dialogue --help",
     "eval recall": "sirchat eval recall --policies entropy,sink --budgets 128,256 --limit 100",
     "eval facts": "sirchat eval facts --policies entropy,sink --budgets 256 --out facts",
     "eval policies": "sirchat eval policies --policies entropy,sink,h2o --budgets 128,256",
     "eval topics": "sirchat eval topics --decays 1,0.9,0.8 --budgets 128",
-    "eval chatter": "sirchat eval chatter -m smollm2 --data dailydialog.jsonl --budgets 256",
+    "eval facts-in-dialogue": "sirchat eval facts-in-dialogue -m smollm2 --data talk.jsonl",
     "eval dailydialog": "sirchat eval dailydialog --data SirLLM/data --scoring text --limit 60",
     "eval grocery": "sirchat eval grocery --data SirLLM/data --policies entropy,sink --limit 40",
     "eval rock-paper-scissors": "sirchat eval rock-paper-scissors --policies entropy --rounds 60",

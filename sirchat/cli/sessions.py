@@ -13,6 +13,7 @@ from sirchat.paths import open_private, sessions_dir
 from sirchat.ui.text import displayable, displayable_line
 
 sessions_app = typer.Typer(
+    add_completion=False,
     help="Saved chats: list, show, remove, export. Alone, it lists them.",
     invoke_without_command=True,
 )

@@ -207,7 +207,8 @@ class Profile(BaseModel):
     )
     recall_soft: bool = Field(
         default=True,
-        description="With recall attention: spread the square root of each score over neighbours.",
+        description="With recall attention: share the square root of a score with neighbouring "
+        "tokens.",
     )
     recall_span: int = Field(
         default=0,

@@ -62,7 +62,7 @@ def resolve(
     files = [default] if default.is_file() else []
     if chosen:
         files.append(profile_path(chosen))
-    layers = [Layer(_read(path, trusted), _named(path)) for path in files]
+    layers = [Layer(_load(path, trusted), _named(path)) for path in files]
     return merged([*layers, _environment_layer(environ), _flag_layer(given)])
 
 
@@ -93,7 +93,7 @@ def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, 
     `trusted` are the `module:Class` policies that it may name. Raises SettingError when there is no
     such profile, it isn't well-formed, or a key or value is not allowed.
     """
-    return _read(profile_path(name_or_file), trusted)
+    return _load(profile_path(name_or_file), trusted)
 
 
 def list_profiles() -> list[ProfileInfo]:
@@ -198,12 +198,12 @@ def _named_profiles() -> dict[str, Path]:
 
 def _description(path: Path) -> str:
     try:
-        return " ".join(str(_read(path).get("description", "")).split())
+        return " ".join(str(_load(path).get("description", "")).split())
     except SettingError as error:
         return f"not usable: {error}"
 
 
-def _read(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
+def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1).removeprefix(b"\xef\xbb\xbf")

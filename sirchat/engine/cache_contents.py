@@ -193,7 +193,7 @@ class CacheContents:
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these rows, unless they are sinks: no choice brings them back, until `excluded` is
+        """Evict these rows, unless they are sinks: no choice restores them, until `excluded` is
         false.
         """
         positions = positions[positions >= self.budget.sinks]

@@ -37,7 +37,7 @@ class CacheSettings:
             length.
         in_stream: whether keys stand at their positions in the stream, which then ends with the
             model's context; otherwise they stand close together in the cache.
-        recall: how archived rows are brought back for a turn; None for no recall.
+        recall: how archived rows are restored for a turn; None for no recall.
         count_attention: whether attention is counted although the policy does not use it.
     """
 

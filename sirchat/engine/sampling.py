@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from sirchat.errors import ModelError
-from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.random_numbers import Purpose, uniform
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy. Same seed and conversation, same draws."""
+    """How tokens are sampled; temperature 0 is greedy. Same seed and conversation, same tokens."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -38,7 +38,7 @@ class Sampling:
 
 
 class Sampler:
-    """Picks one token from logits; another `attempt` at the same position draws other numbers."""
+    """Picks one token from logits; another `attempt` at a position uses other random numbers."""
 
     def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling

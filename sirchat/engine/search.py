@@ -1,6 +1,6 @@
 """Searches the archive for the rows that a turn needs.
 
-The turn is read once to search, and this pass is undone: cache, ledger, archive and random draws
+The turn is read once to search, and this pass is undone: cache, ledger, archive and random numbers
 are as before. Then the found rows are put into the reserve, and the turn is read again with them in
 place. With `query: recent`, and for retrievers that don't need the turn, nothing is read to search.
 """

@@ -57,8 +57,8 @@ class Index:
     def __init__(self, recall: RecallSettings, rotations: Sequence[LayerRotation]) -> None:
         self._recall = recall
         self._rotations = rotations
-        self._vectors: Vectors | None = None
-        self._parts: list[Nearest] = []
+        self._vectors: IndexVectors | None = None
+        self._parts: list[FaissIndex] = []
         self._has = np.zeros(1024, bool)  # by stream position
         self._learnt = 0  # number of archived rows when it was built
 
@@ -114,11 +114,11 @@ class Index:
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
         """Start over: learn axes and centroids from an evenly spaced sample of these rows."""
         rows = archive.fetch(evenly(positions, sample_for(len(positions))))
-        self._vectors = Vectors(self._recall, self._rotations, rows)
+        self._vectors = IndexVectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
         samples = self._vectors.of_rows(rows, _nats(rows, surprisal_of))
         probes = retriever(self._recall.retriever).index_probes
-        self._parts = [Nearest(sample, len(positions), probes) for sample in samples]
+        self._parts = [FaissIndex(sample, len(positions), probes) for sample in samples]
         self._has[:] = False
         self._learnt = len(positions)
 
@@ -194,7 +194,7 @@ class Axes:
         return (rows - self.mean) @ self.main
 
 
-class Vectors:
+class IndexVectors:
     """Makes the vectors of rows and queries for one retriever and weight.
 
     Args:
@@ -272,7 +272,7 @@ class Vectors:
         return [_append(part, part.new_tensor(weight)) for part in parts]
 
     def _raw(self, rows: Rows) -> list[Tensor]:
-        """Vectors [n, D] before projection, one for each part."""
+        """IndexVectors [n, D] before projection, one for each part."""
         pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
         if self._retriever.needs_queries:
             return [pairs[layer][0][head] for layer, head in self.heads]
@@ -305,7 +305,7 @@ class Vectors:
 
 
 def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
-    """Vectors [n, d] with one of the numbers [n], or the same number, appended: [n, d + 1]."""
+    """IndexVectors [n, d] with one of the numbers [n], or the same number, appended: [n, d + 1]."""
     return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
 
 
@@ -334,8 +334,8 @@ def sample_for(rows: int) -> int:
     return min(rows, _PER_LIST * lists_for(rows))
 
 
-class Nearest:
-    """Vectors [n, d] by stream position, searched by inner product.
+class FaissIndex:
+    """IndexVectors [n, d] by stream position, searched by inner product.
 
     Args:
         sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.

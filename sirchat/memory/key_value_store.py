@@ -125,7 +125,7 @@ class KeyValueStore:
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
         """Hold exactly the rows at these stream positions [n], ascending, all of them reachable.
 
-        Returns the positions evicted and the positions brought back from the archive.
+        Returns the positions evicted and the positions restored from the archive.
         """
         self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)

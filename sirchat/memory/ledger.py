@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStats
-from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.random_numbers import Purpose, uniform
 
 
 class Role(IntEnum):
@@ -106,7 +106,7 @@ class HeldRows:
         continues_word: mask of the rows that belong to the word of the token before.
         protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
         seen: number of tokens ever read.
-        seed: of random draws.
+        seed: of random numbers.
     """
 
     position: Tensor
@@ -160,7 +160,7 @@ class Ledger:
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
         self._rows = np.zeros(1024, ROW)
-        self._draw_keys(0)
+        self._add_arrival_keys(0)
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
         self._recalled = np.zeros(0, np.int64)
@@ -168,7 +168,7 @@ class Ledger:
 
     @property
     def recalled(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of the held rows that came back for this round."""
+        """Stream positions, ascending, of the held rows that are recalled for this round."""
         return self._recalled
 
     @property
@@ -256,14 +256,14 @@ class Ledger:
         return gone, came
 
     def recall(self, positions: NDArray[np.int64]) -> None:
-        """Mark these held rows, and no others, as having come back for this round."""
+        """Flag these held rows, and no others, as recalled for this round."""
         flags = self._rows["flags"]
         flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
         self._recalled = positions
 
     def mark_gone(self, positions: NDArray[np.int64]) -> None:
-        """Note that archived rows at these positions can't come back."""
+        """Note that archived rows at these positions can't be restored."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
@@ -292,7 +292,7 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Note that gone rows at these positions can come back."""
+        """Note that gone rows at these positions can be restored."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
@@ -389,7 +389,7 @@ class Ledger:
         """The held rows as policies see them; arguments as in `view`."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
-    def _draw_keys(self, start: int) -> None:
+    def _add_arrival_keys(self, start: int) -> None:
         """Arrival keys depend on the position alone: drawn ahead, when the rows grow."""
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
@@ -400,7 +400,7 @@ class Ledger:
         if rows > capacity:
             size = max(rows, 2 * capacity)
             self._rows = np.concatenate([self._rows, np.zeros(size - capacity, ROW)])
-            self._draw_keys(capacity)
+            self._add_arrival_keys(capacity)
         if held > len(self._held):
             grown = np.zeros(max(held, 2 * len(self._held)), np.int64)
             grown[: self._held_count] = self.held_positions

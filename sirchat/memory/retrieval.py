@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.memory.rope import Rotation
 from sirchat.memory.segments import Positions, Rows
 
@@ -33,16 +33,16 @@ _BATCH = 8_192  # rows fetched at once
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """How archived rows are brought back for a turn.
+    """How archived rows are restored for a turn.
 
     Attributes:
         retriever: name of the retriever that scores the rows.
         weight: `surprisal` multiplies a row's score above the lowest one by the token's surprisal
             in nats, if the retriever takes weights.
-        n: most rows to bring back; as many cache slots are reserved for them.
+        n: most rows to restore; as many cache slots are reserved for them.
         soft: take the square root of each score and share it with the rows before and after, if
             the retriever takes this.
-        span: neighbours on each side of a hit that are brought back with it, counted within n.
+        span: neighbours on each side of a hit that are restored with it, counted within n.
         scope: the same rows for all layers, or different ones for each layer.
         query: what archived rows are compared with: the rows of the turn, which is read once to
             search, or the recent window before it, as in the paper.

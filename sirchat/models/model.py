@@ -27,7 +27,7 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.contents import has_blocks, is_read_here
-from sirchat.models.gguf.header import read_gguf
+from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
 from sirchat.models.packed import SharedWeights, can_pack_four_bits, packed_buffers
@@ -342,7 +342,7 @@ def gguf_parts(
     gguf_file: str,
 ) -> tuple[Any, Any] | None:
     """Module (on the CPU) and tokenizer of a GGUF file; None if only transformers can read it."""
-    file = read_gguf(Path(folder) / gguf_file)
+    file = parse_gguf(Path(folder) / gguf_file)
     from sirchat.models.gguf import loading  # needs the extra
 
     if not is_read_here(file):

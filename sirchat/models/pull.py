@@ -144,7 +144,7 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     while (there := part.stat().st_size) < size:
         broken: Exception = ConnectionError(f"{url} ends too early")
         try:
-            _read_on(url, part, there, size, progress)
+            _continue(url, part, there, size, progress)
         except Exception as error:
             if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
                 raise
@@ -171,7 +171,7 @@ def _is_transport(error: Exception) -> bool:
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
 
 
-def _read_on(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
+def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
     """Append to `part` what follows after the first `there` bytes of the file at `url`."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,

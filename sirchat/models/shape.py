@@ -21,7 +21,7 @@ from typing import Any
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import has_blocks, is_read_here
-from sirchat.models.gguf.header import BLOCKS, GgufFile, read_gguf
+from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
 _MOST = 1 << 32  # largest number that is believed
 _MOST_LAYERS = 10_000
@@ -54,7 +54,7 @@ class ModelShape:
 
 def shape_of_folder(folder: Path) -> ModelShape:
     """The shape that a folder's config.json describes; raises ModelError if it can't be read."""
-    config = _read_config(folder / "config.json")
+    config = _load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
         raise ModelError(f"{folder} has a {str(names[0])[:60]}, which does not generate text")
@@ -72,7 +72,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
 
 def shape_of_gguf(path: Path) -> ModelShape:
     """The shape that a GGUF file's header describes; raises ModelError if it can't be read."""
-    file = read_gguf(path, with_lists_of_text=False)
+    file = parse_gguf(path, with_lists_of_text=False)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
@@ -86,7 +86,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _load_config(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")

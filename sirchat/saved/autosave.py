@@ -32,9 +32,9 @@ from sirchat.models.packed import packed_buffers
 from sirchat.saved.saved_state import (
     attention_fits,
     attention_tensors,
+    decode_state,
     pop_attention,
     pop_rows,
-    read_state,
     row_tensors,
     rows_fit,
     saved_head,
@@ -119,7 +119,7 @@ class Autosave:
         try:
             self.update()
         except BaseException:
-            self.let_go()
+            self.abandon()
             if self.id:
                 remove_session(paths.sessions_dir() / f"{self.id}{SUFFIX}")
             raise
@@ -203,9 +203,9 @@ class Autosave:
                 self.update()
                 self.save_kv()
         finally:
-            self.let_go()
+            self.abandon()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Close the file without saving."""
         if self._store is not None:
             self._store.close()
@@ -227,7 +227,7 @@ class Autosave:
         fields = saved_head(saved, self._session).fields
         for name in ("pinned", "recalled"):
             fields[name] = [position for position in fields[name] if position < seen]
-        fields["conversation"] |= {"in_round": False, "owed": []}
+        fields["conversation"] |= {"in_round": False, "pending_ids": []}
         store.drop_kv()
         store.truncate(turns, seen, Head(seen, held, None, fields))
         self._turns, self._rows, self._head = self._turns[:turns], self._rows[:seen], None
@@ -247,7 +247,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
-    saved, conversation, stamp = read_state(store, head, session.model.vocab_size)
+    saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
     rows, received = _kept(store, stamp, session.model, head.seen)
     session.load(saved, conversation, rows, received)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from sirchat.chat.conversation import Conversation, Turn, TurnStats
 from sirchat.chat.events import Finish
@@ -30,7 +30,7 @@ _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class _Tally(BaseModel):
+class _TurnStats(BaseModel):
     model_config = _STRICT
 
     index: _Count
@@ -50,9 +50,9 @@ class _Conversation(BaseModel):
     in_round: bool
     system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
     prompt: str | None
-    reply: _Tally
-    owed: list[_Count]
-    totals: _Tally
+    reply: _TurnStats
+    pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
+    totals: _TurnStats
     attempt: _Count
 
 
@@ -65,7 +65,7 @@ class _Fields(BaseModel):
     unknown_surprisal: float
     round: _Count
     pinned: list[_Count]
-    retired: list[_Count] = []
+    excluded: list[_Count] = Field([], validation_alias=AliasChoices("excluded", "retired"))
     recalled: list[_Count] = []
     kv: str
     conversation: _Conversation
@@ -81,7 +81,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
         "pinned": pinned.tolist(),
-        "retired": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
+        "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "recalled": saved.recalled.tolist(),
         "kv": stamp,
         "conversation": {
@@ -90,7 +90,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "system": [now.system.start, now.system.stop],
             "prompt": now.prompt,
             "reply": asdict(now.reply),
-            "owed": now.pending_ids,
+            "pending_ids": now.pending_ids,
             "totals": asdict(now.totals),
             "attempt": now.attempt,
         },
@@ -98,7 +98,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
     return Head(len(saved.rows), saved.held, saved.logits, fields)
 
 
-def read_state(
+def decode_state(
     store: SessionStore, head: Head, vocabulary: int
 ) -> tuple[EngineState, Conversation, str]:
     """The state of the engine, the conversation, and the stamp of keys and values.
@@ -109,18 +109,18 @@ def read_state(
         fields, turns = _Fields.model_validate(head.fields), store.turns()
         now, rows = fields.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), fields.round, vocabulary)
-        pinned, retired, recalled = (
-            np.asarray(one, np.int64) for one in (fields.pinned, fields.retired, fields.recalled)
+        pinned, excluded, recalled = (
+            np.asarray(one, np.int64) for one in (fields.pinned, fields.excluded, fields.recalled)
         )
-        require(all((one < head.seen).all() for one in (pinned, retired)))
+        require(all((one < head.seen).all() for one in (pinned, excluded)))
         require(bool(np.isin(recalled, head.held).all() and (np.diff(recalled) > 0).all()))
         require(now.system[0] <= now.system[1] <= head.seen)
         require(head.logits is None or len(head.logits) == vocabulary)
-        require(all(one < vocabulary for one in now.owed))
+        require(all(one < vocabulary for one in now.pending_ids))
         require(now.round == fields.round)
         rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.EXCLUDED)
         rows["flags"][pinned] |= np.uint8(Flag.PINNED)
-        rows["flags"][retired] |= np.uint8(Flag.EXCLUDED)
+        rows["flags"][excluded] |= np.uint8(Flag.EXCLUDED)
         saved = EngineState(
             rows=rows,
             held=head.held,
@@ -137,7 +137,7 @@ def read_state(
             system=range(*now.system),
             prompt=now.prompt,
             reply=TurnStats(**now.reply.model_dump()),
-            pending_ids=now.owed,
+            pending_ids=now.pending_ids,
             totals=TurnStats(**now.totals.model_dump()),
             attempt=now.attempt,
         )

@@ -67,7 +67,7 @@ def list_sessions(folder: Path) -> Listing:
     listing = Listing([], [])
     for path in _files(folder):
         try:
-            listing.sessions.append(_read(path))
+            listing.sessions.append(_summary_of(path))
         except SessionError as error:
             listing.refused.append(error)
     listing.sessions.sort(key=lambda session: (session.updated, session.id), reverse=True)
@@ -194,7 +194,7 @@ def _newest(found: dict[str, Path]) -> str:
     return f"the newest is {max(found)}" if found else "none is saved"
 
 
-def _read(path: Path) -> SavedSession:
+def _summary_of(path: Path) -> SavedSession:
     """Read a session, locked or not.
 
     An ordinary reader is stopped by another process's lock, and by a commit that a crash

@@ -30,7 +30,7 @@ def path_named(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def read_text_file(name: str) -> str:
+def load_text_file(name: str) -> str:
     """The text of a UTF-8 file, its line ends as newlines, without a byte order mark.
 
     Raises UsageError if the file is missing, unreadable, not text, empty or larger than

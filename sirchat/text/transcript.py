@@ -42,7 +42,7 @@ class TranscriptTurn:
     conversation: int = 0
 
 
-def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
+def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
     """The turns of a UTF-8 `stream`, each as soon as the format allows.
 
     `name` is the stream's name in errors; `format` is one of `FORMATS`. Raises UsageError for an
@@ -57,9 +57,9 @@ def read_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
     return _detected(lines, name) if format == "auto" else _parsed(lines, name, format)
 
 
-def read_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of a transcript given as bytes; arguments and errors as in `read_turns`."""
-    return list(read_turns(io.BytesIO(data), name, format))
+def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
+    """All turns of a transcript given as bytes; arguments and errors as in `iter_turns`."""
+    return list(iter_turns(io.BytesIO(data), name, format))
 
 
 def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[TranscriptTurn]:

@@ -19,8 +19,8 @@ from sirchat.errors import UsageError
 from sirchat.text.text_file import (
     fenced,
     is_missing,
+    load_text_file,
     path_named,
-    read_text_file,
     without_surrogates,
 )
 from sirchat.ui.text import displayable_line, shorten
@@ -57,7 +57,7 @@ def with_files(
     a `note` where it looks like a path; `\\@` is a mere sign. `pasted_signs` are the indices of the
     signs that name nothing, as they were pasted.
 
-    Raises UsageError, as `read_text_file` does, for what is there and can't be taken.
+    Raises UsageError, as `load_text_file` does, for what is there and can't be taken.
     """
     files: dict[str, AttachedFile] = {}
     said = list[str]()  # the message, where file names alone say nothing
@@ -69,7 +69,7 @@ def with_files(
         else:
             name, shown = _named(found, note)
         if name and name not in files:
-            files[name] = AttachedFile(name, read_text_file(name))
+            files[name] = AttachedFile(name, load_text_file(name))
         between = text[at : found.start()]
         message += (between, shown)
         said += (between, shown.removeprefix(name) if name else shown)
@@ -91,12 +91,12 @@ def open_mention(before: str) -> str | None:
 def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
     """The message that `/read FILE [QUESTION]` sends, and its file.
 
-    Raises UsageError without a name, and as `read_text_file` does.
+    Raises UsageError without a name, and as `load_text_file` does.
     """
     name, question = first_name(rest)
     if not name:
         raise UsageError("say which file", hint="/read FILE, or /read FILE QUESTION")
-    file = AttachedFile(name, read_text_file(name))
+    file = AttachedFile(name, load_text_file(name))
     return _joined([file], question), [file]
 
 

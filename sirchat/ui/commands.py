@@ -43,7 +43,7 @@ from sirchat.ui.turn_commands import sampling_settings, undo
 _PREFIX = "do_"
 
 _AROUND = 12
-"""Tokens on either side that `/recall "words"` brings back, too."""
+"""Tokens on either side that `/recall "words"` restores, too."""
 
 _LONGEST = 40  # characters of a command that is not known
 
@@ -364,7 +364,7 @@ class Commands:
         if not rest:
             self._saved_chat.show()
         elif (session := self._saved_chat.load(without_quotes(rest))) is not None:
-            self._models.let_go()
+            self._models.drop_former()
             return SwitchSession(session, is_other_chat=True)
         return None
 

@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import Snapshot, TurnShare
+from sirchat.chat.snapshot import HeldShare, Snapshot
 from sirchat.chat.words import is_mark, said, split_words
 from sirchat.config.values import short
 from sirchat.ui.cells import (
@@ -120,7 +120,7 @@ def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
     return [StyledRun("━" * full, theme.gauge), StyledRun("─" * (width - full), theme.rest)]
 
 
-def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
+def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     """One cell per turn, the latest ones: how much of the turn is still held."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
@@ -140,7 +140,7 @@ def strip(turns: Sequence[TurnShare], theme: Theme, width: int) -> Text:
     )
 
 
-def share_glyph(turn: TurnShare) -> str:
+def share_glyph(turn: HeldShare) -> str:
     """The glyph for the held share of a turn; all, and nothing of what was said, have their own."""
     if turn.held >= turn.tokens > 0:
         return _ALL

@@ -25,7 +25,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
     named = [turn for turn in turns if turn.words]
     if named:
         screen.page(draw_evicted(named, screen.theme, screen.width))
-        screen.note('/recall "words" brings words back, with what stood beside them')
+        screen.note('/recall "words" restores words, and those beside them')
     if others := len(turns) - len(named):
         went = "lost only what is held elsewhere, too, and punctuation"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
@@ -120,11 +120,11 @@ def _higher(one: TokenRank, policy: str) -> str:
 
 def _way_back(token_ranks: Sequence[TokenRank], target: str) -> str:
     if all(one.state == "gone" for one in token_ranks):
-        return "It is gone for good."
+        return "It was evicted, and is no longer archived."
     if turn_of_target(target, ()) is not None:
-        return "It is archived: /pin brings it back."
+        return "It is archived: /pin restores it."
     words = displayable_line(without_quotes(target))
-    return f'It is archived: /recall "{words}" brings it back.'
+    return f'It is archived: /recall "{words}" restores it.'
 
 
 GROUPS: Final[dict[str, dict[str, str]]] = {
@@ -138,7 +138,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     },
     "Memory": {
         "/evicted": "list what was evicted",
-        '/recall "WORDS"': "bring words back",
+        '/recall "WORDS"': "restore words",
         "/pin, /unpin": "keep words; let them go again",
         "/summarize": "keep the model's own summary",
         "/erase": "erase words or turns for good",

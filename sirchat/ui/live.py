@@ -41,7 +41,7 @@ _REGION_ROWS = 10
 """Most rows of the live region."""
 
 
-class LiveTurn:
+class LiveView:
     """As a context, shows the events of one turn; nothing else may write to the terminal."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
@@ -62,7 +62,7 @@ class LiveTurn:
         self._region = _Region()
         self._live: Live | None = None
 
-    def __enter__(self) -> LiveTurn:
+    def __enter__(self) -> LiveView:
         return self
 
     def __exit__(

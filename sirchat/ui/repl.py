@@ -28,7 +28,7 @@ from sirchat.ui.commands import (
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.line_input import Keyboard, LineInput
-from sirchat.ui.live import LiveTurn
+from sirchat.ui.live import LiveView
 from sirchat.ui.prompt import Line
 from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
@@ -108,7 +108,7 @@ class Chat:
 
     def greet(self, events: Iterable[Event]) -> None:
         """Show the events of the session's start, and what it is."""
-        with LiveTurn(self._session, self._screen) as view:
+        with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
         profile = self._session.profile
@@ -193,10 +193,10 @@ class Chat:
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        self._models.let_go()
+        self._models.drop_former()
         self._keyboard.mark_pastes(True)
         try:
-            with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
+            with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
                 stops = stop_signal(interrupt, self._keyboard, is_stopped)
                 for event in events(stops):
                     view.show(event)

@@ -88,7 +88,7 @@ class SavedChat:
         except Exception as error:
             self._failed(error)
         finally:
-            self._saving.let_go()
+            self._saving.abandon()
 
     def say_where(self) -> None:
         """Say where the chat is kept, once it is closed, and how to come back to it."""
@@ -130,7 +130,7 @@ class SavedChat:
         except BaseException:
             store.close()
             raise
-        self._saving.let_go()
+        self._saving.abandon()
         self._session, self._saving, self._is_on = session, saving, session.profile.save
         self._screen.note(f"this is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
@@ -152,7 +152,7 @@ class SavedChat:
         self._leave("no branch is made")
         old = self._saving
         self._saving = old.branch(name)
-        old.let_go()
+        old.abandon()
         handle = _FIRST if old.id == old.family else old.id
         self._screen.note(
             f"this is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays as it "
@@ -238,9 +238,9 @@ class SavedChat:
     def _write_anew(self) -> None:
         old, new = self._saving, Autosave(self._session)
         new.begin()
-        old.let_go()
+        old.abandon()
         self._saving = new
-        self._screen.note(f"session {old.id} takes no more, and stays as it is")
+        self._screen.note(f"cannot write {old.id}; continuing in a new file")
 
     @property
     def _handle(self) -> str:

@@ -99,7 +99,7 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens that `target` names, and report what left or came back.
+        """Pin or unpin the tokens that `target` names, and report what was evicted or restored.
 
         `around`: so many tokens beside them are meant, too.
         """
@@ -157,7 +157,7 @@ class Switching:
         """Report how many tokens were evicted and restored, and how many are held now."""
         now = f"holds {self._session.resident:,}/{self._session.budget:,}"
         left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
-        came = [f"{restored:,} came back"] if restored else []
+        came = [f"{restored:,} restored"] if restored else []
         self._screen.note(", ".join([*left, *came, now]))
 
     def _report(self, event: Event) -> None:
@@ -221,7 +221,7 @@ class ModelSwitching:
             new = Session(model, self._profile(session, model, name))
             read_again(new, session.turns, report)
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
-        self._go_on_with(new)
+        self._replace_session(new)
         self._report(session, new)
         return new
 
@@ -237,15 +237,15 @@ class ModelSwitching:
         changed = {k: v for k, v in now.items() if k not in FIXED and v != at_first[k]}
         if changed:
             former.switch("/undo", **changed)
-        self._go_on_with(former)
-        self.let_go()
+        self._replace_session(former)
+        self.drop_former()
         self._screen.note(
             f"back to {former.model.name}, with the chat as it was; "
             f"holds {former.resident:,}/{former.budget:,}"
         )
         return former
 
-    def let_go(self) -> None:
+    def drop_former(self) -> None:
         """Give up the former session, and its memory."""
         if self._former is not None:
             self._former = None
@@ -254,7 +254,7 @@ class ModelSwitching:
     def check(self, session: Session) -> None:
         """Give up the former session if something was erased from `session`, or all of it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
-            self.let_go()
+            self.drop_former()
 
     def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._former is not None and self._former.session.model.name == name:
@@ -272,7 +272,7 @@ class ModelSwitching:
                 updates |= {key: getattr(usual, key) for key in group}
         return profile.model_copy(update=updates)
 
-    def _go_on_with(self, session: Session) -> None:
+    def _replace_session(self, session: Session) -> None:
         with Interrupt():  # all or nothing of it
             self._saved_chat.replace_session(session)
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import EDGES, Histogram, TokenRank, TurnShare
-from sirchat.chat.words import EvictedTurn
+from sirchat.chat.snapshot import EDGES, HeldShare, Histogram, TokenRank
+from sirchat.chat.words import EvictedText
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
 from sirchat.ui.text import displayable_line
@@ -141,7 +141,7 @@ def draw_ranking(
     return table
 
 
-def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
+def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     """All turns: held tokens, and mean surprisal in nats."""
     table = _table(theme)
     _columns(table, "turn")
@@ -161,14 +161,14 @@ def draw_turns(turns: Sequence[TurnShare], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
+def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
     """One row per turn: how many tokens are evicted, and as many words as fit."""
     table = _table(theme)
     table.width = width
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
     _columns(table, "evicted")
-    table.add_column("words that are gone", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("words that were evicted", no_wrap=True, overflow="ellipsis", ratio=1)
     for turn in turns:
         words = ", ".join(displayable_line(word) for word in turn.words)
         table.add_row(

@@ -18,7 +18,7 @@ from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.line_input import InMemory, Keyboard, prompt_output
-from sirchat.ui.live import LiveTurn
+from sirchat.ui.live import LiveView
 from sirchat.ui.progress import loading_bar
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.repl import stop_signal
@@ -126,7 +126,7 @@ class _Tutorial:
                 raise KeyboardInterrupt
             if line.is_command:
                 return self._run(line.text)
-            with Interrupt() as interrupt, LiveTurn(self._session, self._screen) as view:
+            with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
                 for event in self._session.ask(line.text, self._stops(interrupt)):
                     view.show(event)
             if interrupt():

@@ -98,7 +98,7 @@ STEPS: Final = (
         "easy to guess; a name is not. Evicted tokens are in an archive, so a new policy "
         "chooses from everything that was ever read.",
         "/policy entropy",
-        '"came back" counts tokens that returned from the archive. The name is one of them.',
+        '"restored" counts tokens that returned from the archive. The name is one of them.',
         (Effect("Anna", in_memory=True),),
     ),
     TutorialStep(
@@ -123,13 +123,13 @@ STEPS: Final = (
         (Effect("Luna", in_reply=False, in_memory=False),),
     ),
     TutorialStep(
-        "What is gone can be listed, the most surprising words of each message first.",
+        "What was evicted can be listed, the most surprising words of each message first.",
         "/evicted",
-        "Luna is in the list: gone from the memory, and still in the archive.",
+        "Luna is in the list: evicted, and still in the archive.",
         (Effect("Luna", in_memory=False),),
     ),
     TutorialStep(
-        "You can bring a word back yourself, with the words that stood beside it.",
+        "You can restore a word yourself, with the words beside it.",
         '/recall "Luna"',
         "They are back, and pinned: they stay, under every policy but window. Others had to go for "
         "them, as the memory was full.",
@@ -140,7 +140,7 @@ STEPS: Final = (
         "What is my cat called?",
         "It knows again. To make room, Anna went: the text in the panel has Luna, and Anna no "
         "more. In 48 places, what is pinned leaves little for the rest. (/recall on looks for what "
-        "fits each message, and brings that back by itself.)",
+        "fits each message, and restores that by itself.)",
         (Effect("Luna", in_reply=True), Effect("Anna", in_memory=False)),
         shows_panel=True,
     ),
@@ -153,7 +153,7 @@ GOODBYE: Final = (
 
 MORE: Final = {
     "/evicted": "lists what was evicted",
-    '/recall "words"': "brings it back",
+    '/recall "words"': "restores it",
     "/branch NAME": "goes on in a copy of the chat",
     "/edit": "changes your last message, and goes on from there",
     "@FILE": "in a message, sends the text of a file",

@@ -17,7 +17,7 @@ from attacking import attack, mutated, odd_text
 from chatting import babbler, save_babbler
 from gguf_file import write_gguf
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import read_gguf
+from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.listing import find_models
 from sirchat.models.model import load_model
 from sirchat.models.shape import shape_of_folder, shape_of_gguf
@@ -74,7 +74,7 @@ def test_every_gguf_header_is_read_or_refused_in_one_line(tmp_path: Path, whole:
     def read(random: Random) -> None:
         path.write_bytes(odd_header(random, data))
         find_models([tmp_path])
-        read_gguf(path)
+        parse_gguf(path)
         shape_of_gguf(path)
 
     attack(read, 200)

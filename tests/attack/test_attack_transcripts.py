@@ -10,7 +10,7 @@ import pytest
 
 from attacking import attack, mutated, odd_text
 from sirchat.errors import TranscriptError
-from sirchat.text.transcript import FORMATS, read_transcript
+from sirchat.text.transcript import FORMATS, parse_transcript
 
 _KEYS = ["role", "content", "from", "value", "conversations", "messages", "type", "text", ""]
 _ROLES = ["user", "assistant", "system", "human", "gpt", "User", 1, None, [], {}, "\ud800"]
@@ -56,7 +56,7 @@ def transcript(random: Random) -> bytes:
 @pytest.mark.slow
 def test_every_transcript_is_read_or_refused_in_one_line() -> None:
     def read(random: Random) -> None:
-        for turn in read_transcript(transcript(random), "t", random.choice(FORMATS)):
+        for turn in parse_transcript(transcript(random), "t", random.choice(FORMATS)):
             assert turn.role in ("user", "assistant", "system")
             turn.content.encode()
 
@@ -76,4 +76,4 @@ PAST = [
 @pytest.mark.parametrize("format", ["jsonl", "sharegpt"])
 def test_what_once_hung_or_took_gigabytes_is_refused_at_once(data: bytes, format: str) -> None:
     with pytest.raises(TranscriptError):
-        read_transcript(data, "t", format)
+        parse_transcript(data, "t", format)

@@ -1,4 +1,4 @@
-"""What was evicted, in words; and what brings it back: by hand, or in a summary."""
+"""What was evicted, in words; and what restores it: by hand, or in a summary."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.chat.recall import TurnWords, terms_of
+from sirchat.chat.recall import WordIndex, terms_of
 
 TEXTS = [
     "Hello! My zebra is called Quix.",
@@ -48,7 +48,7 @@ def by_the_formula(texts: list[str], wanted: str) -> list[float]:
 
 @pytest.mark.parametrize("wanted", ["Where is my zebra?", "ADOPTION", "zebra zebra", "Quix!"])
 def test_a_turn_is_scored_with_its_neighbours(wanted: str) -> None:
-    found = TurnWords().scores(TEXTS, wanted)
+    found = WordIndex().scores(TEXTS, wanted)
     assert found.tolist() == pytest.approx(by_the_formula(TEXTS, wanted), rel=1e-5)
     assert found.max() > 0
 
@@ -56,7 +56,7 @@ def test_a_turn_is_scored_with_its_neighbours(wanted: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(texts=texts, wanted=words.map(" ".join))
 def test_any_texts_are_scored_by_the_formula(texts: list[str], wanted: str) -> None:
-    found = TurnWords().scores(texts, wanted).tolist()
+    found = WordIndex().scores(texts, wanted).tolist()
     assert found == pytest.approx(by_the_formula(texts, wanted) if texts else [], rel=1e-5)
 
 
@@ -80,12 +80,12 @@ def by_the_library(texts: list[str], wanted: str) -> list[float]:
 @settings(max_examples=200, deadline=None)
 @given(texts=texts, wanted=words.map(" ".join))
 def test_the_scores_are_the_librarys_to_the_last_bit(texts: list[str], wanted: str) -> None:
-    assert TurnWords().scores(texts, wanted).tolist() == by_the_library(texts, wanted)
+    assert WordIndex().scores(texts, wanted).tolist() == by_the_library(texts, wanted)
 
 
 def test_a_turn_is_split_once_and_a_search_counts_the_words_asked_for_alone() -> None:
     texts = [f"{n} some words of a turn, {n * n} of them and {n // 7}" for n in range(4000)]
-    known = TurnWords()
+    known = WordIndex()
     known.scores(texts, "words")
     started = time.process_time()
     for n in range(10):
@@ -100,15 +100,15 @@ def test_what_was_read_before_makes_no_difference(
     first: list[str], then: list[str], kept: int, wanted: str
 ) -> None:
     """Turns are added, undone and erased between two searches."""
-    known = TurnWords()
+    known = WordIndex()
     known.scores(first, "zebra")
     now = first[:kept] + then
-    assert known.scores(now, wanted).tolist() == TurnWords().scores(now, wanted).tolist()
+    assert known.scores(now, wanted).tolist() == WordIndex().scores(now, wanted).tolist()
 
 
 @pytest.mark.parametrize("wanted", ["", "?!", "jazz"])
 def test_without_a_common_word_every_score_is_zero(wanted: str) -> None:
-    assert TurnWords().scores(TEXTS, wanted).tolist() == [0.0] * len(TEXTS)
+    assert WordIndex().scores(TEXTS, wanted).tolist() == [0.0] * len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_terms_are_groups_of_letters_in_any_language(text: str, terms: list[str]
     ],
 )
 def test_other_forms_of_a_word_are_found(asked: str, told: str) -> None:
-    scores = TurnWords().scores([told, "", "something else, 完全不同"], asked)
+    scores = WordIndex().scores([told, "", "something else, 完全不同"], asked)
     assert scores[0] > scores[2] == 0

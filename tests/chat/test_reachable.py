@@ -37,6 +37,6 @@ def test_it_is_what_a_look_at_every_token_finds(
                 chat.switch("test", system=f"You are number {n}.")
         ledger = chat._engine.ledger
         is_gone = ledger.column("state") == State.GONE
-        is_retired = ledger.column("flags") & Flag.EXCLUDED != 0
-        wanted = np.flatnonzero(~(is_gone | is_retired))
+        is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
+        wanted = np.flatnonzero(~(is_gone | is_excluded))
         assert chat._engine.store.reachable().tolist() == wanted.tolist()

@@ -1,4 +1,4 @@
-"""A chat that recalls by words: what was told long ago comes back with the turn that told it."""
+"""A chat that recalls by words: what was told long ago is restored with the turn that told it."""
 
 from __future__ import annotations
 

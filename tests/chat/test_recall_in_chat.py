@@ -1,4 +1,4 @@
-"""A chat whose turns bring back what they look for, and says so where it can't."""
+"""A chat that restores what each turn needs, and says so where it can't."""
 
 from __future__ import annotations
 

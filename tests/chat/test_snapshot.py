@@ -117,15 +117,15 @@ def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
 
 def test_a_glance_has_the_strongest_rows_and_the_same_counts() -> None:
     chat, _ = _talk("entropy", 1)
-    whole, glance = chat.snapshot(), chat.snapshot(strongest=10)
+    whole, compact = chat.snapshot(), chat.snapshot(strongest=10)
     said = [row for row in whole.rows if row.role != "template"]
-    assert set(glance.rows) == set(sorted(said, key=lambda row: row.rank_key)[-10:])
-    assert [whole.rows[slot] for slot in glance.slots] == list(glance.rows)
-    assert glance.histogram is None
+    assert set(compact.rows) == set(sorted(said, key=lambda row: row.rank_key)[-10:])
+    assert [whole.rows[slot] for slot in compact.slots] == list(compact.rows)
+    assert compact.histogram is None
     for name in ("resident", "seen", "budget", "threshold", "next_to_go", "leaving_words"):
-        assert getattr(glance, name) == getattr(whole, name)
+        assert getattr(compact, name) == getattr(whole, name)
     for name in ("held", "held_said"):
-        assert [getattr(t, name) for t in glance.turns] == [getattr(t, name) for t in whole.turns]
+        assert [getattr(t, name) for t in compact.turns] == [getattr(t, name) for t in whole.turns]
 
 
 @pytest.mark.parametrize("policy", ["entropy", "sink"])

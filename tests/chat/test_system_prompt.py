@@ -1,4 +1,4 @@
-"""A system prompt that another one replaces leaves memory; undo brings it back."""
+"""A system prompt that another one replaces is evicted; undo restores it."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
+        if command.hidden:
+            continue
         yield " ".join((*path, name)), command
         if hasattr(command, "list_commands"):
             yield from _commands(command, (*path, name))
@@ -50,8 +52,19 @@ def test_the_example_is_one_of_the_command_and_its_parser_takes_it(name: str) ->
     assert len(line) <= 90
 
 
+def test_only_sirchat_itself_installs_its_completion() -> None:
+    for name in ("models", "eval"):
+        assert "--install-completion" not in run(name, "--help").stdout
+
+
+def test_a_renamed_study_runs_by_its_former_name_and_says_so() -> None:
+    done = run("eval", "chatter", "--data", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith("note: chatter is now called facts-in-dialogue\nsirchat: data ")
+
+
 def test_help_opens_with_the_example() -> None:
-    for words in (["ask"], ["sessions", "export"], ["eval", "chatter"]):
+    for words in (["ask"], ["sessions", "export"], ["eval", "facts-in-dialogue"]):
         shown = " ".join(run(*words, "--help").stdout.split())
         example = EXAMPLES[" ".join(words)]
         assert re.search(rf"Usage: .*? Example: {re.escape(example)} ", shown), words

@@ -1,4 +1,4 @@
-"""Nothing is lost: what left comes back on a switch, and a turn can be undone, bit for bit."""
+"""Nothing is lost: a switch restores what was evicted, and a turn is undone bit for bit."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
-from sirchat.memory.draws import Purpose, uniform
+from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.surprisal import surprisal
 
 POSITIONS = np.arange(20_000)

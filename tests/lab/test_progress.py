@@ -23,7 +23,7 @@ def lines_of(times: list[float], total: int, known: int = 0, *, terminal: bool =
             yield second
 
     console = Console(file=file, force_terminal=terminal, width=60)
-    passed = with_progress(units(), total, known, "chatter", console=console, clock=lambda: now)
+    passed = with_progress(units(), total, known, "facts", console=console, clock=lambda: now)
     assert list(passed) == times
     return file.getvalue()
 
@@ -31,21 +31,21 @@ def lines_of(times: list[float], total: int, known: int = 0, *, terminal: bool =
 def test_a_log_file_gets_a_line_at_the_start_every_half_minute_and_at_the_end() -> None:
     times = [float(second) for second in range(10, 101, 10)]
     assert lines_of(times, 10).splitlines() == [
-        "chatter: 0 of 10",
-        "chatter: 3 of 10, 1 min left",
-        "chatter: 6 of 10, 40 s left",
-        "chatter: 9 of 10, 10 s left",
-        "chatter: 10 of 10",
+        "facts: 0 of 10",
+        "facts: 3 of 10, 1 min left",
+        "facts: 6 of 10, 40 s left",
+        "facts: 9 of 10, 10 s left",
+        "facts: 10 of 10",
     ]
 
 
 def test_units_known_from_before_count_but_tell_nothing_of_the_time_left() -> None:
     assert lines_of([60.0, 120.0], 80, known=78).splitlines() == [
-        "chatter: 78 of 80",
-        "chatter: 79 of 80, 1 min left",
-        "chatter: 80 of 80",
+        "facts: 78 of 80",
+        "facts: 79 of 80, 1 min left",
+        "facts: 80 of 80",
     ]
-    assert lines_of([], 80, known=80).splitlines() == ["chatter: 80 of 80"]
+    assert lines_of([], 80, known=80).splitlines() == ["facts: 80 of 80"]
 
 
 def test_no_line_is_longer_for_a_narrow_console_and_none_has_control_codes() -> None:

@@ -14,7 +14,7 @@ from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.index import Index, Vectors
+from sirchat.memory.index import Index, IndexVectors
 from sirchat.memory.ranking import ArchiveSearch, Ranked
 from sirchat.memory.recall import retriever as retriever_called
 from sirchat.memory.retrieval import (
@@ -139,7 +139,7 @@ def test_an_index_finds_what_an_exhaustive_search_finds(
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_inner_products_with_a_token_are_its_scores(retriever: str, weight: Weight) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=1), torch.linspace(0.1, 3.0, 300)
-    vectors = Vectors(RecallSettings(retriever, weight), ROTATIONS, rows)
+    vectors = IndexVectors(RecallSettings(retriever, weight), ROTATIONS, rows)
     vectors.learn(rows)
     scores = scores_of(retriever, query, rows).mean(0)
     (stored,), (asked,) = vectors.of_rows(rows, nats), vectors.of_query(query, -0.7)
@@ -153,7 +153,7 @@ def test_inner_products_with_a_token_are_its_scores(retriever: str, weight: Weig
 @pytest.mark.parametrize(("weight", "soft"), WEIGHTS)
 def test_inner_products_with_a_query_head_are_its_logits(weight: Weight, soft: bool) -> None:
     rows, query, nats = some_rows(300), some_query(tokens=3), torch.linspace(0.1, 3.0, 300)
-    vectors = Vectors(RecallSettings("attention", weight, soft=soft), ROTATIONS, rows)
+    vectors = IndexVectors(RecallSettings("attention", weight, soft=soft), ROTATIONS, rows)
     vectors.learn(rows)
     stored, asked = vectors.of_rows(rows, nats), vectors.of_query(query, 0.0)
     bare = vectors.of_softmax(query) or asked
@@ -252,13 +252,13 @@ def test_rows_dropped_at_the_limit_are_not_proposed() -> None:
 
 def test_an_index_keeps_up_with_an_archive_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt_from: list[int] = []
-    learn = Vectors.learn
+    learn = IndexVectors.learn
 
-    def note(self: Vectors, rows: Rows) -> None:
+    def note(self: IndexVectors, rows: Rows) -> None:
         learnt_from.append(len(rows))
         learn(self, rows)
 
-    monkeypatch.setattr(Vectors, "learn", note)
+    monkeypatch.setattr(IndexVectors, "learn", note)
     archive, recall = filled(500), RecallSettings("attention", "surprisal", index="on")
     first = indexed(archive, recall).nbytes
     for start in (500, 1500, 4000):

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from ledger_rows import append_rows
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.salience import Salience
+from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]

@@ -14,11 +14,11 @@ from families import BigramModel
 from ledger_rows import append_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, TurnRef
-from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7
 STREAM, BUDGET, SINKS = 20_000, 1604, 4

@@ -17,7 +17,7 @@ from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
 from sirchat.models.gguf.contents import is_read_here
-from sirchat.models.gguf.header import BLOCKS, GgufTensor, read_gguf
+from sirchat.models.gguf.header import BLOCKS, GgufTensor, parse_gguf
 from sirchat.models.model import load_model
 from sirchat.models.names import locate
 
@@ -69,7 +69,7 @@ def test_four_bit_blocks_are_taken_apart_without_loss(kind: str) -> None:
 
 
 def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path) -> None:
-    ours, theirs = read_gguf(file), gguf.GGUFReader(file)
+    ours, theirs = parse_gguf(file), gguf.GGUFReader(file)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
             assert ours.metadata[key] == field.contents(), key
@@ -82,7 +82,7 @@ def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path)
 
 
 def test_a_file_that_says_more_than_is_understood_is_left_to_transformers(file: Path) -> None:
-    read = read_gguf(file)
+    read = parse_gguf(file)
     assert is_read_here(read)
     for key in ("llama.rope.scaling.type", "llama.expert_used_count"):
         more = type(read)(dict(read.metadata) | {key: 1}, read.tensors)
@@ -173,4 +173,4 @@ def test_any_header_is_read_or_refused(
     broken = tmp_path / "mutated.gguf"
     broken.write_bytes(data)
     with contextlib.suppress(ModelError):  # nothing else, and in no time
-        read_gguf(broken)
+        parse_gguf(broken)

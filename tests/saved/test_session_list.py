@@ -25,7 +25,7 @@ from sirchat.saved.session_list import (
     remove_session,
 )
 from sirchat.saved.store import SessionStore
-from sirchat.text.transcript import read_transcript
+from sirchat.text.transcript import parse_transcript
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: P
 def test_a_session_is_exported_as_json_lines(tmp_path: Path) -> None:
     path, file = new(tmp_path, "Grüße\n\x00", 'a "reply"'), io.BytesIO()
     export_session(path, file)
-    turns = read_transcript(file.getvalue(), "t")
+    turns = parse_transcript(file.getvalue(), "t")
     assert [(turn.role, turn.content) for turn in turns] == [
         ("user", "Grüße\n\x00"),
         ("assistant", 'a "reply"'),

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import EDGES, Histogram, Snapshot, TurnShare
+from sirchat.chat.snapshot import EDGES, HeldShare, Histogram, Snapshot
 from sirchat.chat.words import said, words_at
 from sirchat.ui.theme import theme_named
 
@@ -105,7 +105,7 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         known = [row.surprisal for row, _ in own if row.surprisal is not None]
         mean = sum(known) / len(known) if known else None
         kept = [row for row, stays in own if stays]
-        turns.append(TurnShare(index, role, len(own), len(kept), mean, len(said(kept))))
+        turns.append(HeldShare(index, role, len(own), len(kept), mean, len(said(kept))))
     bins = [
         tuple(
             sum(

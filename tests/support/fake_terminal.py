@@ -14,9 +14,9 @@ import pyte
 import pytest
 
 from sirchat.chat.events import Delta, TokenRow
-from sirchat.chat.snapshot import Snapshot, TurnShare
+from sirchat.chat.snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
-from sirchat.ui.live import LiveTurn
+from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 from terminal import resize
 
@@ -62,7 +62,7 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
         next_to_go=(0,),
         rows=(row,),
         slots=(0,),
-        turns=(TurnShare(0, "user", 1, 1, 2.0, 1),),
+        turns=(HeldShare(0, "user", 1, 1, 2.0, 1),),
         histogram=None,
     )
     return SimpleNamespace(
@@ -91,7 +91,7 @@ def show_reply(
     changes = {(i + 1) * len(chunks) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
     session = stub_session(panel, **settings)
     session.template.opens_reasoning = opens_reasoning
-    with LiveTurn(session, Screen(terminal, terminal)) as view:
+    with LiveView(session, Screen(terminal, terminal)) as view:
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])

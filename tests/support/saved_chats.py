@@ -43,7 +43,7 @@ class Chat:
 
     def say(self, *texts: str) -> None:
         for text in texts:
-            self.models.let_go()
+            self.models.drop_former()
             list(self.session.ask(text))
             self.saved_chat.update()
 
@@ -63,7 +63,7 @@ class Chat:
         )
 
     def crash(self) -> None:
-        self.saved_chat._saving.let_go()
+        self.saved_chat._saving.abandon()
 
     @property
     def texts(self) -> list[str]:

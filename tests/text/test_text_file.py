@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, read_text_file
+from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, load_text_file
 
 
 def refused(path: Path | str) -> str:
     with pytest.raises(UsageError) as caught:
-        read_text_file(str(path))
+        load_text_file(str(path))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -22,25 +22,25 @@ def refused(path: Path | str) -> str:
 def test_the_text_comes_without_mark_and_with_plain_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree \xc3\xa4\n")
-    assert read_text_file(str(file)) == "one\ntwo\nthree ä\n"
+    assert load_text_file(str(file)) == "one\ntwo\nthree ä\n"
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("at home", encoding="utf-8")
-    assert read_text_file("~/a.txt") == "at home"
+    assert load_text_file("~/a.txt") == "at home"
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("here", encoding="utf-8")
     (tmp_path / "b").symlink_to(tmp_path / "a.txt")
-    assert read_text_file(str(tmp_path / "b")) == "here"
+    assert load_text_file(str(tmp_path / "b")) == "here"
 
 
 def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> None:
     file = tmp_path / "big.txt"
     file.write_bytes(b"x" * MOST_FILE_BYTES)
-    assert len(read_text_file(str(file))) == MOST_FILE_BYTES
+    assert len(load_text_file(str(file))) == MOST_FILE_BYTES
     file.write_bytes(b"x" * (MOST_FILE_BYTES + 1))
     assert "big.txt has 1,048,577 bytes; allowed: up to 1,048,576" in refused(file)
 

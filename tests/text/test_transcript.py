@@ -17,9 +17,9 @@ from sirchat.errors import TranscriptError, UsageError
 from sirchat.text.transcript import (
     FORMATS,
     TranscriptTurn,
+    iter_turns,
     one_conversation,
-    read_transcript,
-    read_turns,
+    parse_transcript,
     write_jsonl,
 )
 
@@ -29,12 +29,12 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", 
 
 def read(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
     data = text if isinstance(text, bytes) else text.encode()
-    return [(turn.role, turn.content, turn.line) for turn in read_transcript(data, "t", format)]
+    return [(turn.role, turn.content, turn.line) for turn in parse_transcript(data, "t", format)]
 
 
 def problem_with(data: bytes, format: str) -> str | None:
     try:
-        read_transcript(data, "t", format)
+        parse_transcript(data, "t", format)
     except TranscriptError as error:
         return str(error)
     return None
@@ -52,7 +52,7 @@ def test_any_turns_are_read_as_they_were_written(given: list[tuple[str, str]]) -
     turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(given, 1)]  # type: ignore[arg-type]
     file = io.BytesIO()
     write_jsonl(turns, file)
-    assert read_transcript(file.getvalue(), "t") == turns
+    assert parse_transcript(file.getvalue(), "t") == turns
 
 
 @given(st.binary(), st.sampled_from(FORMATS))
@@ -151,7 +151,7 @@ def test_prefixes_in_another_case_than_the_first_are_text() -> None:
 
 @pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
 def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
-    turns = read_transcript(text.encode(), "t")
+    turns = parse_transcript(text.encode(), "t")
     assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
     assert list(one_conversation(turns[:2], "t")) == turns[:2]
     with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
@@ -214,7 +214,7 @@ def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> Non
 
 def test_an_unknown_format_is_refused_before_reading() -> None:
     with pytest.raises(UsageError, match="did you mean jsonl"):
-        read_turns(io.BytesIO(b""), "t", "json")
+        iter_turns(io.BytesIO(b""), "t", "json")
 
 
 class Arriving(io.BytesIO):
@@ -228,7 +228,7 @@ class Arriving(io.BytesIO):
 
 @pytest.mark.parametrize("line", [b"hi\n", b"[smile]\n", b'{"role": "user", "content": "hi"}\n'])
 def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
-    turns = read_turns(Arriving(line + line), "pipe")
+    turns = iter_turns(Arriving(line + line), "pipe")
     assert [next(turns).line, next(turns).line] == [1, 2]
 
 
@@ -249,7 +249,7 @@ def test_what_would_take_all_memory_or_time_is_refused_at_once(data: bytes, form
     begun = time.perf_counter()
     try:
         with pytest.raises(TranscriptError) as caught:
-            read_transcript(data, "talk", format)
+            parse_transcript(data, "talk", format)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saved_chats import Chat
-from sirchat.chat.words import EvictedTurn
+from sirchat.chat.words import EvictedText
 from terminal import Terminal
 
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
@@ -46,7 +46,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
 ) -> None:
     chat = Chat()
     chat.say("One.")
-    turns = [EvictedTurn(0, "user", 9, 3, ("Rome",)), EvictedTurn(1, "assistant", 4, 2, ())]
+    turns = [EvictedText(0, "user", 9, 3, ("Rome",)), EvictedText(1, "assistant", 4, 2, ())]
     monkeypatch.setattr("sirchat.ui.explaining.evicted_turns", lambda session: iter(turns))
     shown = chat.do("/evicted")
     assert "6 of 9" in shown

@@ -17,7 +17,7 @@ import pytest
 from chatting import session
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError
-from sirchat.text.transcript import read_transcript
+from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import FORMATS, export_chat
 from sirchat.ui.screen import Screen
 from terminal import Terminal
@@ -67,7 +67,7 @@ def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
 def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
     exported(chat, "json chat.json")
     data = Path("chat.json").read_bytes()
-    turns = read_transcript(data, "chat.json")
+    turns = parse_transcript(data, "chat.json")
     assert [(turn.role, turn.content) for turn in turns] == [
         (turn.role, turn.text) for turn in chat.turns
     ]

@@ -33,7 +33,7 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import Histogram, Snapshot, TurnShare
+from sirchat.chat.snapshot import HeldShare, Histogram, Snapshot
 from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown, significant
 from sirchat.ui.compact_panel import draw_compact_panel, strip
 from sirchat.ui.panel import draw_panel
@@ -255,9 +255,9 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
 
 def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
     shares = [(0, 100), (1, 100), (99, 100), (100, 100), (0, 0)]
-    turns = [TurnShare(i, "user", n, held, None, held) for i, (held, n) in enumerate(shares)]
+    turns = [HeldShare(i, "user", n, held, None, held) for i, (held, n) in enumerate(shares)]
     assert strip(turns, DARK, 60).plain == "turns ·▁▇█·  1 wholly evicted"
-    many = [TurnShare(i, "user", 1, i % 2, None, i % 2) for i in range(500)]
+    many = [HeldShare(i, "user", 1, i % 2, None, i % 2) for i in range(500)]
     plain, counted = strip(many, DARK, 50).plain, "  250 wholly evicted"
     assert plain.startswith("turns ⋯481 █·█")
     assert plain.endswith(counted)
@@ -266,7 +266,7 @@ def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
 
 
 def test_the_strip_says_how_many_turns_are_wholly_evicted() -> None:
-    turns = [TurnShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(SHARES)]
+    turns = [HeldShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(SHARES)]
     assert strip(turns, DARK, 80).plain == "turns ·▂·▃█  2 of 5 turns wholly evicted"
     assert strip(turns[3:], DARK, 80).plain == "turns ▃█  none wholly evicted"
     assert strip(turns[3:], DARK, 60).plain == "turns ▃█"

@@ -17,7 +17,7 @@ from command import run
 from grocery import grocery_turns
 from json_oracle import check_stream
 from sirchat.errors import TranscriptError
-from sirchat.text.transcript import TranscriptTurn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
 
@@ -93,7 +93,7 @@ def test_the_dialogue_goes_to_stdout_and_the_status_to_stderr() -> None:
     assert [line.split(":")[0] for line in lines] == ["USER", "ASSISTANT"] * 3
     assert "Anna" in lines[-1]
     assert "holds" in done.stderr
-    said = [t.content for t in read_transcript(done.stdout.encode(), "out") if t.role == "user"]
+    said = [t.content for t in parse_transcript(done.stdout.encode(), "out") if t.role == "user"]
     assert said == ["My name is Anna.", "Tell me a joke.", "What is my name?"]
 
 

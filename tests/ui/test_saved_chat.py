@@ -106,7 +106,7 @@ def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed
     if is_noticed:
         chat.say(SAYINGS[1])
     shown = chat.do("/save")
-    assert f"session {one.id} takes no more" in shown
+    assert f"cannot write {one.id}; continuing in a new file" in shown
     chat.say(SAYINGS[2])
     chat.saved_chat.close()
     assert resumed(folder, "last")[0].turns == chat.session.turns

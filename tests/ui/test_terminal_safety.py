@@ -16,7 +16,7 @@ from command import run
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
 from sirchat.chat.snapshot import EDGES, Histogram
-from sirchat.ui.live import LiveTurn
+from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
@@ -94,7 +94,7 @@ def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
     for control in _CONTROLS.values():
         text = f"before{control}after"
         talk, screen = stub_session(text=text), Screen(terminal, terminal)
-        with LiveTurn(talk, screen) as view:
+        with LiveView(talk, screen) as view:
             view.show(Reading(1, 2))
             view.show(Evicted(turn=0, positions=(0,), resident=1, seen=1))
         snapshot = replace(talk.snapshot(), model=text, policy=text)

@@ -47,10 +47,12 @@ def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     assert _said(chat, "Anna") == (
         "“Anna” is evicted: of the 59 held tokens, 55 are newer. It is archived: "
-        '/recall "Anna" brings it back.'
+        '/recall "Anna" restores it.'
     )
-    assert "It is gone for good." in _said(_told("sink", archive="off"), "Anna")
-    assert _said(_told("window"), "turn 0").endswith("It is archived: /pin brings it back.")
+    assert "It was evicted, and is no longer archived." in _said(
+        _told("sink", archive="off"), "Anna"
+    )
+    assert _said(_told("window"), "turn 0").endswith("It is archived: /pin restores it.")
 
 
 def test_of_words_that_are_held_in_part_it_says_how_many() -> None:

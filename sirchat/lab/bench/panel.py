@@ -17,7 +17,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.models.model import LoadedModel
-from sirchat.ui.live import LiveTurn
+from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 
 COLUMNS, ROWS = 120, 40
@@ -57,7 +57,7 @@ def _blocks(
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()
-    with LiveTurn(session, screen) as view:
+    with LiveView(session, screen) as view:
         events = session.ask("Tell me a story. " * (options.cache // 4))
         begun, seen = 0.0, 0
         for event in events:

@@ -40,7 +40,7 @@ class _BenchGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-bench_app = typer.Typer(cls=_BenchGroup, invoke_without_command=True)
+bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
 
 Model = Annotated[str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 8b.")]
 Cache = Annotated[int, typer.Option(help="Tokens held while decoding.", min=64)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sirchat.models.model import LoadedModel
 
 
-compare_app = typer.Typer()
+compare_app = typer.Typer(add_completion=False)
 
 
 @compare_app.command()
@@ -111,14 +111,14 @@ def _settings(
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """The transcript's rounds, and the name that messages give the file."""
     from sirchat.lab.studies.side_by_side.compared import rounds_of
-    from sirchat.text.transcript import one_conversation, read_transcript
+    from sirchat.text.transcript import one_conversation, parse_transcript
 
     name = "standard input" if str(file) == "-" else str(file)
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    turns = one_conversation(read_transcript(data, name, format), name)
+    turns = one_conversation(parse_transcript(data, name, format), name)
     return rounds_of(list(turns), name), name
 
 

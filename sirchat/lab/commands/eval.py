@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
 
 eval_app = typer.Typer(
-    help="Measure what a model under a policy still remembers.", no_args_is_help=True
+    add_completion=False,
+    help="Measure what a model under a policy still remembers.",
+    no_args_is_help=True,
 )
 eval_app.add_typer(mechanisms_app)
 
@@ -156,10 +158,11 @@ def topics(
 
 @study(
     eval_app,
-    "chatter",
+    "facts-in-dialogue",
     Defaults("full,entropy,sink", budgets="256", of="Questions for each length."),
+    former="chatter",
 )
-def chatter(
+def facts_in_dialogue(
     compared: Compared,
     data: Annotated[
         str,
@@ -174,9 +177,11 @@ def chatter(
     facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
 ) -> "Study":
     """Tell facts amid real talk, ask for each: right of four, nats, tokens held."""
-    from sirchat.lab.studies.facts_in_dialogue.study import Chatter
+    from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
-    return Chatter(**compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts)
+    return FactsInDialogue(
+        **compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts
+    )
 
 
 @study(eval_app, "dailydialog", Defaults(_PAPERS))
@@ -264,7 +269,7 @@ def locomo(
         ),
     ] = "",
     counts: Annotated[
-        str, typer.Option(help="How many tokens they bring back.", metavar="N,M,...")
+        str, typer.Option(help="How many tokens they restore.", metavar="N,M,...")
     ] = "100,200,400",
 ) -> "Study":
     """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
     from sirchat.text.anchors import Per
 
-mechanisms_app = typer.Typer()
+mechanisms_app = typer.Typer(add_completion=False)
 
 Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
 Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
@@ -100,7 +100,7 @@ def uniformity(
     compared: Compared,
     rounds: Annotated[int, typer.Option(help="Rounds of the stream.", min=1)] = 8,
 ) -> "Study":
-    """Read one stream with many lots: how often each tenth of it is still held."""
+    """Read one stream with many seeds: how often each tenth of it is still held."""
     from sirchat.lab.studies.uniformity import Uniformity
 
     return Uniformity(**compared, rounds=rounds)
@@ -115,7 +115,7 @@ def retrieval(
     limit: Conversations = 200,
     base: Annotated[str, typer.Option(help="Base budgets in tokens.", metavar="N,M,...")] = "72",
     counts: Annotated[
-        str, typer.Option(help="How many tokens come back.", metavar="N,M,...")
+        str, typer.Option(help="How many tokens are restored.", metavar="N,M,...")
     ] = "10,20,50,100,200",
     retrievers: Annotated[
         str, typer.Option(help="Retrievers to compare, with commas.", metavar="A,B,...")
@@ -159,7 +159,7 @@ def privacy(
     limit: Conversations = 100,
     base: Base = 72,
     counts: Annotated[
-        str, typer.Option(help="How many tokens come back; 0 for none.", metavar="N,M,...")
+        str, typer.Option(help="How many tokens are restored; 0 for none.", metavar="N,M,...")
     ] = "0,10,20,50,100,200",
 ) -> "Study":
     """Bring back more and more: how much of an old turn is let out, and what it is good for."""

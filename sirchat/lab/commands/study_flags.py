@@ -35,7 +35,10 @@ Sweep = Annotated[
     ),
 ]
 Repeats = Annotated[
-    int, typer.Option(help="How often a policy that draws lots is run, with other lots.", min=1)
+    int,
+    typer.Option(
+        help="How often a policy that chooses at random is run, each time with another seed.", min=1
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -77,12 +80,13 @@ class Defaults(NamedTuple):
 
 
 def study(
-    app: typer.Typer, name: str, compares: Defaults | None
+    app: typer.Typer, name: str, compares: Defaults | None, *, former: str = ""
 ) -> Callable[[Callable[..., "Study"]], None]:
     """Register a function that builds a study as the command `name` of `app`.
 
     The function's first parameter gets the settings to compare, with `compares` as the defaults of
     their flags, or the profile where that is None. Its other parameters are the command's options.
+    It can also be run by its `former` name, which prints the new one.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -101,6 +105,15 @@ def study(
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__doc__ = build.__doc__
         app.command(name)(with_settings(command))
+        if former:
+
+            def renamed(**values: Any) -> None:
+                typer.echo(f"note: {former} is now called {name}", err=True)
+                command(**values)
+
+            renamed.__signature__ = command.__signature__  # type: ignore[attr-defined]
+            renamed.__doc__ = command.__doc__
+            app.command(former, hidden=True)(with_settings(renamed))
 
     return register
 

@@ -9,7 +9,9 @@ from sirchat.cli.launch import Debug, Trust
 from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
-    help="Train the bundled models, or any model to gather text in anchors.", no_args_is_help=True
+    add_completion=False,
+    help="Train the bundled models, or any model to gather text in anchors.",
+    no_args_is_help=True,
 )
 
 Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]

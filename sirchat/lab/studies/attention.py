@@ -100,7 +100,7 @@ class AttentionStudy(ExtendedByLimit):
         header = (
             f"seed {self.profile.seed}",
             f"{self.limit} texts of {self.tokens} tokens",
-            f"text {self.text}" if self.text else "talk of the bundled model's world",
+            f"text {self.text}" if self.text else "synthetic dialogue",
         )
         table = Table("Attention by surprisal", columns, tuple(rows), digits=5)
         plot = Plot("attention by surprisal", "layer", "mean weight", lines)

@@ -4,7 +4,7 @@
 https://arxiv.org/abs/2502.13270.) A conversation is read once under each setting. Then each of its
 questions is asked and undone: how well the reply fits, how surprising the right answer would be,
 how much of the turns with the evidence is still held, and how much of the rest each retriever
-would bring back. The files are not part of sirchat; see `long_talk` for where they are from.
+would restore. The files are not part of sirchat; see `long_talk` for where they are from.
 
 In the tables a value belongs to a question of a conversation; of several seeds it is the mean. The
 intervals are those of `intervals`: conversations are drawn again, then questions of each.
@@ -51,7 +51,7 @@ class Locomo(Grid):
         conversations: their numbers in the data, from 0; none for all.
         reply_tokens: most tokens of a reply; 0 for no replies, and so no F1.
         retrievers: retrievers to search with, after the replies.
-        counts: numbers of tokens that come back.
+        counts: numbers of tokens that are restored.
 
     Raises SettingError for data that can't be read, a number that no conversation has, an unknown
     retriever, and a count above what a setting can recall.
@@ -314,7 +314,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """By setting and retriever: what comes back of the evidence that is not held."""
+    """By setting and retriever: what is restored of the evidence that is not held."""
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (
@@ -331,4 +331,4 @@ def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Seque
         for one in findings
         for retriever in retrievers
     ]
-    return Table("Evidence brought back", ("setting, retriever", *columns), tuple(rows), digits=2)
+    return Table("Evidence restored", ("setting, retriever", *columns), tuple(rows), digits=2)

@@ -49,7 +49,7 @@ ADVERSARIAL = 5
 
 
 @dataclass(frozen=True)
-class TalkTurn:
+class Utterance:
     """One message: its id, who spoke, and the text."""
 
     id: str
@@ -62,7 +62,7 @@ class TalkSession:
     """The turns of one meeting, at least one, and its date in words."""
 
     date: str
-    turns: tuple[TalkTurn, ...]
+    turns: tuple[Utterance, ...]
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
     return LongTalk(str(entry.get("sample_id", stem)), sessions, questions)
 
 
-def _turn(turn: Mapping[str, Any]) -> TalkTurn:
+def _turn(turn: Mapping[str, Any]) -> Utterance:
     text = str(turn["text"] if "text" in turn else turn["clean_text"]).strip()
     if caption := turn.get("blip_caption"):
         text = f"{text} (shared {caption})".strip()
-    return TalkTurn(str(turn["dia_id"]), str(turn["speaker"]), text)
+    return Utterance(str(turn["dia_id"]), str(turn["speaker"]), text)
 
 
 def _question(number: int, one: Mapping[str, Any], ids: Sequence[str]) -> TalkQuestion:

@@ -60,7 +60,7 @@ class Perplexity(Grid):
 
     def __post_init__(self) -> None:
         if self.text is not None:
-            _read(self.text)
+            _load_text(self.text)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Perplexity(Grid):
         header = (
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
-            f"text {self.text}" if self.text else "talk of the bundled model's world",
+            f"text {self.text}" if self.text else "synthetic dialogue",
             *([f"{self.readings} readings, each from further on"] if self.readings > 1 else []),
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
@@ -140,7 +140,7 @@ class Perplexity(Grid):
             return ids
 
         begin = encode("", special=True)
-        ids = begin + plain_text_ids(_read(self.text or ""), model.anchors, encode)
+        ids = begin + plain_text_ids(_load_text(self.text or ""), model.anchors, encode)
         ids = _first(ids, self.limit, model)
         for start in _rotated(range(0, len(ids), _CHUNK), reading, self.readings):
             yield ids[start : start + _CHUNK]
@@ -201,7 +201,7 @@ def _row(one: Findings) -> tuple[Value, ...]:
     return one.name, overall, float(second), float(last), float(last / second)
 
 
-def _read(path: str) -> str:
+def _load_text(path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Recall brings back what a small base budget has evicted: how well, and at what cost of privacy.
+"""Recall restores what a small base budget has evicted: how well, and at what cost of privacy.
 
 Retrieval: a conversation is read once under `sink` with the base budget. Then its question is asked
 and undone in every cell: with n tokens recalled by a retriever, with the base budget alone, with n
@@ -180,7 +180,7 @@ class Retrieval(ExtendedByLimit):
         lines[FULL] = tuple((float(n), without_recall[FULL].value) for n in self.counts)
         plot = Plot(
             self.name,
-            "tokens brought back",
+            "tokens restored",
             "exact answers",
             lines,
             dashed=tuple(name for name in lines if "span" in name),
@@ -343,7 +343,7 @@ class Privacy(ExtendedByLimit):
             f"base budget {self.base}, recall {method}, span {self.profile.recall_span}",
         )
         lines = {columns[2]: tuple(word_for_word), columns[3]: tuple(quiz)}
-        plot = Plot("privacy against utility", "tokens brought back", "share", lines)
+        plot = Plot("privacy against utility", "tokens restored", "share", lines)
         return Report(header, (Table("Privacy", columns, tuple(rows)),), (plot,), self.parameters())
 
     def _ask(self, session: Session, n: int, one: NeedleDialogue, key: str) -> Record:

@@ -79,16 +79,16 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """What of the evidence each retriever brings back, by the question's number.
+        """What of the evidence each retriever restores, by the question's number.
 
-        As after switching recall on, with as many tokens more in the budget as may come back: the
+        As after switching recall on, with as many tokens more in the budget as may be restored: the
         policy keeps what it kept, or would keep, of all. Each retriever searches once for a
-        question; of its ranking the best n come back, for each n of `counts`.
+        question; of its ranking the best n are restored, for each n of `counts`.
 
         Returns:
-            By retriever and n: the share of the missing evidence tokens that come back, and whether
-            at least half of any message, and of every message, with missing tokens does. Questions
-            without missing evidence are left out.
+            By retriever and n: the share of the missing evidence tokens that are restored, and
+            whether at least half of any message, and of every message, with missing tokens does.
+            Questions without missing evidence are left out.
         """
         session, most = self.session, max(counts)
         own = session.profile

@@ -69,7 +69,7 @@ class Uniformity(Grid):
         rows: list[tuple[Value, ...]] = [
             (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
         ]
-        rows.append(("lots", *(len(one.by_seed) for one in findings)))
+        rows.append(("seeds", *(len(one.by_seed) for one in findings)))
         rows.append(("chi2, 9 degrees", *(chi2 for chi2, _ in tests)))
         rows.append(("p", *(p for _, p in tests)))
         lines = {

@@ -25,7 +25,7 @@ from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
-from sirchat.text.transcript import TranscriptTurn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 _HINT = (
     '{"text": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, {"conversations": [...]}, '
@@ -42,7 +42,7 @@ class FileMessage:
     text: str
 
 
-def read_file(path: Path) -> Iterator[str | list[FileMessage]]:
+def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
     """The plain texts (str) and conversations of a file.
 
     - `.jsonl`: each line is a text `{"text"}`, a conversation `{"messages"}` or, as in ShareGPT,
@@ -61,7 +61,7 @@ def read_file(path: Path) -> Iterator[str | list[FileMessage]]:
     elif path.suffix == ".json":
         yield from _sharegpt(text, path)
     elif text.lstrip().startswith(_PREFIXES):
-        yield _messages(read_transcript(text.encode(), str(path), "text"))
+        yield _messages(parse_transcript(text.encode(), str(path), "text"))
     else:
         yield text
 
@@ -124,7 +124,7 @@ def _sharegpt(text: str, path: Path) -> Iterator[list[FileMessage]]:
 
 
 def _conversation(entry: object, name: str) -> list[FileMessage]:
-    return _messages(read_transcript(json.dumps(entry).encode(), name, "sharegpt"))
+    return _messages(parse_transcript(json.dumps(entry).encode(), name, "sharegpt"))
 
 
 def _messages(turns: Iterable[TranscriptTurn]) -> list[FileMessage]:
@@ -239,7 +239,7 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    `read_file` says which files. Raises UsageError when one can't be read, SettingError when all of
+    `load_text` says which files. Raises UsageError when one can't be read, SettingError when all of
     them do not fill one row.
     """
 
@@ -283,5 +283,5 @@ def packed(documents: Iterable[Document], tokens: int) -> Row:
 
 
 def _documents(writer: Writer, file: Path) -> Iterator[Document]:
-    for one in read_file(file):
+    for one in load_text(file):
         yield writer.text(one) if isinstance(one, str) else writer.talk(one)

@@ -26,8 +26,8 @@ from sirchat.lab.training.losses import (
     PLOT,
     LossEntry,
     draw_losses,
+    load_losses,
     mean_of_last,
-    read_losses,
 )
 from sirchat.lab.training.schedule import SIZES
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
@@ -132,7 +132,7 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 def report(out: Path) -> list[str]:
     """What the history in the model's folder `out` says; also draws its plot there."""
-    losses = read_losses(out)
+    losses = load_losses(out)
     if not losses:
         return []
     drawn = draw_losses(losses, out)

@@ -69,7 +69,7 @@ def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
     return sum(losses) / len(losses)
 
 
-def read_losses(folder: Path) -> list[LossEntry]:
+def load_losses(folder: Path) -> list[LossEntry]:
     """The history of the model in `folder`; empty if there is none."""
     path = folder / HISTORY
     if not path.is_file():

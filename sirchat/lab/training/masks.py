@@ -139,7 +139,7 @@ def visible_under_budget(
 ) -> NDArray[np.bool_]:
     """The mask, [tokens, tokens], if the lowest scores are evicted at each of the `turns`.
 
-    Sinks and the most recent tokens are kept; evicted tokens never come back.
+    Sinks and the most recent tokens are kept; evicted tokens are never restored.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.random_numbers import Purpose, uniform
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class Random(ScorePolicy):
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
 
     def score(self, rows: HeldRows) -> Tensor:
-        draws = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
-        return torch.from_numpy(draws)
+        numbers = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
+        return torch.from_numpy(numbers)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.draws import Purpose, uniform
 from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy, highest
+from sirchat.memory.random_numbers import Purpose, uniform
 
 _POOL = 5
 """Tokens side by side over which the attention is averaged."""
@@ -53,8 +53,8 @@ class Vase(RecentScorePolicy):
         side = _POOL // 2
         pooled = torch.nn.functional.avg_pool1d(rows.recent_attention[None], _POOL, 1, side)[0]
         weight = pooled / pooled.mean().clamp_min(1e-12) + 1e-12  # without attention: all alike
-        draws = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
-        return torch.from_numpy(draws).log() / weight
+        numbers = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
+        return torch.from_numpy(numbers).log() / weight
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         fixed = rows.protected | rows.newest(self.recent)

@@ -65,14 +65,14 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
         here = number[part][first]
         highest = np.maximum.reduceat(cosines, first, axis=1)
         nearest[:, here] = np.maximum(nearest[:, here], highest)
-    spread = nearest.std(1, keepdims=True)
-    standard = (nearest - nearest.mean(1, keepdims=True)) / np.where(spread > 0, spread, 1)
+    deviation = nearest.std(1, keepdims=True)
+    standard = (nearest - nearest.mean(1, keepdims=True)) / np.where(deviation > 0, deviation, 1)
     scores: NDArray[np.float64] = standard.sum(0).astype(np.float64)
     return scores
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
     """Standard deviations from the mean of the turns `among` [k]; 0 where they are all equal."""
-    spread = float(scores[among].std())
-    standard: NDArray[np.float64] = (scores - scores[among].mean()) / (spread or np.inf)
+    deviation = float(scores[among].std())
+    standard: NDArray[np.float64] = (scores - scores[among].mean()) / (deviation or np.inf)
     return standard

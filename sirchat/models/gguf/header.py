@@ -101,7 +101,7 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
 
-def read_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
+def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
     """Map a file, and read its header; raises ModelError, naming what is wrong, if it is none.
 
     Lists of text, such as the vocabulary, take most of the time; they can be left empty.

@@ -38,7 +38,7 @@ from sirchat.lab.studies.side_by_side.compared import (
 from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.surprisal import PassResult
-from sirchat.text.transcript import TranscriptTurn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.text import displayable
 from terminal import Terminal
 
@@ -236,7 +236,7 @@ def test_a_turn_that_cannot_be_undone_ends_its_setting() -> None:
 
 def test_turns_are_paired() -> None:
     lines = "SYSTEM: Be brief.\nUSER: a\nUSER: b\nASSISTANT: c\nSYSTEM: no\n"
-    read = rounds_of(read_transcript(lines.encode(), "x"), "x")
+    read = rounds_of(parse_transcript(lines.encode(), "x"), "x")
     assert read.system == "Be brief."
     assert read.rounds == (Round("a", None), Round("b", "c"))
     assert read.notes == ("x, line 5: a system turn after the first turn is left out",)

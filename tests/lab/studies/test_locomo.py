@@ -1,4 +1,4 @@
-"""The study of LoCoMo: answers, evidence held and brought back, against plain computations."""
+"""The study of LoCoMo: answers, evidence held and restored, against plain computations."""
 
 from __future__ import annotations
 

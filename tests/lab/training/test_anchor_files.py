@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import SettingError, TranscriptError
-from sirchat.lab.training.anchor_data import FileMessage, read_file
+from sirchat.lab.training.anchor_data import FileMessage, load_text
 
 ROUND = [FileMessage("user", "Hi."), FileMessage("assistant", "Hello.")]
 MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
@@ -19,7 +19,7 @@ SHAREGPT = {
 
 def read(folder: Path, name: str, text: str) -> list[str | list[FileMessage]]:
     (folder / name).write_text(text, encoding="utf-8")
-    return list(read_file(folder / name))
+    return list(load_text(folder / name))
 
 
 def test_a_file_is_one_text_unless_it_is_a_transcript(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_line_that_is_neither_is_named(tmp_path: Path, line: str) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="can't be read"):
-        list(read_file(tmp_path / "none"))
+        list(load_text(tmp_path / "none"))
     with pytest.raises(SettingError, match="not JSON"):
         read(tmp_path, "a.json", "It rains.")
     with pytest.raises(TranscriptError, match=r"b\.json, conversation 2"):

@@ -19,7 +19,7 @@ from gguf_file import write_gguf
 from sirchat.lab.training.anchor import AnchorOptions, prepare, train_anchors
 from sirchat.lab.training.anchor_trainer import Step, TrainingClock
 from sirchat.lab.training.display import train_anchor_with_progress
-from sirchat.lab.training.losses import HISTORY, read_losses
+from sirchat.lab.training.losses import HISTORY, load_losses
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
 
@@ -68,7 +68,7 @@ def test_a_resumed_training_does_not_need_the_file(tmp_path: Path) -> None:
         train_anchors(prepare(options(tmp_path)), stop)
     (tmp_path / "model.gguf").rename(tmp_path / "gone.gguf")
     train_anchors(prepare(replace(options(tmp_path), resume=True)))
-    assert [one.step for one in read_losses(tmp_path / "out")] == [1, 2, 3, 4]
+    assert [one.step for one in load_losses(tmp_path / "out")] == [1, 2, 3, 4]
 
 
 def test_a_training_ends_with_its_time_and_goes_on_when_given_more(
@@ -81,16 +81,16 @@ def test_a_training_ends_with_its_time_and_goes_on_when_given_more(
     )
     minute = replace(options(tmp_path), steps=None, minutes=1, schedule="cosine")
     train_anchors(prepare(minute))
-    history = read_losses(tmp_path / "out")
+    history = load_losses(tmp_path / "out")
     assert [one.seconds for one in history] == [6.0 * step for step in range(1, 10)]
     for step, one in enumerate(history):
         assert one.learning_rate == pytest.approx(5e-4 * (1 + cos(pi * step / 10)), rel=1e-6)
     assert (tmp_path / "out.checkpoints" / "checkpoint-9").is_dir()
     load_model(str(tmp_path / "out"), device="cpu")
     train_anchors(prepare(replace(minute, resume=True)))  # nothing is left to do
-    assert read_losses(tmp_path / "out") == history
+    assert load_losses(tmp_path / "out") == history
     train_anchors(prepare(replace(minute, resume=True, minutes=2)))
-    longer = read_losses(tmp_path / "out")
+    longer = load_losses(tmp_path / "out")
     assert longer[:9] == history
     assert [one.step for one in longer] == list(range(1, 20))
     assert longer[-1].seconds == 6 * 19
@@ -112,7 +112,7 @@ def test_the_real_model_is_trained_from_its_package(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    (entry,) = read_losses(tmp_path / "out")
+    (entry,) = load_losses(tmp_path / "out")
     assert (entry.step, entry.tokens) == (1, 64)
     assert 0 < entry.loss < 12
     anchors = load_model(str(tmp_path / "out")).anchors

@@ -29,7 +29,7 @@ from sirchat.lab.training.anchor import (
 )
 from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, weighted_sum
-from sirchat.lab.training.losses import read_losses
+from sirchat.lab.training.losses import load_losses
 from sirchat.lab.training.masks import visible
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
@@ -213,7 +213,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Pa
         train_anchors(prepare(options(folder, tmp_path / "part", steps=6)), stop)
     rest = losses(options(folder, tmp_path / "part", steps=6, resume=True))
     assert rest == whole[4:]
-    histories = [read_losses(tmp_path / name) for name in ("whole", "part")]
+    histories = [load_losses(tmp_path / name) for name in ("whole", "part")]
     for history in histories:
         assert [one.step for one in history] == [1, 2, 3, 4, 5, 6]
         assert [one.tokens for one in history] == [192 * step for step in range(1, 7)]

@@ -17,8 +17,8 @@ from sirchat.lab.training.losses import (
     LossHistory,
     checkpoint_losses,
     draw_losses,
+    load_losses,
     mean_of_last,
-    read_losses,
 )
 
 
@@ -35,7 +35,7 @@ def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
         "step": 1, "tokens": 512, "loss": 3.9, "learning_rate": 2e-5, "seconds": 1.5
     }  # fmt: skip
     assert json.loads(second)["step"] == 2
-    assert read_losses(tmp_path / "out") == history.entries == [entry(1), entry(2)]
+    assert load_losses(tmp_path / "out") == history.entries == [entry(1), entry(2)]
 
 
 def test_a_resumed_training_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -46,14 +46,14 @@ def test_a_resumed_training_drops_what_came_after_the_checkpoint(tmp_path: Path)
         file.write('{"step": 8, "tok')  # the process was killed
     resumed = LossHistory(tmp_path, [entry(1), entry(2), entry(3), entry(4)])
     resumed.add(entry(5))
-    assert read_losses(tmp_path) == [entry(step) for step in range(1, 6)]
+    assert load_losses(tmp_path) == [entry(step) for step in range(1, 6)]
 
 
 def test_a_training_from_the_start_begins_a_new_history(tmp_path: Path) -> None:
     LossHistory(tmp_path).add(entry(1))
     LossHistory(tmp_path)
-    assert read_losses(tmp_path) == []
-    assert read_losses(tmp_path / "nowhere") == []
+    assert load_losses(tmp_path) == []
+    assert load_losses(tmp_path / "nowhere") == []
 
 
 def test_the_history_up_to_a_checkpoint_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_report_says_first_last_and_mean_and_draws_a_plot(tmp_path: Path) ->
     ]
     plot = (tmp_path / PLOT).read_text("utf-8")
     assert plot.startswith("<?xml")
-    draw_losses(read_losses(tmp_path), tmp_path)
+    draw_losses(load_losses(tmp_path), tmp_path)
     assert (tmp_path / PLOT).read_text("utf-8") == plot
 
 

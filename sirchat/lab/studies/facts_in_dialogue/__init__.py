@@ -1,1 +1,1 @@
-"""`sirchat eval chatter`: facts told amid real chatter, and asked for later."""
+"""`sirchat eval facts-in-dialogue`: facts told amid real dialogue, and asked for later."""

@@ -17,7 +17,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS, Kind
 from sirchat.lab.studies.long_talk import long_talks
 from sirchat.lab.studies.sirllm_files import dailydialog
-from sirchat.text.transcript import TranscriptTurn, read_transcript
+from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 OPTIONS = 4
 _CORRECTED = 1 / 4  # of the facts of a kind that may be corrected
@@ -63,19 +63,23 @@ class ToldFact:
 
 @dataclass(frozen=True)
 class FactDialogue:
-    """Rounds of chatter and facts (user turn and reply), and the facts that are asked for."""
+    """Rounds of dialogue and facts (user turn and reply), and the facts that are asked for."""
 
-    rounds: Talk
+    rounds: Dialogue
     facts: tuple[ToldFact, ...]
 
 
 def draw_dialogue(
-    rng: Random, talks: Sequence[Talk], facts: int, length: int, size: Callable[[str, str], int]
+    rng: Random,
+    dialogues: Sequence[Dialogue],
+    facts: int,
+    length: int,
+    size: Callable[[str, str], int],
 ) -> FactDialogue:
     """A conversation of at most `length` tokens that tells `facts` facts, each of another kind.
 
     `size` gives the tokens of a round with these two turns. Raises SettingError when so many facts
-    leave no room for chatter between them.
+    leave no room for dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
     sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
@@ -83,18 +87,18 @@ def draw_dialogue(
     room = length - sum(
         size(sentence, reply) for (sentence, _), reply in zip(sentences, replies, strict=True)
     )
-    chatter = _draw_chatter(rng, talks, room, size)
-    last = int(len(chatter) * _LAST_PLACE)
+    dialogue = _draw_rounds(rng, dialogues, room, size)
+    last = int(len(dialogue) * _LAST_PLACE)
     if last < len(sentences):
         raise SettingError(
-            f"length is {length}, too short for {facts} facts with chatter between them",
+            f"length is {length}, too short for {facts} facts with talk between them",
             hint="give fewer --facts, or a greater length",
         )
     places = _places(rng, last, [len(told) for told, _ in drawn])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
-    rounds: Talk = []
+    rounds: Dialogue = []
     at: dict[str, int] = {}  # round of each fact, by kind; a correction comes last
-    for number, (user, reply) in enumerate(chatter):
+    for number, (user, reply) in enumerate(dialogue):
         if number in telling:
             (sentence, fact), own_reply = telling[number]
             at[fact.kind] = len(rounds)
@@ -148,13 +152,13 @@ def _filled(sentence: str, who: str, value: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _draw_chatter(
-    rng: Random, talks: Sequence[Talk], length: int, size: Callable[[str, str], int]
-) -> Talk:
+def _draw_rounds(
+    rng: Random, dialogues: Sequence[Dialogue], length: int, size: Callable[[str, str], int]
+) -> Dialogue:
     """Rounds of whole conversations in random order, of `length` tokens at most."""
-    rounds: Talk = []
+    rounds: Dialogue = []
     while True:
-        for talk in rng.sample(talks, len(talks)):
+        for talk in rng.sample(dialogues, len(dialogues)):
             for user, reply in talk:
                 length -= size(user, reply)
                 if length < 0:
@@ -162,14 +166,14 @@ def _draw_chatter(
                 rounds.append((user, reply))
 
 
-Talk = list[tuple[str, str]]
+Dialogue = list[tuple[str, str]]
 """The rounds of one conversation: user turn and reply."""
 
 _ROUNDS_OF_TRANSCRIPT = 12
 """A transcript is cut into conversations of so many rounds."""
 
 
-def read_talks(path: Path) -> list[Talk]:
+def load_dialogues(path: Path) -> list[Dialogue]:
     """The conversations of a file; raises SettingError for a file that has none."""
     if path.is_dir():
         return _of_weeks(path)
@@ -180,25 +184,27 @@ def read_talks(path: Path) -> list[Talk]:
     if b'"session_1"' in data and path.suffix == ".json":
         return _of_weeks(path)
     first = data.lstrip().partition(b"\n")[0]
-    talks = _dailydialog(path) if b'"answerKey"' in first else _transcript(data, path.name)
-    if not any(talks):
+    dialogues = _dailydialog(path) if b'"answerKey"' in first else _transcript(data, path.name)
+    if not any(dialogues):
         raise SettingError(
             f"data {str(path)!r} has no rounds of talk",
             hint="give SirLLM's DailyDialog, LoCoMo, Realtalk or a transcript",
         )
-    return talks
+    return dialogues
 
 
-def _dailydialog(path: Path) -> list[Talk]:
+def _dailydialog(path: Path) -> list[Dialogue]:
     """Each question is a turn, and its right answer the reply."""
-    talks = [[one.unlisted for one in talk] for talk in dailydialog(path)]
-    return [[(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in talks]
+    dialogues = [[one.unlisted for one in talk] for talk in dailydialog(path)]
+    return [
+        [(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in dialogues
+    ]
 
 
-def _of_weeks(path: Path) -> list[Talk]:
+def _of_weeks(path: Path) -> list[Dialogue]:
     """LoCoMo or Realtalk: each session is a conversation; messages without a reply are left out."""
     sessions = [one for talk in long_talks(path) for one in talk.sessions]
-    talks = [
+    dialogues = [
         [
             (one.text, other.text)
             for one, other in pairwise(session.turns)
@@ -206,12 +212,12 @@ def _of_weeks(path: Path) -> list[Talk]:
         ]
         for session in sessions
     ]
-    return [talk for talk in talks if talk]
+    return [talk for talk in dialogues if talk]
 
 
-def _transcript(data: bytes, name: str) -> list[Talk]:
+def _transcript(data: bytes, name: str) -> list[Dialogue]:
     """Pairs of a user turn and the reply that follows it."""
-    turns = [turn for turn in read_transcript(data, name) if turn.role != "system"]
+    turns = [turn for turn in parse_transcript(data, name) if turn.role != "system"]
     rounds = [(a.content, b.content) for a, b in pairwise(turns) if _is_round(a, b)]
     return [
         rounds[at : at + _ROUNDS_OF_TRANSCRIPT]

@@ -1,4 +1,4 @@
-"""Facts told amid real chatter, and asked for later: what a policy keeps of what people say.
+"""Facts told amid real dialogue, and asked for later: what a policy keeps of what people say.
 
 Every fact is asked for at the end of its conversation, one question after the other, each undone.
 It is scored in three ways: whether the right reply is the likeliest of four; the surprisal of the
@@ -23,11 +23,11 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
+    Dialogue,
     FactDialogue,
-    Talk,
     ToldFact,
     draw_dialogue,
-    read_talks,
+    load_dialogues,
 )
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import (
@@ -46,8 +46,8 @@ from sirchat.text.template import Template, TurnIds
 
 
 @dataclass(frozen=True)
-class Chatter(Grid):
-    """Compares settings by the facts that are recalled from real chatter.
+class FactsInDialogue(Grid):
+    """Compares settings by the facts that are recalled from real dialogue.
 
     `limit` is the number of questions for each length.
 
@@ -72,7 +72,7 @@ class Chatter(Grid):
     @property
     def name(self) -> str:
         """The study's name, which also names its files."""
-        return "chatter"
+        return "facts-in-dialogue"
 
     def parameters(self) -> Record:
         """All that the findings depend on, except the model."""
@@ -122,7 +122,7 @@ class Chatter(Grid):
             ids = template.as_text(user), template.as_text(reply)
             return overhead + sum(map(len, ids))
 
-        return draw_dialogue(rng, self._talks, self.facts, length, size)
+        return draw_dialogue(rng, self._dialogues, self.facts, length, size)
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Right answers, nats and held tokens, by length and setting."""
@@ -140,8 +140,8 @@ class Chatter(Grid):
         )
 
     @cached_property
-    def _talks(self) -> Sequence[Talk]:
-        return read_talks(Path(self.data))
+    def _dialogues(self) -> Sequence[Dialogue]:
+        return load_dialogues(Path(self.data))
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:

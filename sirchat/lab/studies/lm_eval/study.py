@@ -130,7 +130,7 @@ def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
     """Raise SettingError for a setting that would have no effect."""
     if setting.recall != "off":
         raise SettingError(
-            f"recall is {setting.recall}, must be off: nothing comes back while a context is read",
+            f"recall is {setting.recall}, must be off: nothing is restored while a context is read",
             hint="--recall off",
         )
     if setting.decay != 1 and piece is None:

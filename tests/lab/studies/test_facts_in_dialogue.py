@@ -1,4 +1,4 @@
-"""The study `chatter`: its conversations, and what it finds of a small model."""
+"""The study `facts-in-dialogue`: its conversations, and what it finds of a small model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
+    Dialogue,
     FactDialogue,
-    Talk,
     draw_dialogue,
-    read_talks,
+    load_dialogues,
     untokenized,
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
-from sirchat.lab.studies.facts_in_dialogue.study import Chatter, asked, spans
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, asked, spans
 from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
 from sirchat.models.model import load_model
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
 
-TALKS: list[Talk] = [
+TALKS: list[Dialogue] = [
     [(f"Question {n} of talk {talk}?", f"Reply {n}, and so on.") for n in range(6)]
     for talk in range(5)
 ]
@@ -126,7 +126,7 @@ def test_dailydialog_is_read_with_the_replies_that_were_given(tmp_path: Path) ->
         + "\n"
         + line("1_1", " Hi !", "Hello , you .", "No .", key="A")
     )
-    assert read_talks(path) == [
+    assert load_dialogues(path) == [
         [("Is it far?", "It's near, really.")],
         [("Hi!", "Hello, you.")],
     ]
@@ -144,14 +144,14 @@ def test_sessions_of_locomo_are_talk_too(tmp_path: Path) -> None:
     talk = {"session_1_date_time": "1 May 2023", "session_1": session}
     path = tmp_path / "locomo.json"
     path.write_text(json.dumps([{"conversation": talk, "qa": [QUESTION], "sample_id": "x"}]))
-    assert read_talks(path) == [[("Hi Bo.", "Hi Ann!"), ("Yes.", "OK.")]]
+    assert load_dialogues(path) == [[("Hi Bo.", "Hi Ann!"), ("Yes.", "OK.")]]
 
 
 @pytest.mark.parametrize("name", ["dailydialog.jsonl", "locomo_dialogues_0_3.json"])
 def test_real_talk_is_read(data: Path, name: str) -> None:
-    talks = read_talks(data / name)
-    assert sum(map(len, talks)) > 500
-    assert all(user and reply for one in talks for user, reply in one)
+    dialogues = load_dialogues(data / name)
+    assert sum(map(len, dialogues)) > 500
+    assert all(user and reply for one in dialogues for user, reply in one)
 
 
 def test_blanks_before_marks_and_in_contractions_go() -> None:
@@ -159,7 +159,7 @@ def test_blanks_before_marks_and_in_contractions_go() -> None:
 
 
 def test_other_data_of_the_same_name_are_another_run(talk: Path) -> None:
-    study = Chatter((Profile(),), limit=5, data=str(talk))
+    study = FactsInDialogue((Profile(),), limit=5, data=str(talk))
     before = study.shared()
     talk.write_text(talk.read_text().replace("lake", "sea"))
     assert study.shared() != before
@@ -171,9 +171,9 @@ def test_other_data_of_the_same_name_are_another_run(talk: Path) -> None:
 def test_a_file_without_talk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(SettingError, match="no rounds of talk"):
-        read_talks(tmp_path / "empty.jsonl")
+        load_dialogues(tmp_path / "empty.jsonl")
     with pytest.raises(SettingError, match="can't be read"):
-        read_talks(tmp_path / "missing.jsonl")
+        load_dialogues(tmp_path / "missing.jsonl")
 
 
 def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
@@ -192,7 +192,7 @@ def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
 
 def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> None:
     model = load_model("tiny")
-    study = Chatter(
+    study = FactsInDialogue(
         (Profile(policy="entropy", budget=128),), limit=10, data=str(talk), lengths=(600,)
     )
     session = Session(model, study.settings[0])
@@ -228,7 +228,7 @@ def _read(session: Session, one: FactDialogue, template: Template) -> Engine:
 def test_a_question_leaves_no_trace(talk: Path) -> None:
     model = load_model("tiny")
     template = Template(model.tokenizer)
-    study = Chatter((Profile(),), limit=5, data=str(talk), lengths=(400,))
+    study = FactsInDialogue((Profile(),), limit=5, data=str(talk), lengths=(400,))
     one = study.dialogue(template, 400, 0)
     session = Session(model, Profile(policy="entropy", budget=96))
     engine = _read(session, one, template)
@@ -243,7 +243,7 @@ def test_a_question_leaves_no_trace(talk: Path) -> None:
 def test_the_value_lies_within_the_statement(talk: Path) -> None:
     model = load_model("tiny")
     template, texts = Template(model.tokenizer), TokenTexts(model.tokenizer)
-    study = Chatter((Profile(),), limit=50, data=str(talk), lengths=(600,))
+    study = FactsInDialogue((Profile(),), limit=50, data=str(talk), lengths=(600,))
     for number in range(10):
         one = study.dialogue(template, 600, number)
         for fact in one.facts:
@@ -257,7 +257,7 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
 
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
-    study = Chatter(settings, limit=10, data=str(talk), lengths=(300, 400))
+    study = FactsInDialogue(settings, limit=10, data=str(talk), lengths=(300, 400))
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}
     assert found == {key: work(key) for key in keys}

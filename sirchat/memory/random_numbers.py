@@ -1,8 +1,8 @@
-"""Random draws without a generator state: each is a hash of what it is for.
+"""Random numbers without a generator state: each is a hash of what it is for.
 
-A draw is a hash of (seed, purpose, position, tokens seen), so the same conversation gives the
-same draws on every device, in any order, and after a resume. The hash is splitmix64 (Steele et al.
-2014).
+A number is a hash of (seed, purpose, position, tokens seen), so the same conversation gives the
+same numbers on every device, in any order, and after a resume. The hash is splitmix64 (Steele et
+al. 2014).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws for different purposes are independent of each other."""
+    """What a number is for; those for different purposes are independent of each other."""
 
     ARRIVAL = 1
     EVICTION = 2
@@ -30,14 +30,14 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """One draw in [0, 1) for each stream position [n]; `seen` is the number of tokens read."""
+    """A number in [0, 1) for each stream position [n]; `seen` is the number of tokens read."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))
         state = _mix(state ^ (np.uint64(seen) + _GAMMA))
         mixed = _mix(state ^ (positions.astype(np.uint64) * _GAMMA + _GAMMA))
     top_53_bits = mixed >> np.uint64(11)
-    draws: NDArray[np.float64] = top_53_bits.astype(np.float64) * 2.0**-53
-    return draws
+    numbers: NDArray[np.float64] = top_53_bits.astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def _mix(x: Any) -> Any:
