@@ -55,6 +55,11 @@ class Line:
     is_stopped: bool = False
     pasted_signs: frozenset[int] = frozenset()
 
+    @property
+    def ends_chat(self) -> bool:
+        """Whether it is a command that needs no session."""
+        return self.is_command and self.text in ("/exit", "/quit", "/bye")
+
 
 class Prompt:
     """Reads the user's input.

@@ -25,19 +25,20 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
 from sirchat.ui.attaching import complete_path, path_begun
-from sirchat.ui.line_input import LineInput, line_input
-from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.line_input import line_input
+from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the thread imports what loads a model
     from sirchat.chat.events import Event
     from sirchat.chat.session import Session
+    from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
     from sirchat.ui.repl import Chat
 
-_LEAVING = ("/exit", "/quit", "/bye")
-"""Commands that need no session."""
+    Open = Callable[[Progress | None], Session]
+    """Loads the model and opens a session, reporting progress."""
 
 
 def chat(
@@ -59,117 +60,68 @@ def chat(
     turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
     """
     with line_input(screen) as entry:
-        first = _FirstPrompt(open_session, profile, screen, entry, store, debug, trusted)
-        try:
-            first.run(at_once=store is None and screen.terminal is not None)
-        finally:
-            first.close()
-        first.say_where()
+        prompt = entry.prompt
+        loader = SessionLoader(open_session, prompt.redraw)
+        begun: Future[Chat] = Future()  # has the chat once its session is open
 
+        def begin(session: Session, events: Iterable[Event]) -> None:
+            from sirchat.ui.repl import Chat
 
-class _FirstPrompt:
-    """From the start of a chat until its session is open."""
+            chat = Chat(session, screen, entry, store, debug, trusted)
+            chat.greet(events)
+            begun.set_result(chat)
 
-    def __init__(
-        self,
-        open_session: Open,
-        profile: Profile,
-        screen: Screen,
-        entry: LineInput,
-        store: SessionStore | None,
-        debug: bool,
-        trusted: Collection[str],
-    ) -> None:
-        self._open = open_session
-        self._profile = profile
-        self._screen = screen
-        self._entry = entry
-        self._rest = store, debug, trusted
-        self._chat: Chat | None = None  # once the session is open
-
-    def run(self, *, at_once: bool) -> None:
-        """Chat until the user leaves; `at_once`: show the prompt while the model loads."""
-        if not at_once:
-            from sirchat.ui.progress import loading_bar
-
-            with loading_bar(self._screen, self._profile.model) as report:
-                session = self._open(report)
-            self._begin(session, session.start()).run()
-            return
-        opening = SessionLoader(self._open, self._entry.prompt.redraw)
-        try:
-            line = self._read(opening)
-        except KeyboardInterrupt:
-            if self._chat is None:
-                raise
-            self._screen.note("Ctrl-D or /exit leaves")
-            self._chat.run()
-            return
-        if line is None or (self._chat is None and line.is_command and line.text in _LEAVING):
-            return
-        chat = self._chat or self._wait(opening)
-        chat.run(line)
-
-    def close(self) -> None:
-        """Save the chat, if it has begun."""
-        if self._chat is not None:
-            self._chat.close()
-
-    def say_where(self) -> None:
-        """Say where the chat is kept, once it is closed."""
-        if self._chat is not None:
-            self._chat.say_where()
-
-    def _read(self, opening: SessionLoader) -> Line | None:
-        """The first line; the chat begins above the prompt if it is ready before that."""
-
-        async def hand_over() -> None:
-            prompt = self._entry.prompt
-            opening.begin()
+        async def begin_above_the_prompt() -> None:
+            loader.begin()
             try:
-                session, events = await asyncio.wrap_future(opening.session)
-                if self._chat is None:
-                    prompt.print_above(lambda: self._begin(session, events))
+                session, events = await asyncio.wrap_future(loader.session)
+                if not begun.done():
+                    prompt.print_above(lambda: begin(session, events))
             except Exception as error:
                 prompt.give_up(error)
 
-        self._entry.prompt.serve(
-            _EarlyCompleter(opening, self._entry.prompt), lambda: self._toolbar(opening)
-        )
-        self._entry.keyboard.keep_typed()
-        return self._entry.prompt.read(meanwhile=hand_over)
+        line, leaves = None, False
+        try:
+            if store is None and screen.terminal is not None:
+                prompt.serve(_EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader))
+                entry.keyboard.keep_typed()
+                try:
+                    line = prompt.read(meanwhile=begin_above_the_prompt)
+                    leaves = line is None or (line.ends_chat and not begun.done())
+                except KeyboardInterrupt:
+                    if not begun.done():
+                        raise
+                    screen.note("Ctrl-D or /exit leaves")
+                if not leaves and not begun.done():
+                    begin(*loader.wait(screen, profile.model))
+            else:
+                from sirchat.ui.progress import loading_bar
 
-    def _wait(self, opening: SessionLoader) -> Chat:
-        """The chat, once the session is open; Ctrl-C raises KeyboardInterrupt."""
-        from sirchat.ui.progress import loading_bar
+                with loading_bar(screen, profile.model) as report:
+                    session = open_session(report)
+                begin(session, session.start())
+            if not leaves:
+                begun.result().run(line)
+        finally:
+            if begun.done():
+                begun.result().close()
+        if begun.done():
+            begun.result().say_where()
 
-        with loading_bar(self._screen, self._profile.model) as bar:
-            opening.show_on(bar)
-            opening.begin()  # where the line was there before the prompt
-            session, events = opening.session.result()
-        return self._begin(session, events)
 
-    def _begin(self, session: Session, events: Iterable[Event]) -> Chat:
-        from sirchat.ui.repl import Chat
-
-        chat = Chat(session, self._screen, self._entry, *self._rest)
-        chat.greet(events)
-        self._chat = chat
-        return chat
-
-    def _toolbar(self, opening: SessionLoader) -> str:
-        *_, name = self._profile.model.rstrip("/").rpartition("/")
-        parts = [displayable_line(name), displayable_line(self._profile.policy)]
-        if not follows_model(self._profile, self._profile.model):
-            parts.append(f"budget {self._profile.budget:,}")
-        return " · ".join([*parts, displayable_line(opening.step) or "loading"])
+def _toolbar(profile: Profile, loader: SessionLoader) -> str:
+    *_, name = profile.model.rstrip("/").rpartition("/")
+    parts = [displayable_line(name), displayable_line(profile.policy)]
+    if not follows_model(profile, profile.model):
+        parts.append(f"budget {profile.budget:,}")
+    return " · ".join([*parts, displayable_line(loader.step) or "loading"])
 
 
 class _EarlyCompleter(Completer):
     """Completes names of files at once; commands, once the session is open."""
 
-    def __init__(self, opening: SessionLoader, prompt: Prompt) -> None:
-        self._opening, self._prompt = opening, prompt
+    def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
+        self._loader, self._prompt = loader, prompt
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         begun = path_begun(document.text_before_cursor)
@@ -180,7 +132,7 @@ class _EarlyCompleter(Completer):
     ) -> AsyncGenerator[Completion, None]:
         if path_begun(document.text_before_cursor) is None:
             with suppress(Exception):  # the prompt says it
-                await asyncio.wrap_future(self._opening.session)
+                await asyncio.wrap_future(self._loader.session)
         now = self._prompt.completer
         if now is self:
             for completion in self.get_completions(document, event):
@@ -189,14 +141,6 @@ class _EarlyCompleter(Completer):
             async for completion in now.get_completions_async(document, event):
                 yield completion
 
-
-if TYPE_CHECKING:  # the thread imports what loads a model
-    from sirchat.chat.events import Event
-    from sirchat.chat.session import Session
-    from sirchat.models.progress import Progress
-
-    Open = Callable[[Progress | None], Session]
-    """Loads the model and opens a session, reporting progress."""
 
 THREAD = "opening a session"
 """Name of the thread."""
@@ -232,9 +176,16 @@ class SessionLoader:
             self._has_begun = True
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
-    def show_on(self, bar: Progress | None) -> None:
-        """Report to a bar, too, from now on."""
-        self._bar = bar
+    def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
+        """The session, when it is open, and the events of its start; shows a progress bar.
+
+        Raises the error of opening it, and KeyboardInterrupt for Ctrl-C.
+        """
+        from sirchat.ui.progress import loading_bar
+
+        with loading_bar(screen, model) as self._bar:
+            self.begin()
+            return self.session.result()
 
     def _run(self) -> None:
         usual = sys.getswitchinterval()
