@@ -20,13 +20,15 @@ from sirchat.chat.events import (
     TurnDone,
 )
 from sirchat.chat.settings import has_effect
-from sirchat.chat.snapshot import Positions, Texts, policy_scores, token_rows
+from sirchat.chat.snapshot import policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, RestoredRows
+from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.text.anchors import Anchors
+from sirchat.text.detokenizer import Texts
 
 _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from sirchat.chat.conversation import Turn
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Notice
-from sirchat.chat.snapshot import Positions
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
 from sirchat.memory.recall import retriever
+from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
 

@@ -27,15 +27,15 @@ from sirchat.chat.settings import (
     check_profile,
     switched,
 )
-from sirchat.chat.snapshot import Positions, Snapshot, TokenRank, take_snapshot, token_ranks
-from sirchat.chat.targets import erase_text, positions_of, tokens_to_erase
+from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_ranks
 from sirchat.chat.turn import Interrupted, OpenTurn
+from sirchat.chat.words import erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.segments import Rows
+from sirchat.memory.segments import Positions, Rows
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.text.detokenizer import TextStream, TokenTexts

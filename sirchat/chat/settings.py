@@ -8,8 +8,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sirchat.config.layers import changed
 from sirchat.config.profile import FIXED, Profile, parse_size
+from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings
 from sirchat.engine.sampling import Sampling

@@ -18,8 +18,9 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role, State
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.segments import Positions
+from sirchat.text.detokenizer import Texts
 
-Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _LARGEST = float(np.finfo(np.float64).max)
@@ -89,9 +90,6 @@ def _as_if_held(
             unknown &= ~here
     return found
 
-
-Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""Ids and their stream positions to the text of each; see `text.detokenizer.TokenTexts`."""
 
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""

@@ -19,8 +19,7 @@ from typer.main import get_command
 from sirchat import __version__
 from sirchat.cli.chat import ask_once, open_chat, replay_transcript, tutorial
 from sirchat.cli.doctor import doctor, man, show_paths
-from sirchat.cli.flags import with_settings
-from sirchat.cli.launch import Debug, Trust, misplaced_flag
+from sirchat.cli.flags import Debug, Trust, misplaced_flag, with_settings
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
 from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sirchat.cli.launch import Debug, open_session, profile_of, quick_start
-from sirchat.config.layers import changed
+from sirchat.cli.flags import Debug, open_session, profile_of, quick_start
 from sirchat.config.profile import FIXED, Profile
-from sirchat.config.profile_files import trusted_policies
+from sirchat.config.profile_files import changed, trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
 from sirchat.memory.policies import import_typed
@@ -256,8 +255,7 @@ def tutorial(
         from sirchat.chat.session import Session
         from sirchat.models.model import load_model
         from sirchat.ui.screen import Screen
-        from sirchat.ui.tutorial import run_tutorial
-        from sirchat.ui.tutorial_steps import SETTINGS
+        from sirchat.ui.tutorial import SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
         # Of the user's settings only those that change nothing of what is shown.

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.launch import quick_start
+from sirchat.cli.flags import quick_start
 from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
 from sirchat.models.hub import require

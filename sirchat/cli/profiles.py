@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import with_settings
-from sirchat.cli.launch import profile_of
+from sirchat.cli.flags import profile_of, with_settings
 from sirchat.config.profile_files import init_profile, list_profiles, profile_path, show
 from sirchat.memory.policies import import_typed, policy_class, policy_names
 from sirchat.paths import user_profiles_dir

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sirchat.cli.launch import Debug
+from sirchat.cli.flags import Debug
 from sirchat.errors import UsageError
 from sirchat.paths import open_private, sessions_dir
 from sirchat.ui.text import displayable, displayable_line

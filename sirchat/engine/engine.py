@@ -35,7 +35,7 @@ from sirchat.engine.records import (
 from sirchat.engine.sampling import PromptLookup, Sampler
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.decay import automatic_decay
+from sirchat.memory.factors import automatic_decay
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.segments import Rows

@@ -26,12 +26,11 @@ from sirchat.models.attention_hook import (
     observed_by,
 )
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.gguf.contents import has_blocks, is_read_here
+from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
-from sirchat.models.packed import SharedWeights, can_pack_four_bits, packed_buffers
-from sirchat.models.packing import pack_module
+from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
 from sirchat.models.probe import (
     context_length,
     probe_rotations,
@@ -345,7 +344,7 @@ def gguf_parts(
     file = parse_gguf(Path(folder) / gguf_file)
     from sirchat.models.gguf import loading  # needs the extra
 
-    if not is_read_here(file):
+    if not is_supported(file):
         return None
     is_packed = quantize == "packed"
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":

@@ -20,7 +20,7 @@ from typing import Any
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.contents import has_blocks, is_read_here
+from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
 _MOST = 1 << 32  # largest number that is believed
@@ -77,7 +77,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     for tensor in file.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
     kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
-    packs = is_read_here(file) and all(one.type in BLOCKS for one in file.tensors.values())
+    packs = is_supported(file) and all(one.type in BLOCKS for one in file.tensors.values())
     return ModelShape(
         kind,
         _whole(file.metadata.get(f"{architecture}.context_length")),

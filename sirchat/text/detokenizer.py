@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,10 @@ class TextStream:
             ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
         return text
+
+
+Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
+"""Ids and their stream positions to the text of each; see `TokenTexts`."""
 
 
 class TokenTexts:

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import TokenRank
-from sirchat.chat.targets import turn_of_target, without_quotes
-from sirchat.chat.thinking import thought
-from sirchat.chat.words import evicted_turns
+from sirchat.chat.turn import thought
+from sirchat.chat.words import evicted_turns, turn_of_target, without_quotes
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_evicted
 from sirchat.ui.text import displayable, displayable_line, shorten

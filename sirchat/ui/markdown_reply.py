@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from sirchat.chat.thinking import CLOSE, OPEN
+from sirchat.chat.turn import CLOSE, OPEN
 from sirchat.ui.markdown import MarkdownLayout, finished_lines
 from sirchat.ui.painter import Painter
 from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows

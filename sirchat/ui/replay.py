@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.thinking import FinalAnswer
+from sirchat.chat.turn import FinalAnswer
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt

@@ -10,9 +10,8 @@ import pytest
 
 from attacking import attack, mutated, odd_text, refuse_odd_display
 from sirchat.chat.settings import build_cache_settings, build_sampling
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import load_profile, show
+from sirchat.config.profile_files import changed, load_profile, show
 from sirchat.config.values import as_typed, parse_option, parse_value
 from sirchat.errors import SettingError
 

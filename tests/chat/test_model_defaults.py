@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from chatting import tiny
 from command import run
 from sirchat.chat.model_defaults import SOUND, with_model_defaults
-from sirchat.config.layers import Layer, merged
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import Layer, merged
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.memory.ledger import Role

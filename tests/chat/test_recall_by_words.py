@@ -12,8 +12,8 @@ from families import loaded
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
 from sirchat.chat.settings import check_recall
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 
 TOLD = "Our zebra is called Quixbert."

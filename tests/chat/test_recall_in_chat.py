@@ -14,8 +14,8 @@ from families import HELD, loaded
 from recall_rounds import find, memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import require_comparable_queries

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sirchat import paths
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import (
+    changed,
     init_profile,
     list_profiles,
     load_profile,

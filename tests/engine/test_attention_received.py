@@ -17,8 +17,8 @@ from torch import Tensor
 from chatting import session
 from families import HELD, loaded
 from sirchat.chat.settings import check_attention
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling

@@ -7,8 +7,8 @@ import torch
 
 from families import loaded
 from sirchat.chat.settings import check_key_values
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.errors import SettingError

@@ -14,7 +14,7 @@ from chatting import session
 from sirchat.config.profile import Profile
 from sirchat.config.values import choices
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.decay import automatic_decay
+from sirchat.memory.factors import automatic_decay
 from sirchat.memory.ledger import Ledger
 
 nats = st.floats(0, 12, width=16)

@@ -15,8 +15,8 @@ from import_graph import SOURCES, imports
 from recall_rounds import find, memory, say, some_ids, talked
 from sirchat.chat.events import Recalled
 from sirchat.chat.settings import build_cache_settings
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.memory import ranking
 from sirchat.memory.index import AUTO_INDEX_ROWS

@@ -23,8 +23,8 @@ from torch import Tensor
 from chatting import babbler, session
 from families import loaded
 from sirchat.chat.events import Recalled
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.config.values import allowed
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import RecallVariant

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
-from sirchat.models.gguf.contents import is_read_here
+from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model import load_model, wrap_model
 
@@ -42,7 +42,7 @@ def test_other_families_too(tmp_path: Path, kind: str) -> None:
         parameter.data += 0.1 * torch.randn_like(parameter)
     theirs = wrap_model(kind, module, tiny().tokenizer)
     file = write_gguf(tmp_path / "model.gguf", theirs)
-    assert is_read_here(parse_gguf(file))
+    assert is_supported(parse_gguf(file))
     ours, ids = load_model(str(file), device="cpu"), list(range(10, 40))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     assert ours.tokenizer.get_vocab() == tokenizer.get_vocab()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from chatting import tiny
 from gguf_file import write_gguf
 from sirchat.errors import ModelError
-from sirchat.models.gguf.blocks import FOUR_BIT, floats, four_bit
-from sirchat.models.gguf.contents import is_read_here
+from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufTensor, parse_gguf
+from sirchat.models.gguf.loading import FOUR_BIT, floats, four_bit
 from sirchat.models.model import load_model
 from sirchat.models.names import locate
 
@@ -83,16 +83,16 @@ def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path)
 
 def test_a_file_that_says_more_than_is_understood_is_left_to_transformers(file: Path) -> None:
     read = parse_gguf(file)
-    assert is_read_here(read)
+    assert is_supported(read)
     for key in ("llama.rope.scaling.type", "llama.expert_used_count"):
         more = type(read)(dict(read.metadata) | {key: 1}, read.tensors)
-        assert not is_read_here(more)
+        assert not is_supported(more)
     odd = GgufTensor((4,), "type 19", np.zeros(0, np.uint8))
     for name, tensor in (
         ("rope_freqs.weight", read.tensors["output_norm.weight"]),
         ("output.weight", odd),
     ):
-        assert not is_read_here(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
+        assert not is_supported(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
 
 
 @pytest.mark.real

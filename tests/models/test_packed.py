@@ -23,10 +23,10 @@ from sirchat.models.packed import (
     Int8Linear,
     SharedEmbedding,
     SharedWeights,
+    WeightStore,
     eight_bits,
     four_bits,
 )
-from sirchat.models.packing import WeightStore
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 

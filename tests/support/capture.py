@@ -20,7 +20,7 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from sirchat.ui.tutorial_steps import STEPS
+from sirchat.ui.tutorial import STEPS
 from terminal import Terminal
 
 PICTURE = Path(__file__).parents[2] / "sirchat" / "ui" / "capture.svg"

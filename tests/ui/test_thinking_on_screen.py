@@ -12,7 +12,7 @@ import pytest
 from chatting import tiny
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
 from markdown_documents import pieces
-from sirchat.chat.thinking import thought
+from sirchat.chat.turn import thought
 from sirchat.text.template import Template
 from terminal import Terminal, lines_of
 

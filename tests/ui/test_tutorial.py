@@ -22,8 +22,7 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.ui.commands import Commands
 from sirchat.ui.screen import Screen
-from sirchat.ui.tutorial import run_tutorial
-from sirchat.ui.tutorial_steps import COMMANDS, MORE, SETTINGS, STEPS
+from sirchat.ui.tutorial import COMMANDS, MORE, SETTINGS, STEPS, run_tutorial
 from terminal import Terminal
 
 LAST = len(STEPS)

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sirchat.chat.settings import build_cache_settings
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.lab.synthetic.dialogue import Mix, dialogue

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sirchat.cli.launch import Debug, misplaced_flag
-from sirchat.config.layers import changed
+from sirchat.cli.flags import Debug, misplaced_flag
 from sirchat.config.profile import Profile, parse_size
-from sirchat.config.profile_files import resolve
+from sirchat.config.profile_files import changed, resolve
 from sirchat.errors import UsageError
 from sirchat.lab.commands.study_flags import Json
 

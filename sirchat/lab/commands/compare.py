@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import with_settings
-from sirchat.cli.launch import Debug, Trust, load, profile_of
-from sirchat.config.layers import changed
+from sirchat.cli.flags import Debug, Trust, load, profile_of, with_settings
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.study_flags import (

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.config.values import parse_value
 from sirchat.lab.commands.study_flags import Compared, Defaults, study, whole_numbers
 

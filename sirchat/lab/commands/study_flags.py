@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 import typer
 
-from sirchat.cli.flags import with_settings
-from sirchat.cli.launch import Debug, Trust, load, profile_of
-from sirchat.config.layers import changed
+from sirchat.cli.flags import Debug, Trust, load, profile_of, with_settings
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import import_typed, policy_class

@@ -5,7 +5,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from sirchat.cli.launch import Debug, Trust
+from sirchat.cli.flags import Debug, Trust
 from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(

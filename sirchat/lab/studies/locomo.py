@@ -23,8 +23,8 @@ from statistics import fmean
 from typing import ClassVar
 
 from sirchat.chat.session import Session
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.lab.studies.intervals import hierarchical_mean
 from sirchat.lab.studies.long_talk import (

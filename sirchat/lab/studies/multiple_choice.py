@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import get_args
 
 from sirchat.chat.session import Session
-from sirchat.config.layers import changed
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, paper_tables, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text

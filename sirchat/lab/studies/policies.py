@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from sirchat.chat.settings import build_policy
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice

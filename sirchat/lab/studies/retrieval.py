@@ -23,8 +23,8 @@ from random import Random
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Session
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, paper_tables
 from sirchat.lab.studies.choice import choose

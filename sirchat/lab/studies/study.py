@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from sirchat.chat.session import Session
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, nearest
 from sirchat.lab.studies.intervals import mean_interval, wilson
 from sirchat.lab.studies.report import Estimate, Report, setting_names

@@ -51,7 +51,7 @@ _LAYER = {
 }
 
 
-def is_read_here(file: GgufFile) -> bool:
+def is_supported(file: GgufFile) -> bool:
     """Whether `load_module` knows all that is in the file."""
     values = config_values(file) if file.architecture in ARCHITECTURES else None
     return values is not None and all(

@@ -13,8 +13,8 @@ import torch
 
 from chatting import babbler, tiny, with_anchors
 from command import run
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import repeatable, settings_of
 from sirchat.lab.studies.multiple_choice import MultipleChoice

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.config.layers import changed
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
 from sirchat.errors import ContextFullError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.lab.studies.side_by_side.compared import (
