@@ -1,16 +1,22 @@
 """The `sirchat sessions` commands."""
 
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sirchat import paths
 from sirchat.cli.flags import Debug
-from sirchat.errors import UsageError
+from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir
 from sirchat.ui.text import displayable, displayable_line
+
+if TYPE_CHECKING:
+    from sirchat.ui.line_input import Typed
 
 sessions_app = typer.Typer(
     add_completion=False,
@@ -69,9 +75,8 @@ def sessions_rm(
 ) -> None:
     """Delete a saved chat and all that was kept of it, after a yes."""
     from sirchat.saved.session_list import remove_session
-    from sirchat.ui.saved_chat import removal, typed_lines
 
-    chat = removal(sessions_dir(), ident)
+    chat = _removal(ident)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError(f"{chat.path.stem} is not deleted without a yes", hint="--yes")
@@ -81,7 +86,7 @@ def sessions_rm(
             raise typer.Exit(1)
     remove_session(chat.path)
     typer.echo(displayable_line(f"removed {chat.path.stem}"), err=True)
-    typed, lines = typed_lines(chat.messages)
+    typed, lines = _typed_lines(chat.messages)
     if history and typed is not None and lines:
         typed.erase(lambda line: line.strip() in chat.messages)
         typer.echo(f"{lines:,} typed line{'s' * (lines > 1)} erased", err=True)
@@ -113,3 +118,73 @@ def sessions_export(
         raise UsageError(f"{file} exists", hint="--force replaces it")
     with open_private(file, "wb") as stream:
         stream.write(lines.getvalue())
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """A saved chat that is to be removed.
+
+    Attributes:
+        path: its file.
+        description: one line that tells which chat it is, for the user to say yes to.
+        messages: what the user said in it, as far as it can be read.
+        relatives: how many other chats come from the same one by `/branch`.
+    """
+
+    path: Path
+    description: str
+    messages: frozenset[str]
+    relatives: int
+
+    def what_stays(self, lines: int) -> list[str]:
+        """What is left of the chat elsewhere: so many `lines` in the history, and its branches."""
+        stays = []
+        if lines:
+            one = lines == 1
+            stays.append(
+                f"{lines:,} typed line{'s' * (not one)} of it stay{'s' * one} in the input "
+                f"history, {paths.abbreviated(paths.history_file())} (--history erases them)"
+            )
+        if self.relatives:
+            one = self.relatives == 1
+            stays.append(
+                f"{self.relatives:,} chat{'s' * (not one)} branched from it, or it from them, "
+                f"stay{'s' * one}: sirchat sessions lists them"
+            )
+        return stays
+
+
+def _removal(ident: str) -> _Removal:
+    """The chat that `ident` means; raises SessionError if there is none, or `last` is open."""
+    from sirchat.saved.session_list import find_session, list_sessions
+    from sirchat.saved.store import SessionStore
+
+    folder = sessions_dir()
+    listed = list_sessions(folder).sessions
+    if ident == "last" and listed and listed[0].in_use:
+        raise SessionError(
+            f"the last chat, {listed[0].id}, is open in another process",
+            hint="close it first, or name another: sirchat sessions lists them",
+        )
+    path = find_session(folder, ident)
+    found = next((one for one in listed if one.path == path), None)
+    messages: set[str] = set()
+    with suppress(SessionError), SessionStore.open(path) as store:  # it may be damaged
+        messages = {turn.text.strip() for turn in store.turns() if turn.role == "user"}
+    if found is None:
+        return _Removal(path, f"{path.stem}, which can't be read", frozenset(messages), 0)
+    name = f", called {format_value(found.name)}" if found.name else ""
+    begins = f', begins "{found.first}"' if found.first else ""
+    description = f"{found.id}{name}: {found.turns:,} messages{begins}"
+    relatives = sum(one.family == found.family for one in listed) - 1
+    return _Removal(path, displayable_line(description), frozenset(messages), relatives)
+
+
+def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
+    """The input history, if there is one, and how many of its lines are among these messages."""
+    if not paths.history_file().is_file():
+        return None, 0
+    from sirchat.ui.line_input import input_history
+
+    history = input_history(lambda complaint: None)
+    return history, sum(line.strip() in messages for line in history.lines())

@@ -12,6 +12,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cache
 from typing import ClassVar, Literal, cast
 
@@ -74,7 +75,7 @@ class MarkdownLayout:
                 'Literal["standard", "256", "truecolor"] | None', color_system or "standard"
             ),
         )
-        self._code_theme = ANSISyntaxTheme(_code_styles(colours))
+        self._empty = _Blocks([], ANSISyntaxTheme(_code_styles(colours)))
         self._colors = COLOR_SYSTEMS[color_system or "standard"]
 
     def rows(
@@ -106,7 +107,8 @@ class MarkdownLayout:
         written = "\n".join(lines[start : None if is_open else end])
         if is_open:
             block = _open_table_counted(block)
-        drawing = _Blocks(_shown(block), self._code_theme)
+        drawing = copy(self._empty)  # a new one would make a parser of its own
+        drawing.parsed = _shown(block)
         options = self._console.options.update(width=width - 1, height=None)
         drawn = list(self._console.render(drawing, options))
         rows: list[StyledRow] = []

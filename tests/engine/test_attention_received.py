@@ -159,7 +159,7 @@ def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
     [
         {"in_stream": True},
         {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6},
-        {"evict": "turn"},
+        {"evict": "before-turn"},
     ],
 )
 def test_tracked_attention_is_right_however_rows_are_held(more: dict[str, Any]) -> None:

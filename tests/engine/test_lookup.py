@@ -63,7 +63,7 @@ SETTINGS = [
     pytest.param("entropy", {}, id="evicting"),
     pytest.param("full", {}, id="all held"),
     pytest.param("entropy", {"in_stream": True}, id="positions of the stream"),
-    pytest.param("entropy", {"evict": "turn"}, id="evicting by turn"),
+    pytest.param("entropy", {"evict": "before-turn"}, id="evicting by turn"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -43,15 +42,14 @@ def talk(engine: Engine, turn: int, count: int = 40) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek-mla", "gemma2"])
-@pytest.mark.parametrize(("one", "other"), list(permutations(BOUNDED, 2)))
-def test_there_and_back_with_nothing_said_is_as_if_never_switched(
-    family: str, one: str, other: str
-) -> None:
+@pytest.mark.parametrize("one", BOUNDED)
+def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, one: str) -> None:
     engine = talked(memory(one), family, rounds=4)
     before = contents(engine)
-    list(engine.contents.switch(memory(other)))
-    list(engine.contents.switch(memory(one)))
-    assert same(contents(engine), before)
+    for other in set(BOUNDED) - {one}:
+        list(engine.contents.switch(memory(other)))
+        list(engine.contents.switch(memory(one)))
+        assert same(contents(engine), before), other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

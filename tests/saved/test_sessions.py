@@ -23,7 +23,7 @@ from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
-SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24, "decay": 0.9}
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
 

@@ -59,7 +59,7 @@ def pieces(text: str, seed: int, longest: int = 24) -> list[str]:
 def _document(draw: random.Random, *, prose: bool) -> str:
     weights = [_WEIGHTS[kind] * (3 if kind == "paragraph" and prose else 1) for kind in KINDS]
     text = ""
-    for make in draw.choices(list(KINDS.values()), weights, k=draw.randint(2, 8)):
+    for make in draw.choices(list(KINDS.values()), weights, k=draw.randint(1, 4)):
         text += make(draw) + draw.choice(["\n\n", "\n\n", "\n\n", "\n", "\n\n\n"])
     if draw.random() < 0.2:
         text += draw.choice(

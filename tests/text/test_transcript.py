@@ -232,6 +232,7 @@ def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
     assert [next(turns).line, next(turns).line] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [

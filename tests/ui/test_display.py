@@ -118,9 +118,9 @@ def every_frame() -> Iterator[None]:
         yield
 
 
-_WORDS = " ".join(f"word{i:03}" if i % 7 else f"\n\n{i:03}\tend." for i in range(150))
-_TABS = " ".join(f"word{i:03}\t{i:03}" for i in range(104))
-_WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301" for i in range(90))
+_WORDS = " ".join(f"word{i:03}" if i % 7 else f"\n\n{i:03}\tend." for i in range(80))
+_TABS = " ".join(f"word{i:03}\t{i:03}" for i in range(50))
+_WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301" for i in range(45))
 
 
 @pytest.mark.slow
