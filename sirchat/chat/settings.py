@@ -178,7 +178,9 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
     if needed and not model.exposes_attention:
         raise SettingError(
             f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
-            hint="auto counts where it can" if name == "attention" else "entropy does without",
+            hint="choose attention auto, which counts only if the model allows it"
+            if name == "attention"
+            else "choose policy entropy, which does not need this",
         )
 
 
@@ -188,7 +190,7 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
         raise SettingError(
             f"{source}: policy can't be {profile.policy}, or not with these options: "
             f"{model.name} caches compressed keys and values",
-            hint="entropy does without",
+            hint="choose policy entropy, which does not need this",
         )
 
 

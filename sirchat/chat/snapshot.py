@@ -95,7 +95,7 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
 
 _LEAVING = 6
-"""Tokens next to go whose words a snapshot has."""
+"""Tokens evicted next whose words a snapshot has."""
 
 
 @dataclass(frozen=True)

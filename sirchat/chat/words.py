@@ -218,7 +218,7 @@ def positions_of(
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
         text = without_quotes(target)
-        raise UsageError(f"{format_value(text)} is nowhere in what can be remembered")
+        raise UsageError(f"{format_value(text)} is not found in any token that is held or archived")
     return _with_neighbours(positions, said, ledger.column("turn"), around)
 
 

@@ -29,7 +29,10 @@ In = Annotated[
     typer.Option("--in", metavar="FOLDER", help="Also look in this folder; can be repeated."),
 ]
 Budget = Annotated[
-    str | None, typer.Option(help="Tokens held, for the size of the KV cache.", metavar="INT")
+    str | None,
+    typer.Option(
+        help="Budget, in tokens, for which to show the size of the KV cache.", metavar="INT"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
 
@@ -89,7 +92,12 @@ def models_list(
 def models_pull(
     name: Annotated[str, typer.Argument(help="The model's name on the Hugging Face hub.")],
     file: Annotated[
-        str | None, typer.Option("--file", metavar="NAME.gguf", help="Of GGUF files, this one.")
+        str | None,
+        typer.Option(
+            "--file",
+            metavar="NAME.gguf",
+            help="If there are several GGUF files, download this one.",
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -79,7 +79,9 @@ def sessions_rm(
     chat = _removal(ident)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise UsageError(f"{chat.path.stem} is not deleted without a yes", hint="--yes")
+            raise UsageError(
+                f"{chat.path.stem} is not deleted: this needs a confirmation", hint="add --yes"
+            )
         typer.echo(chat.description, err=True)
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)

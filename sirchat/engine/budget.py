@@ -195,7 +195,7 @@ class Budget:
         chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_choice(chosen, rows, num_keep):
             raise SettingError(
-                f"policy {type(self.settings.policy).__name__} breaks the contract of policies",
+                f"policy {type(self.settings.policy).__name__} returned a wrong choice of rows",
                 hint="`sirchat policies check` says how; /policy chooses another",
             )
         return chosen

@@ -39,7 +39,7 @@ def contract_violations(policy: Policy) -> list[str]:
             "keep() must return exactly num_keep rows": len(kept) == num_keep,
             "rows must be sorted and unique": bool((kept.diff() > 0).all()),
             "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
-            "the same rows must give the same choice": torch.equal(kept, again),
+            "keep() must return the same rows for the same arguments": torch.equal(kept, again),
             "keep() must not change the rows": torch.equal(before, held.position),
             "score() and log_factors() must return tensors, a number for each row": all(
                 isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in numbers

@@ -179,7 +179,7 @@ class KeyValueStore:
         archived now.
         """
         if not self.has(checkpoint.held):
-            raise LookupError("some of the rows that were held then are gone")
+            raise LookupError("some of the rows that were held then are neither held nor archived")
         self.cache.remove_inserted()
         held = self.ledger.held_positions
         is_new = held >= checkpoint.seen
@@ -292,7 +292,8 @@ class KeyValueStore:
         if len(dropped) and self._archiving and not self._is_full_reported:
             self._is_full_reported = True
             self._problems.append(
-                "the archive is full: from now on what surprised least is lost (/set archive_limit)"
+                "the archive is full: from now on the rows with the lowest surprisal are deleted "
+                "(/set archive_limit raises the limit)"
             )
 
 

@@ -57,7 +57,7 @@ class Registry:
             return self.load(entry.value, base)
         names = self.names()
         raise SettingError(
-            f"{self._kind} {name!r} is unknown; there are {', '.join(names)}",
+            f"{self._kind} {name!r} is unknown; choose one of {', '.join(names)}",
             hint=nearest(name, [*names, *self.aliases]) or hint,
         )
 

@@ -112,14 +112,14 @@ def compiled_in_words(model: LoadedModel) -> str:
     """How single tokens are read, for `sirchat doctor`."""
     step = model.decode_step
     if step is None:
-        return "no: the model has no short decode step here"
+        return "no: this model has no decode step that can be compiled on this machine"
     if step.compiled is not None:
         return "yes"
     path = _path(step)
     if problem := _problem(path):
         return f"no: {problem} (delete {abbreviated(_failure(path))} to try again)"
     if path.exists():
-        return "no, but it has been made"
+        return "no, but a compiled program exists"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
 
 

@@ -66,7 +66,8 @@ def refuse_stateful_layers(config: Any, name: str) -> None:
     odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
     if odd:
         raise ModelError(
-            f"{name} has {odd[0]} layers; no single token can be evicted from their state",
+            f"{name} has {odd[0]} layers; they do not store tokens separately, so no token can be "
+            "evicted",
             hint="choose a model whose layers all keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):

@@ -177,7 +177,7 @@ class Commands:
         return None
 
     def do_policy(self, rest: str) -> None:
-        """[NAME [OPTION=VALUE ...]]: what the model remembers by; alone, the present one."""
+        """[NAME [OPTION=VALUE ...]]: choose which tokens stay; alone, show the present policy."""
         if rest:
             name, *options = rest.split()
             self._switching.policy(name, options)
@@ -339,7 +339,7 @@ class Commands:
         self._saved_chat.save(without_quotes(rest) if rest else None)
 
     def do_branch(self, rest: str) -> None:
-        """NAME [TURNS]: go on in a copy of this chat, from TURNS of your messages ago."""
+        """NAME [TURNS]: go on in a copy of this chat, without your last TURNS messages."""
         name, _, turns = rest.rpartition(" ")
         if not name or not turns.isdecimal():
             name, turns = rest, "0"

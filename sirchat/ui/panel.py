@@ -133,7 +133,7 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
     return _pair(
         Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
-        Group(heading("next to go", theme, half), tables[1]),
+        Group(heading("evicted next", theme, half), tables[1]),
         width,
     )
 

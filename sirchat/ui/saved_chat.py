@@ -203,7 +203,10 @@ class SavedChat:
         """Drop the chat's name if it contains `text`, or is `text` if `whole`; True if it did."""
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
-            self._screen.note("the chat's name told of it and is dropped; /save NAME gives another")
+            self._screen.note(
+                "the chat's name contained the erased text and was removed; "
+                "/save NAME gives a new one"
+            )
         return dropped
 
     def _failed(self, error: Exception, hint: str = "") -> None:
@@ -319,4 +322,4 @@ def greet_again(session: Session, screen: Screen) -> None:
         if getattr(session.profile, name) != getattr(usual, name)
     ]
     if changed:
-        screen.note(f"as it was set: {', '.join(changed)}")
+        screen.note(f"settings that differ from the defaults: {', '.join(changed)}")

@@ -288,7 +288,7 @@ class ModelSwitching:
             if (old := getattr(before.profile, key)) != (new := getattr(now.profile, key))
         ]
         if changed:
-            self._screen.note(f"as usual for this model: {', '.join(changed)}")
+            self._screen.note(f"changed to this model's defaults: {', '.join(changed)}")
         if pins := own_pins(before):
             self._screen.note(f"{pins:,} tokens that you had pinned are not pinned here")
         for event in now.start():

@@ -40,7 +40,7 @@ def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
 def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
     _menu(chat, "/", r" help +list the commands", r" budget +how many tokens are held")
     _menu(chat, "/pro", r" profile +apply a whole profile")
-    _menu(chat, "/help po", r" policy +what the model remembers by")
+    _menu(chat, "/help po", r" policy +choose which tokens stay")
 
 
 def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
@@ -143,7 +143,7 @@ def test_a_message_is_not_completed(chat: Terminal) -> None:
     chat.send("//pol")
     chat.wait_screen("> //pol")
     chat.settle(0.3)
-    assert "what the model remembers by" not in chat.text
+    assert "choose which tokens stay" not in chat.text
     chat.send("\x15")
 
 

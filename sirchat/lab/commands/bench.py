@@ -54,7 +54,7 @@ Quantize = Annotated[
     str,
     typer.Option(
         metavar="auto|none|packed|int8|int4",
-        help="The bare loop has unpacked float32 weights in any case.",
+        help="How weights are quantized; the bare loop always uses float32.",
     ),
 ]
 Compile = Annotated[

@@ -39,7 +39,7 @@ _PAPERS = "full,entropy,sink,random,interval,reservoir"
 Scored = Annotated[
     str,
     typer.Option(
-        help="How an option is taken; text: by the sum over its tokens, no letters.",
+        help="How an answer option is scored; text: by the sum over its tokens.",
         metavar="paper|text|released|reply",
     ),
 ]
@@ -148,7 +148,7 @@ def topics(
     compared: Compared,
     topics: Annotated[int, typer.Option(help="Topics that follow each other.", min=1)] = 3,
     facts: Annotated[int, typer.Option(help="Facts told of each.", min=1)] = 4,
-    between: Annotated[int, typer.Option(help="Rounds of small talk behind them.", min=0)] = 20,
+    between: Annotated[int, typer.Option(help="Rounds of small talk after the facts.", min=0)] = 20,
 ) -> "Study":
     """Change the topic: the share of exact answers about the last one, and the first."""
     from sirchat.lab.studies.facts import Topics
@@ -167,7 +167,7 @@ def facts_in_dialogue(
     data: Annotated[
         str,
         typer.Option(
-            help="Real talk: SirLLM's DailyDialog, LoCoMo, Realtalk, or a transcript.",
+            help="Real conversations: SirLLM's DailyDialog, LoCoMo, Realtalk, or a transcript.",
             metavar="PATH",
         ),
     ],
@@ -236,7 +236,7 @@ def perplexity(
         str | None, typer.Option(help="A text file; else talk of our own.", metavar="FILE")
     ] = None,
     readings: Annotated[
-        int, typer.Option(help="Times to read it, each from further on.", min=1)
+        int, typer.Option(help="How often to read it, each time from a later start.", min=1)
     ] = 1,
 ) -> "Study":
     """Read a long text: what a token costs, in nats, as the text goes on."""

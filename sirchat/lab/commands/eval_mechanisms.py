@@ -50,7 +50,7 @@ def demonstrations(
     places: Annotated[
         str,
         typer.Option(
-            help="Where anchors are put, beside where the model has them.",
+            help="Other places for anchors to compare with the model's own.",
             metavar="tokens,random,...",
         ),
     ] = "",
@@ -94,7 +94,7 @@ def attention(
 @study(
     mechanisms_app,
     "uniformity",
-    Defaults("reservoir,random", budgets="96", limit=300, of="Lots for each setting."),
+    Defaults("reservoir,random", budgets="96", limit=300, of="Random streams for each setting."),
 )
 def uniformity(
     compared: Compared,
@@ -124,10 +124,13 @@ def retrieval(
         str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
     ] = "none,surprisal",
     spans: Annotated[
-        str, typer.Option(help="Neighbours that come along.", metavar="N,M,...")
+        str, typer.Option(help="Neighbouring tokens restored with each token.", metavar="N,M,...")
     ] = "0,2",
     soft: Annotated[
-        str, typer.Option(help="Roots shared with neighbours, or not.", metavar="off,on")
+        str,
+        typer.Option(
+            help="Whether a score's square root is shared with neighbours.", metavar="off,on"
+        ),
     ] = "off,on",
     data: Annotated[
         str | None, typer.Option(help="A file of conversations, instead of a task's.")

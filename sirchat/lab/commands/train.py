@@ -82,12 +82,19 @@ def train_anchor(
         bool, typer.Option("--scratch", help="Begin with new weights of the model's shape.")
     ] = False,
     attention: Annotated[
-        str, typer.Option(help="With a dense mask, or by blocks (GPU).", metavar="sdpa|flex")
+        str,
+        typer.Option(
+            help="How attention is computed: a dense mask, or a block mask (GPU).",
+            metavar="sdpa|flex",
+        ),
     ] = "sdpa",
     tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
     per_device: Annotated[
-        int, typer.Option(help="Rows that a device reads at once; others accumulate.", min=1)
+        int,
+        typer.Option(
+            help="Rows that a device reads at once; gradients accumulate to a step.", min=1
+        ),
     ] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
     minutes: Annotated[
@@ -95,9 +102,12 @@ def train_anchor(
         typer.Option(help="Stop after so long, earlier runs included.", min=0, metavar="MINUTES"),
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its peak.", min=0)] = 2e-5,
-    warmup: Annotated[int, typer.Option(help="Steps in which it rises.", min=0)] = 20,
+    warmup: Annotated[
+        int, typer.Option(help="Steps in which the learning rate rises.", min=0)
+    ] = 20,
     schedule: Annotated[
-        str, typer.Option(help="What follows.", metavar="constant|cosine")
+        str,
+        typer.Option(help="Learning-rate schedule after the warm-up.", metavar="constant|cosine"),
     ] = "constant",
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,
     gradient_checkpointing: Annotated[

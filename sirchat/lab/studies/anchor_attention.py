@@ -144,7 +144,7 @@ def _read(model: LoadedModel, rounds: list[tuple[Message, Message]], target: int
             output_attentions=True,
         )
     if not out.attentions or out.attentions[0] is None:
-        raise ModelError(f"model {model.name!r} does not tell its attention weights")
+        raise ModelError(f"model {model.name!r} does not return its attention weights")
     start = len(ids) - len(parts[-1])
     queries = slice(start, len(ids) - 1)
     weights = torch.stack([layer[0].float().mean(0)[queries].cpu() for layer in out.attentions])

@@ -160,7 +160,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
         tokens = torch.tensor([ids], device=model.device)
         out = module(input_ids=tokens, use_cache=False, output_attentions=True)
     if not out.attentions or out.attentions[0] is None:
-        raise ModelError(f"model {model.name!r} does not tell its attention weights")
+        raise ModelError(f"model {model.name!r} does not return its attention weights")
     nats = np.zeros(len(ids))
     nats[1:] = surprisal(out.logits[0, :-1], tokens[0, 1:]).cpu().numpy()
     weights = [

@@ -110,7 +110,7 @@ def retrieval() -> Table:
     """Retrieval-Augmented StreamingLLM, Table 1: whether one reply of Llama 2 was right."""
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
-        ("tokens back", "20", "50", "200"),
+        ("tokens restored", "20", "50", "200"),
         _RETRIEVAL,
     )
 

@@ -113,7 +113,11 @@ class Perplexity(Grid):
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
             f"text {self.text}" if self.text else "synthetic dialogue",
-            *([f"{self.readings} readings, each from further on"] if self.readings > 1 else []),
+            *(
+                [f"{self.readings} readings, each from a later start in the text"]
+                if self.readings > 1
+                else []
+            ),
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
         plot = Plot("perplexity", "tokens read", "nats a token", points)

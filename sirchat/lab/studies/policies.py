@@ -62,7 +62,7 @@ class Policies:
         budgets = sorted({setting.budget for setting in self.settings})
         if self.at not in budgets and set(self.parts) != {"facts"}:
             raise SettingError(
-                f"--at {self.at} is none of the budgets {', '.join(map(str, budgets))}",
+                f"--at {self.at} is not one of the budgets {', '.join(map(str, budgets))}",
                 hint="it is the budget of ablation, lists and games; or ask for --parts facts",
             )
         _ = self.studies

@@ -167,7 +167,7 @@ class Retrieval(ExtendedByLimit):
             f"base budget {', '.join(map(str, self.bases))}",
         )
         without_recall = {name: _right(records, name) for name in (FULL, EVERYTHING)} | base_only
-        columns = ("tokens back", *map(str, self.counts))
+        columns = ("tokens restored", *map(str, self.counts))
         tables = (
             Table("Without any choice", ("", "right"), tuple(without_recall.items())),
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
@@ -204,7 +204,7 @@ class RetrievalCell:
         return f"{self.row}/{self.count}"
 
 
-FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything back"
+FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything restored"
 
 
 def cells(options: Retrieval) -> list[RetrievalCell]:
@@ -327,7 +327,7 @@ class Privacy(ExtendedByLimit):
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """By n: surprisal of the private answer, how often it is generated, and the utility."""
-        columns = ("tokens back", "nats a token", "said word for word", "quizzes right")
+        columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
         word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
         for n in self.counts:

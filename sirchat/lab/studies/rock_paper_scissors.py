@@ -142,7 +142,7 @@ class RockPaperScissors(Grid):
             f"seed {self.seed}",
             f"{self.limit} matches of {self.rounds} rounds against each player",
             f"scoring {self.scoring}",
-            f"data {self.data}" if self.data else "moves drawn",
+            f"data {self.data}" if self.data else "moves drawn at random",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
         tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())

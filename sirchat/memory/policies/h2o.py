@@ -29,7 +29,10 @@ class H2o(RecentScorePolicy):
     needs_attention: ClassVar[bool] = True
 
     layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
-    lifetime: bool = field(default=False, metadata={"help": "divide by the queries since"})
+    lifetime: bool = field(
+        default=False,
+        metadata={"help": "divide the sum by the number of queries since the token was read"},
+    )
     values: bool = field(default=False, metadata={"help": "multiply by the norm of the value"})
 
     @property

@@ -48,7 +48,9 @@ class Salience(RecentScorePolicy):
     unit: ClassVar[str] = "nats"
 
     whole_words: bool = field(default=True, metadata={"help": "add up surprisal over each word"})
-    neighbours: bool = field(default=True, metadata={"help": "keep what stands beside, too"})
+    neighbours: bool = field(
+        default=True, metadata={"help": "also keep the tokens beside a high-scoring one"}
+    )
     template: bool = field(default=True, metadata={"help": "evict the chat template first"})
     user_weight: int = field(
         default=1, metadata={"help": "multiplies the score of what the user said"}

@@ -138,7 +138,7 @@ class _Reader:
     def broken(self, why: str) -> ModelError:
         """The error for a file that is not as it should be."""
         return ModelError(
-            f"{self._path} is no GGUF file that can be read: {why}",
+            f"{self._path} is not a valid GGUF file: {why}",
             hint="it may be incomplete: compare its size with that of the original",
         )
 

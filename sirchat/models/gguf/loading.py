@@ -174,7 +174,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
     heads = values.get("num_attention_heads") or 0
     rows = heads * (values.get("head_dim") or (hidden or 0) // max(1, heads))
     if embedding.shape != (values["vocab_size"], hidden) or queries.shape != (rows, hidden):
-        raise ModelError("the GGUF file's weights have other sizes than it says")
+        raise ModelError("the sizes of the GGUF file's weights do not match its header")
 
 
 def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:

@@ -108,7 +108,9 @@ class LmEval:
             f"at most {self.harness.limit:,} documents" if self.harness.limit else "",
             "chat template" if self.harness.chat else "",
             f"rounds of {self.piece} tokens" if self.piece else "",
-            f"{truncated:,} texts beyond the model's length cut" if truncated else "",
+            f"{truncated:,} texts were cut because they are longer than the model's context"
+            if truncated
+            else "",
         )
         details = self.parameters() | {"found": dict(found)}
         table = Table("lm-eval", columns, tuple(rows))
@@ -135,7 +137,7 @@ def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
         )
     if setting.decay != 1 and piece is None:
         raise SettingError(
-            f"decay {short(setting.decay)} changes nothing where a context is one round",
+            f"decay {short(setting.decay)} has no effect when a context is read as one round",
             hint="--piece 64 reads it in rounds of 64 tokens",
         )
 
@@ -205,7 +207,7 @@ class Harness:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SirchatError(
                 f"task {name} can't be loaded: {reason}",
-                hint="its data set must be at hand, or the network",
+                hint="its data set must be on this machine, or the network available",
             ) from error
         for task in loaded["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False):

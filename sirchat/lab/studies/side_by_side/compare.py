@@ -200,7 +200,7 @@ class ComparedSession:
         try:
             self._session.undo()
         except UndoError as error:
-            hint = "raise --archive-limit, or use --continue, which takes nothing back"
+            hint = "raise --archive-limit, or use --continue, which undoes nothing"
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
