@@ -27,11 +27,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that a
 
 
 _LONGEST = 1000
-"""Characters of a message; libraries quote whole values from a file."""
+"""Most characters of a message; libraries may quote very long values from a file."""
 
 
 def _on_one_line(text: str) -> str:
-    """The text without line ends, with escapes for what a terminal would obey, and not too long."""
+    """The text on one line, with control characters escaped, cut to `_LONGEST` characters."""
     line = _CONTROLS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
@@ -41,7 +41,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class SirchatError(Exception):
-    """Base class: `str(error)` is one line for the user; `hint`, its last part, the next step."""
+    """Base class: `str(error)` is one line for the user; it ends with `hint`, the next step."""
 
     exit_code = 1
 
@@ -82,7 +82,7 @@ class DamagedSessionError(SessionError):
 
 
 class UndoError(SirchatError):
-    """There is no turn to undo, or rows that were held before it are no longer stored."""
+    """There is no turn to undo, or rows that were held before that turn are no longer stored."""
 
 
 class ModelError(SirchatError):
@@ -101,9 +101,9 @@ def terminal_has_gone(error: BaseException) -> bool:
 def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
     """A hint `did you mean X?` for a misspelt `name`, or an empty string.
 
-    `prefix` stands before the name that is meant, such as a slash; it makes nothing more alike.
-    `alike` says how similar the names must be, from 0 to 1. A name is meant only if it begins with
-    what was typed, has all of its letters in this order, or differs by a few slips.
+    `prefix`, such as a slash, is put before the name in the hint, and is not compared. `alike` says
+    how similar the names must be, from 0 to 1. A name is proposed only if it has all typed letters
+    in this order, if the typed text begins with it, or if they differ by a few typing errors.
     """
     close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
     meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]
@@ -120,7 +120,7 @@ def _may_be_meant(typed: str, name: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int:
-    """The fewest letters to add, drop, replace, or swap with the next, that make them equal."""
+    """The fewest letters to add, drop, replace or swap with the next to make the words equal."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         row = [i]

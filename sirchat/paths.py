@@ -25,7 +25,7 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of what can be lost without harm: the input history, compiled steps."""
+    """The folder of files that can be lost without harm: the input history, compiled steps."""
     return _under_home("state") or _platform().user_state_path
 
 
@@ -35,7 +35,7 @@ def user_profiles_dir() -> Path:
 
 
 def history_file() -> Path:
-    """The file of lines typed at the prompt, which the arrow keys bring back."""
+    """The file of lines typed at the prompt, which the arrow keys show again."""
     return state_dir() / "history"
 
 
@@ -45,7 +45,7 @@ def sessions_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder of the user's own models, whose names need no path."""
+    """The folder of the user's own models; a model in it can be named without its path."""
     return data_dir() / "models"
 
 
@@ -55,7 +55,7 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps, which are made again where they are missing."""
+    """The folder of compiled decode steps; a missing one is compiled again."""
     return state_dir() / "compiled"
 
 

@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a session, beside its engine's.
+    """The state of a session, without its engine's state.
 
     Attributes:
         turns: all messages; the last one may be under way.
@@ -46,7 +46,7 @@ class Conversation:
         system: stream positions of the system prompt in force.
         prompt: text of the system prompt in force.
         reply: cost of the current reply, or of the last one.
-        pending_ids: closing ids to read before the next turn, for a well-formed conversation.
+        pending_ids: closing ids to read before the next turn, to keep the conversation well-formed.
         totals: costs of the whole conversation.
         attempt: number of retries of the last turn.
     """
@@ -68,17 +68,17 @@ class Conversation:
 
     @property
     def last(self) -> int:
-        """The last turn; 0 also where there is none yet."""
+        """Index of the last turn; 0 if there is none yet."""
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> TurnStats:
-        """Begin a turn."""
+        """Begin a turn of this role; returns its cost, which is 0 so far."""
         stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return stats
 
     def finish(self, stats: TurnStats, text: str) -> None:
-        """Note the text and the cost of a turn."""
+        """Store the text of a turn, and add its cost to the totals."""
         self.turns[stats.index] = Turn(stats.role, text, stats.finish)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
@@ -89,8 +89,8 @@ class Conversation:
 class UndoPoint:
     """The state at the beginning of a user turn with this `text`, for undo.
 
-    `pin_system` is the setting of then. Of the turns only their number is kept: earlier turns never
-    change.
+    `pin_system` is the setting at that time. Only the number of turns is kept, as earlier turns
+    never change.
     """
 
     checkpoint: EngineCheckpoint
@@ -103,7 +103,7 @@ class UndoPoint:
     def of(
         now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool
     ) -> UndoPoint:
-        """The present state."""
+        """An undo point for the present state."""
         turns = now.turns
         now.turns = []
         try:
@@ -112,5 +112,5 @@ class UndoPoint:
             now.turns = turns
 
     def conversation(self, now: Conversation) -> Conversation:
-        """The conversation as it was then."""
+        """The conversation as it was at this undo point."""
         return replace(self.state, turns=now.turns[: self.turns])

@@ -35,7 +35,7 @@ _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes events of what happened in one engine.
+    """Makes events from what happened in one engine.
 
     Args:
         engine: the engine that the events are about.
@@ -48,12 +48,12 @@ class EventBuilder:
     with_tokens: bool
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
-        """The tokens at these stream positions, ascending, held or not."""
+        """A record of each token at these stream positions (ascending), held or not."""
         scores = policy_scores(self.engine, positions)
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
     def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
-        """The opening record, and notices about this model under these settings."""
+        """The event that begins a session, and notices about this model with these settings."""
         opening = Started(
             version=__version__,
             model=model.name,
@@ -74,11 +74,11 @@ class EventBuilder:
         return [opening, *notices, *self.uncounted(model)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
-        """Rows that were evicted during a turn."""
+        """The event for rows that were evicted during a turn."""
         return Evicted(turn, **self._counts(record))
 
     def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
-        """Rows that were evicted and restored after a turn."""
+        """The events for rows that were evicted or restored after a turn."""
         return [
             self.evicted(turn, record)
             if isinstance(record, EvictedRows)
@@ -89,7 +89,7 @@ class EventBuilder:
     def recalled(
         self, turn: int, retriever: str, scores: tuple[float, ...], released: Positions
     ) -> Recalled:
-        """Rows recalled for a turn, with their scores, and those `released` before."""
+        """The event for the rows recalled for a turn; `released` are the rows recalled before."""
         positions = self.engine.contents.recalled_positions
         return Recalled(
             turn=turn,
@@ -103,7 +103,7 @@ class EventBuilder:
         )
 
     def done(self, stats: TurnStats, text: str) -> TurnDone:
-        """A turn that is over."""
+        """The event for a turn that is over."""
         return TurnDone(
             text=text,
             resident=self.engine.resident,
@@ -114,7 +114,7 @@ class EventBuilder:
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
-        """The settings that changed; the first event says how many rows were `restored`."""
+        """Events for the settings that changed; the first one has the number of `restored` rows."""
         events: list[Event] = []
         for name in type(before).model_fields:
             old, new = getattr(before, name), getattr(after, name)
@@ -162,7 +162,7 @@ class EventBuilder:
         return [Notice(f"{no_attention_reason(model)}; policy {policy} goes without")]
 
     def problems(self) -> list[Notice]:
-        """Problems of the archive since the last call; the conversation goes on."""
+        """Notices of problems with the archive since the last call; the conversation goes on."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
-"""Why a turn ended: an end token, a control token that replies don't have, the length limit,
-Ctrl-C, a full context; or it was read. The control token is neither shown nor held."""
+"""Why a turn ended, in this order: an end token, a control token that does not belong in a reply,
+the length limit, Ctrl-C, a full context; `read` is the end of a turn that was read, not generated.
+The control token is neither shown nor held."""
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,14 @@ class TokenRow:
     """One token of the ledger.
 
     Attributes:
-        position: in the stream, from 0.
+        position: index in the stream, from 0.
         surprisal: in nats; null for the first token of the stream.
         decayed_surprisal: surprisal after the decays so far, in nats.
-        score: what the policy ranks the token by, among those that are held; null for a policy
-            without scores.
+        score: number by which the policy ranks the held tokens; null for a policy without
+            scores.
         arrival_key: random, uniform in [0, 1).
-        flags: names of what else is known, such as `sink` and `pinned`.
-        attention: attention received so far; null where none was ever counted.
+        flags: names of the token's other properties, such as `sink` and `pinned`.
+        attention: attention received so far; null if none was ever counted.
     """
 
     position: int
@@ -39,19 +40,19 @@ class TokenRow:
 
     @property
     def rank_key(self) -> float:
-        """What tokens are ordered by when the strongest are shown."""
+        """The number by which tokens are ordered when the strongest are shown."""
         return self.decayed_surprisal if self.score is None else self.score
 
     @property
     def shown_rank(self) -> float:
-        """The same to nine digits: tokens of one word differ by rounding errors alone, and are
-        then shown in the order of the text, on every processor."""
+        """`rank_key` rounded to nine digits. Tokens of one word can differ by rounding errors;
+        rounded, they are shown in the order of the text, on every processor."""
         return float(f"{self.rank_key:.9g}")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all records; `kind` is the JSON's "event", empty for records that are not printed."""
+    """Base of all records; `kind` is the value of "event" in the JSON, empty if none is printed."""
 
     kind: ClassVar[str] = ""
 
@@ -86,10 +87,10 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class TurnDone(Event):
-    """A turn is in the cache, closing ids included.
+    """A turn was read or generated completely, its closing ids included.
 
-    `tokens_in` were read and `tokens_out` generated in this turn; `evicted` left the cache during
-    it; `resident` are held now, of `seen` ever read. `finish` says why a reply ended.
+    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` were evicted;
+    `resident` tokens are held now, and `seen` were ever read. `finish` says why the turn ended.
     """
 
     kind: ClassVar[str] = "turn"
@@ -136,8 +137,9 @@ class Restored(Event):
 class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
-    `scores` say how well each fits, in units of the retriever, weighted; what was restored for the
-    turn before, at `released`, has left. With scope layer a position may be back in some layers.
+    `scores` say how well each token fits, in units of the retriever, weighted. The tokens at
+    `released`, restored for the turn before, were evicted first. With scope layer a token may be
+    restored in some layers only.
     """
 
     kind: ClassVar[str] = "recall"
@@ -203,7 +205,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends; seconds are of reading and generating."""
+    """A session ends; the seconds are those of reading and of generating."""
 
     kind: ClassVar[str] = "end"
     turns: int
@@ -218,7 +220,7 @@ _RENAMED = {"old": "from", "new": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The record as a JSON object; `tokens` only where they were asked for."""
+    """The record as a JSON object; it has `tokens` only if they were asked for."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

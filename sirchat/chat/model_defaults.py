@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sirchat.config.profile import Profile
 from sirchat.models.names import BUNDLED
 
-if TYPE_CHECKING:  # the prompt is there before torch
+if TYPE_CHECKING:  # the prompt appears before torch is loaded
     from sirchat.models.model import LoadedModel
 
 SAMPLING_PARAMETERS = (
@@ -18,11 +18,11 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
     "repetition_window",
 )
-"""Settings that say how the next token is drawn; they belong together."""
+"""Settings that say how the next token is drawn; if the user sets one, the model sets none."""
 
 
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""For a model that says nothing itself: near the likeliest words, but not in circles."""
+"""Sampling for a model that names none itself: likely tokens, but no endless repetition."""
 
 
 MOST_BUDGET = 4096
@@ -31,8 +31,8 @@ MOST_BUDGET = 4096
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """The profile with the model's own settings in the place of built-in defaults.
 
-    The bundled models are made for the built-in ones. The budget is half of the model's context, at
-    most 4,096 tokens and not less than the built-in one, if the context is that long.
+    The bundled models keep the built-in defaults. The budget becomes half of the model's context,
+    at most 4,096 tokens, and not less than the built-in budget if the context is that long.
     """
     if model.name in BUNDLED:
         return profile
@@ -43,7 +43,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
-    """The budget of a profile for the model of that name, which may follow its context."""
+    """The budget of a profile for the model of that name; it may depend on the model's context."""
     if not follows_model(profile, name):
         return profile.budget
     usual = min(profile.budget, context_length)
@@ -63,7 +63,7 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
 
 
 def _own_drawing(model: LoadedModel) -> dict[str, Any]:
-    """What the model's files say of drawing; empty if that is nothing, or makes no sense."""
+    """The sampling settings in the model's files; empty if there are none or they are not valid."""
     config = getattr(model.module, "generation_config", None)
     said = {} if config is None else config.to_diff_dict()
     if not said.get("do_sample"):

@@ -27,18 +27,18 @@ from sirchat.text.template import TurnIds
 
 
 class Recall:
-    """Recalls archived rows into one engine."""
+    """Recalls archived rows into the cache of one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder
-        self._scores: dict[int, float] = {}  # by position, of the last recall
+        self._scores: dict[int, float] = {}  # scores of the last recall, by position
         self._words = WordIndex()
 
     @property
     def scores(self) -> dict[int, float]:
         """Scores of the rows that are recalled now, by position, ascending.
 
-        After an undo or a resume the rows are known, but not their scores: 0.
+        After an undo or a resume the scores are not known, and are given as 0.
         """
         return {
             at: self._scores.get(at, 0.0)
@@ -46,15 +46,15 @@ class Recall:
         }
 
     def erase_words(self) -> None:
-        """Drop what is kept of the turns' texts; it is made again when it is needed."""
+        """Drop the index of the turns' words; it is built again when it is needed."""
         self._words = WordIndex()
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
-        """Recall what a turn needs; the rows recalled for the last one leave.
+        """Recall rows for a turn; first evict the rows that were recalled for the turn before.
 
         Args:
             turn: the turn under way.
-            ids, text: what it says.
+            ids, text: the turn's ids and its text.
             turns: all messages so far, this one included.
         """
         engine, recall = self._engine, self._engine.settings.recall
@@ -96,7 +96,7 @@ _K1, _B = 1.5, 0.75
 _Number = TypeVar("_Number", bound=np.floating)
 _WORD = re.compile(r"\w+")
 _LETTERS = 4
-_DENSE = "\u2e80"  # from here on: Chinese, Japanese and Korean, where two characters say as much
+_DENSE = "\u2e80"  # from here on: Chinese, Japanese and Korean; a term is two characters
 
 
 class WordIndex:
@@ -104,18 +104,18 @@ class WordIndex:
 
     Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
     https://doi.org/10.1561/1500000019), computed as the library bm25s does (Lù 2024,
-    https://arxiv.org/abs/2407.03618), but for the words that are asked for alone.
+    https://arxiv.org/abs/2407.03618), but only for the words that are asked for.
     """
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._lengths: list[int] = []  # of each text, in terms
-        self._counts: dict[str, dict[int, int]] = {}  # of each term, by text
+        self._counts: dict[str, dict[int, int]] = {}  # of each term, by index of the text
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """A score [n] for each turn by its text; 0 where no word of `wanted` is near.
+        """Scores [n] of the turns, by the terms of `wanted` in each text and the two beside it.
 
-        The rarity of a word is counted in these texts.
+        The rarity of a term is counted in these texts. Without any such term, the score is 0.
         """
         self._update(list(texts))
         terms = [term for term in terms_of(wanted) if term in self._counts]
@@ -140,7 +140,7 @@ class WordIndex:
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
     def _update(self, texts: list[str]) -> None:
-        """Split what is new; what has changed or is gone is taken out first."""
+        """Take out texts that changed or no longer exist, then add the new ones."""
         same = 0
         for one, other in zip(self._texts, texts, strict=False):
             if one != other:
@@ -169,9 +169,10 @@ def _with_neighbours(numbers: NDArray[_Number]) -> NDArray[_Number]:
 
 
 def terms_of(text: str) -> list[str]:
-    """The terms of a text: the groups of four letters in each word, its ends counted as letters.
+    """The terms of a text: all groups of four neighbouring letters in each of its words.
 
-    A shorter word is a term of its own; Chinese, Japanese and Korean give pairs.
+    The start and the end of a word count as letters. A shorter word is one term; Chinese, Japanese
+    and Korean give pairs of characters.
     """
     terms = []
     for word in _WORD.findall(text.casefold()):

@@ -25,9 +25,9 @@ class SaidTurn(Protocol):
 def read_again(
     session: Session, turns: Sequence[SaidTurn], progress: Progress | None = None
 ) -> None:
-    """Read what user and model said in `session`, which is new and has a system prompt of its own.
+    """Let `session` read what user and model said; it is new, and keeps its own system prompt.
 
-    Nothing is generated. `progress` is called after each turn. Raises as `Session.read_user` does.
+    Nothing is generated. `progress` is called after each turn. Raises like `Session.read_user`.
     """
     for number, turn in enumerate(turns, 1):
         if turn.role == "user":
@@ -39,7 +39,7 @@ def read_again(
 
 
 def own_pins(session: Session) -> int:
-    """How many tokens the user pinned; reading anew does not pin them again."""
+    """Number of tokens that the user pinned; reading the text again does not pin them again."""
     prompt, rows = session.conversation.system, session.snapshot().rows
     return sum("pinned" in row.flags and row.position not in prompt for row in rows)
 
@@ -53,10 +53,10 @@ def check_rewind(session: Session, count: int) -> list[int]:
 
 
 def rewind(session: Session, count: int) -> bool:
-    """Take back the last `count` user turns and all after them.
+    """Take back the last `count` user turns and everything after the first of them.
 
-    Turns are undone exactly where that is possible. Otherwise the turns before them are read again,
-    from their text; returns whether they were.
+    If possible, the turns are undone exactly. Otherwise the session is reset and reads the text of
+    the turns before them again; returns whether it did.
 
     Raises UndoError, changing nothing, as `check_rewind` does.
     """
@@ -90,14 +90,14 @@ _QUESTION = (
 _MARK = "Summary of our conversation so far, by the assistant: "
 _ANSWER = "Noted."
 _SHARE = 8
-"""A summary takes at most the budget divided by this: pins may take half of it."""
+"""A summary takes at most the budget divided by this, as all pins may take half of the budget."""
 
 
 def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-    """Ask the model for a summary, undo that, and read the summary as a pinned turn.
+    """Ask the model for a summary, undo the question, and read the summary as a pinned turn.
 
-    It is a turn like any other for `undo`. Raises UsageError where nothing was said, and
-    SettingError where the pin leaves too little room; the conversation is then as it was.
+    `undo` takes the summary back like any turn. Raises UsageError if nothing was said yet, and
+    SettingError if the pin leaves too little room; the conversation is then as it was.
     """
     if not session.turns:
         raise UsageError("nothing is said yet, so there is nothing to summarize")
@@ -127,5 +127,5 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """Without the reports of turns that nobody said."""
+    """The events without TurnDone: the user and the model did not say these turns."""
     return (event for event in events if not isinstance(event, TurnDone))

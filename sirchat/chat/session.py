@@ -1,9 +1,9 @@
 """A conversation: turns in, events out, settings that switch in the middle.
 
-What streams is a generator (`ask`, `retry`, `read_user`, `read_reply`); what changes state at once
-returns the list of what happened. Only the session and the modules beside it use the engine. A
-reply that is interrupted, or runs out of room, is closed like any other; a turn that breaks off is
-closed before the next one.
+Methods that stream are generators of events (`ask`, `retry`, `read_user`, `read_reply`); methods
+that change the state at once return a list of events. Only the session and the modules beside it
+use the engine. A reply that is interrupted, or runs out of room, is closed like any other; a turn
+that breaks off is closed before the next one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
 
     Args:
         model: a loaded model.
-        profile: every setting; `session.profile` has those in force.
+        profile: every setting at the start; `session.profile` has the settings in force.
         rows_in_events: whether events carry their tokens.
 
     Raises SettingError for a setting that this model does not allow.
@@ -69,7 +69,7 @@ class Session:
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = 0
-        """Number of conversations begun here; `reset` begins another."""
+        """Number of conversations begun in this session; `reset` begins another."""
         self.erasures = 0
         """Number of times that `erase` erased something; saved text must then be rewritten."""
         check_profile(profile, model)
@@ -88,7 +88,7 @@ class Session:
 
     @property
     def conversation(self) -> Conversation:
-        """The state beside the engine's; for reading only."""
+        """The session's state, without the engine's; for reading only."""
         return self._now
 
     @property
@@ -103,12 +103,12 @@ class Session:
     def rows(self, limit: int | None = None) -> Rows | None:
         """Keys and values of all tokens that are held or archived, on the CPU.
 
-        Of the held tokens alone, if all take more than `limit` bytes; None if these do, too.
+        If they take more than `limit` bytes, only of the held tokens; None if these do, too.
         """
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The attention that these tokens received, where it was counted; see `saved.autosave`."""
+        """The attention that these tokens received, if it was counted; see `saved.autosave`."""
         return self._engine.ledger.attention.checkpoint(positions)
 
     def load(
@@ -143,7 +143,7 @@ class Session:
 
     @property
     def budget(self) -> int:
-        """Most tokens held."""
+        """Most tokens that may be held."""
         return self._engine.budget
 
     @property
@@ -152,7 +152,7 @@ class Session:
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
     def start(self) -> list[Event]:
-        """The opening record, and notices about this model under these settings."""
+        """The event that begins a session, and notices about this model with these settings."""
         return self._events.started(self.model, self.profile)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
@@ -170,7 +170,7 @@ class Session:
         """Undo the last user turn and say it again, with other random numbers, or say `text`
         instead.
 
-        What is pinned stays so. Raises UndoError, changing nothing, as `undo` does.
+        Pinned tokens stay pinned. Raises UndoError, changing nothing, as `undo` does.
         """
         text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
         yield from self.undo(keep_pins=True)
@@ -216,13 +216,13 @@ class Session:
         yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each reply (if empty, of ending it) as the next; nothing changes."""
+        """Log-probabilities of each possible next reply (if empty, of its end); nothing changes."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
 
     @property
     def last_said(self) -> str:
-        """Text of the user turn that `undo` takes back; UndoError if there is none."""
+        """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
         if not self._undo_points:
             off = self.seen and self.profile.archive == "off"
             hint = "more turns can be undone with /set archive ram" if off else ""
@@ -230,10 +230,10 @@ class Session:
         return self._undo_points[-1].text
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
-        """Undo the last user turn and all after it, pins too, as if they had never been.
+        """Undo the last user turn and everything after it, pins included.
 
-        The settings stay, and with `keep_pins` what is pinned. Raises UndoError, changing nothing,
-        if there is no such turn, or something that it evicted is no longer archived.
+        The settings stay, and with `keep_pins` so do the pins. Raises UndoError, changing nothing,
+        if there is no such turn, or if a token that it evicted is no longer archived.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
@@ -252,9 +252,9 @@ class Session:
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin what `target` means, with `around` tokens beside; see `positions_of`.
+        """Pin or unpin what `target` means, and `around` tokens on each side; see `positions_of`.
 
-        Archived tokens are restored. Raises UsageError if nothing is meant, and SettingError,
+        Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
         changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
@@ -268,7 +268,7 @@ class Session:
     def erase(self, target: str) -> list[Event]:
         """Erase what `target` means: from cache, archive, ledger, text and undo.
 
-        Tokens that were read later have seen it, and stay. Raises UsageError if nothing is meant.
+        Tokens read later have attended to it, and stay. Raises UsageError if nothing matches.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
@@ -281,9 +281,9 @@ class Session:
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
-        """The standing of the tokens that `target` means, held or not.
+        """Score, rank and state of the tokens that `target` means, held or not.
 
-        Raises UsageError if nothing is meant.
+        Raises UsageError if nothing matches.
         """
         return token_ranks(
             self._engine,
@@ -300,11 +300,11 @@ class Session:
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
     ) -> list[Event]:
-        """Change settings at once; the new ones choose among all tokens held or archived.
+        """Change settings at once; the new ones choose which of all stored tokens to hold.
 
-        Another system prompt is read and pinned at once, and the old one leaves memory; an
-        interrupt cuts it short. Raises SettingError, changing nothing, which blames `source`, such
-        as "/budget".
+        A new system prompt is read at once, and pinned if `pin_system` is set; an interrupt cuts it
+        short. The old one is evicted. Raises SettingError, changing nothing, whose message names
+        `source`, such as "/budget".
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
         settings = build_cache_settings(profile, self._folder)
@@ -333,7 +333,7 @@ class Session:
         return events
 
     def end(self) -> Ended:
-        """The closing record."""
+        """The event that ends the session."""
         return Ended(
             turns=len(self.turns),
             seen=self.seen,
@@ -344,7 +344,7 @@ class Session:
         )
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory as it is now; with `strongest`, a summary with so many rows."""
+        """The memory as it is now; with `strongest`, a summary with that many rows."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -357,7 +357,7 @@ class Session:
         )
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
-        """The tokens at these stream positions, ascending, held or not."""
+        """A record of each token at these stream positions (ascending), held or not."""
         return self._events.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
@@ -392,7 +392,7 @@ class Session:
         yield turn.done(self.profile.system or "")
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
-        """Refuse a turn that can't fit, before anything is read."""
+        """Raise an error for a turn that can't fit, before anything is read."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.contents.check_pins(before)

@@ -30,7 +30,7 @@ from sirchat.text.detokenizer import WordContinuation
 
 
 def build_policy(profile: Profile) -> Policy:
-    """The policy of a profile, with its options; raises SettingError for a wrong one."""
+    """The policy of a profile, with its options; raises SettingError for a wrong option."""
     made = policy_class(profile.policy)
     known = {field.name: field for field in fields(made)}
     options: dict[str, Any] = dict(profile.policy_options)
@@ -57,14 +57,14 @@ def build_policy(profile: Profile) -> Policy:
 
 
 def _fits(value: object, default: object) -> bool:
-    """Whether an option can have this value."""
+    """Whether an option with this default can have this value."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     return isinstance(value, int) and value >= 0
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, blaming `source`, for a change that a running chat can't take."""
+    """Raise SettingError, naming `source`, for a change that is not possible in a running chat."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))
@@ -94,7 +94,7 @@ def options_of(policy: str) -> list[Field[Any]]:
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The engine's settings of a profile; an archive on disk lies in `folder`."""
+    """The engine's settings for a profile; an archive on disk is kept in `folder`."""
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
@@ -138,7 +138,7 @@ def _recall(profile: Profile) -> RecallSettings | None:
 
 
 def build_sampling(profile: Profile) -> Sampling:
-    """How tokens are drawn under a profile."""
+    """The sampling settings of a profile."""
     return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
 
 
@@ -151,7 +151,7 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, blaming `source`, where the model or this machine can't recall so."""
+    """Raise SettingError, naming `source`, if model or machine can't recall with these settings."""
     if profile.recall != "off" and profile.recall_index == "on" and not is_available():
         raise SettingError(
             f"{source}: recall_index can't be on: faiss is not installed",
@@ -172,7 +172,7 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, blaming `source`, where attention must be counted and can't be."""
+    """Raise SettingError, naming `source`, if attention must be counted and is not exposed."""
     name = "attention" if profile.attention == "on" else "policy"
     needed = policy_class(profile.policy).needs_attention or name == "attention"
     if needed and not model.exposes_attention:
@@ -185,7 +185,7 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, blaming `source`, for a policy that needs keys and values as such."""
+    """Raise SettingError, naming `source`, if the model compresses keys that the policy needs."""
     if caches_latents(model) and build_policy(profile).key_value_stats:
         raise SettingError(
             f"{source}: policy can't be {profile.policy}, or not with these options: "
@@ -195,7 +195,7 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, blaming `source`, for a budget above the model's context."""
+    """Raise SettingError, naming `source`, for a budget above the model's context."""
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
         raise SettingError(
             f"{source}: budget {profile.budget} is above the context of {model.name}; "
@@ -208,15 +208,15 @@ if TYPE_CHECKING:  # a list of models needs no torch
     from sirchat.models.model import LoadedModel
 
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # that module imports this one
     from sirchat.chat.session import Session
 
 
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
-    """The settings with `updates`.
+    """The settings `before`, changed by `updates`.
 
-    Raises SettingError, blaming `source`, for a value that is not allowed, or not for this model,
-    or not in a running chat.
+    Raises SettingError, naming `source`, for a value that is not allowed at all, with this model,
+    or in a running chat.
     """
     after = changed(before, source, **updates)
     refuse_fixed(before, after, source)
@@ -232,7 +232,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
 
 @contextmanager
 def all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Restore the engine's pins and settings if anything in this block fails."""
+    """Context manager: restore the engine's pins and settings if the `with` block fails."""
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
@@ -244,7 +244,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Within this, `updates` are in force. Raises SettingError, which blames `source`."""
+    """Context manager: apply `updates` in a `with` block; raises SettingError, naming `source`."""
     before = {name: getattr(session.profile, name) for name in updates}
     if updates:
         session.switch(source, **updates)

@@ -27,9 +27,9 @@ _LARGEST = float(np.finfo(np.float64).max)
 
 
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
-    """The policy's scores of rows at `positions` [n], ascending; higher stays.
+    """The policy's scores of the rows at `positions` [n], ascending; high scores are kept.
 
-    None for a policy without scores. Rows that are not held are scored as if they were.
+    None for a policy without scores. A row that is not held gets the score it would have if held.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -39,7 +39,7 @@ def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
 
 
 def shown_scores(engine: Engine, scores: Floats) -> Floats:
-    """Scores [n] as people see them: finite, and not as logarithms."""
+    """Scores [n] as they are shown to people: finite, and not as logarithms."""
     policy = engine.settings.policy
     if isinstance(policy, ScorePolicy) and policy.log_scale:
         return finite_exp(scores)
@@ -62,7 +62,7 @@ def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats
 
 
 def finite_exp(logarithms: Floats) -> Floats:
-    """The exponential, at most the largest number there is; of NaN it is 0."""
+    """The exponential, at most the largest float64; 0 for NaN."""
     known = np.nan_to_num(logarithms, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     numbers: Floats = np.exp(known.clip(max=np.log(_LARGEST)))
     return numbers
@@ -71,10 +71,10 @@ def finite_exp(logarithms: Floats) -> Floats:
 def _as_if_held(
     engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
 ) -> dict[str, Floats]:
-    """What `compute` gives for the rows at `positions` [n], by name, [n] each.
+    """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
 
-    A score may depend on the other rows. Rows that the policy holds are computed as it sees them;
-    recalled rows as if the policy held them too; all other rows as if all of these were held.
+    A score may depend on the other held rows. Rows that the policy holds are computed as it sees
+    them; recalled rows as if the policy held them, too; all others as if all `positions` were held.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -92,17 +92,17 @@ def _as_if_held(
 
 
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
-"""Surprisal in nats between which the histogram counts; a bin holds its lower edge."""
+"""Edges of the histogram's bins: surprisal in nats; a bin includes its lower edge."""
 
 _LEAVING = 6
-"""Tokens evicted next whose words a snapshot has."""
+"""Number of tokens to be evicted next whose words a snapshot has."""
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """One turn: `held` of its `tokens` are still held, `held_said` without the template's.
+    """One turn: of its `tokens` tokens, `held` are held; `held_said` leaves out the template's.
 
-    `surprisal` is the mean over all its tokens, held or not, in nats; null where none has any.
+    `surprisal` is the mean over all its tokens, held or not, in nats; null if none is known.
     """
 
     index: int
@@ -115,7 +115,7 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Tokens by surprisal, one count for each bin between `EDGES`; those without are left out."""
+    """Tokens counted by surprisal, in bins between `EDGES`; unknown surprisal is left out."""
 
     held: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -130,17 +130,17 @@ class Snapshot:
         resident, seen: tokens held now, and ever read.
         recalled: held tokens that were restored for this round.
         speed: tokens per second of the current reply, or of the last one; 0 before the first.
-        threshold: score at or below which a token would leave if room were needed now; null where
-            nothing was ever evicted, or the policy has no scores.
+        threshold: a token with at most this score would be evicted if room were needed now; null
+            if nothing was ever evicted, or if the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
-        next_to_go: positions of the tokens that would leave then, in stream order; none while
+        next_to_go: positions of the tokens that would then be evicted, ascending; empty while
             there is plenty of room.
-        leaving_words: a few words that some of these tokens belong to, the most surprising first.
+        leaving_words: a few words with a token in `next_to_go`, the most surprising first.
         rows: the held tokens in stream order, or some of them.
-        slots: where each of `rows` stands among all held tokens.
+        slots: index of each of `rows` among all held tokens.
         turns: every turn so far.
         histogram: surprisal of held and of evicted tokens; null in a summary.
-        apart: resident tokens that belong to single layers.
+        in_single_layers: number of held tokens that only some layers hold.
     """
 
     model: str
@@ -163,12 +163,12 @@ class Snapshot:
 
     @property
     def in_all_layers(self) -> int:
-        """Tokens that all layers hold."""
+        """Number of tokens that all layers hold."""
         return self.resident - self.in_single_layers
 
     @property
     def evicted(self) -> int:
-        """Tokens that were read and are no longer held by all layers."""
+        """Number of tokens that were read and are no longer held by all layers."""
         return self.seen - self.in_all_layers
 
 
@@ -185,8 +185,8 @@ def take_snapshot(
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
-    With `strongest`, a summary for the compact panel: only so many rows, those of highest score
-    without the template's, and nothing that takes time in proportion to the whole stream.
+    With `strongest`, a summary for the compact panel: only that many rows, those of highest score
+    without the template's, and nothing that takes time in proportion to the stream's length.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -222,7 +222,7 @@ def token_rows(
     sinks: int,
     scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """The tokens at these positions [n], ascending, as records, with the policy's scores [n]."""
+    """Records of the tokens at these positions [n], ascending, with the policy's `scores` [n]."""
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
@@ -235,7 +235,7 @@ def token_rows(
     shown = [None] * len(at) if scores is None else shown_scores(engine, scores).tolist()
     text = texts(ids, at)
     turn, role, surprisal = column("turn"), column("role"), column("surprisal")
-    erased = int(Flag.ERASED)  # a flag takes ten times as long to compare
+    erased = int(Flag.ERASED)  # comparing with a Flag takes ten times as long
     arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
     return tuple(
         TokenRow(
@@ -260,7 +260,7 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
 
 
 def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
-    """Slots of the rows in the snapshot, ascending: all, or the strongest that somebody said."""
+    """Slots of the snapshot's rows, ascending: all, or the strongest without the template's."""
     if strongest is None:
         return np.arange(len(held))
     others = np.flatnonzero(ledger.column("role")[held] != Role.TEMPLATE)
@@ -270,7 +270,7 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """Words of the tokens that would be evicted, with what was evicted of each word before."""
+    """Words of the tokens to be evicted next; each is whole, even if a part is evicted already."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
@@ -284,7 +284,7 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
 def _threshold(
     engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """The highest shown score among those that would leave now."""
+    """The highest shown score of the rows that would be evicted now."""
     ledger = engine.ledger
     if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
         return None
@@ -294,7 +294,7 @@ def _threshold(
 def _turns(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
 ) -> tuple[HeldShare, ...]:
-    """Turns are contiguous in the stream, so their bounds are found by bisection."""
+    """How much of each turn is held; its bounds are found by bisection, as turns are contiguous."""
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
     counts = np.bincount(turn[held], minlength=len(roles)).tolist()
@@ -335,18 +335,18 @@ def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TokenRank:
-    """One token among those that are held.
+    """How one token ranks among the held tokens.
 
     Attributes:
         row: the token, with its score.
-        state: `held`, `archived` (it can be restored) or `gone`.
+        state: `held`, `archived` (it can be restored) or `gone` (it can't).
         decayed_to: product of the decays since the token was read; 1 for none.
-        factors: what else explains the score, by name.
-        rank: 1 for the highest score of the held tokens; the rank it would have, if it is not held;
-            null for a policy without scores.
+        factors: other numbers that explain the score, by name.
+        rank: 1 for the highest score of the held tokens; for a token that is not held, the rank it
+            would have; null for a policy without scores.
         held: number of held tokens.
-        threshold: score at or below which a token would leave now, as in `Snapshot`.
-        leaves: whether the token is among those that would leave next.
+        threshold: score at or below which a token would be evicted now, as in `Snapshot`.
+        leaves: whether the token is among those to be evicted next.
     """
 
     row: TokenRow
@@ -362,7 +362,7 @@ class TokenRank:
 def token_ranks(
     engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
 ) -> list[TokenRank]:
-    """The standing of the tokens at these positions, ascending, in the memory as it is `now`."""
+    """Score, rank and state of the tokens at these positions (ascending) in the snapshot `now`."""
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
     asked = np.searchsorted(among, positions)

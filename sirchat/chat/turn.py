@@ -33,7 +33,7 @@ class OpenTurn:
         now: the conversation that it belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: cost of the turn so far; of the last turn, where only pending ids are read.
+        stats: cost of the turn so far, or of the last turn if only pending ids are read.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
@@ -53,7 +53,7 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Make room for a user turn of `count` ids and its reply; see the engine's method."""
+        """Make room for a user turn of `count` ids and its reply; see `CacheContents`."""
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -65,9 +65,9 @@ class OpenTurn:
         pinned: bool = False,
         after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """Read ids; an interrupt skips the rest of the text, never the template's ids.
+        """Read a turn's ids; an interrupt skips the rest of its text, never the template's ids.
 
-        `after` are the ids that the round needs even if reading fails.
+        `after` are ids that must be read later in the round, even if this reading fails.
         """
         done, end = 0, len(turn.ids)
         self._note_pending(turn, done, after)
@@ -101,12 +101,12 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Report a reply as the engine generates it, then read its `closing` ids.
 
-        A stop id that is not among the `end_ids` is a control token that ends it.
-        If this breaks off, what was said is kept, and the closing ids are pending.
+        A stop id that is not among the `end_ids` is a control token, which ends the reply, too.
+        If this breaks off, the text so far is kept, and the closing ids are pending.
         """
         said: list[str] = []
         self._now.reply, self._now.pending_ids = self.stats, list(closing)
-        self.stats.finish = "interrupt"  # unless the events are followed to their end
+        self.stats.finish = "interrupt"  # stays so if the caller stops taking events
         failure: ContextFullError | None = None
         try:
             try:
@@ -114,7 +114,7 @@ class OpenTurn:
             except ContextFullError as error:
                 self.stats.finish, failure = "context", error
             closed = self.close(closing)
-        except BaseException:  # the reader of the events has left, or the model failed
+        except BaseException:  # the caller stopped taking events, or the model failed
             self._now.finish(self.stats, "".join(said))
             raise
         yield from closed
@@ -167,14 +167,14 @@ class OpenTurn:
         return events
 
     def done(self, text: str) -> TurnDone:
-        """The event that the turn is over; `text` is what was said."""
+        """End the turn, in which `text` was said; returns the event for it."""
         self._now.finish(self.stats, text)
         return self._events.done(self.stats, text)
 
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """The same records; only the engine's time counts, not the time between them."""
+        """Yield the same records, and count the engine's time alone, not the time between them."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -184,7 +184,7 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Note what must still be read after `done` ids, even if the text is given up."""
+        """Note the ids to read after the first `done`, even if the rest of the text is skipped."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
@@ -197,18 +197,18 @@ class OpenTurn:
 
 
 def _template_ids(ids: Sequence[int]) -> TurnIds:
-    """A turn without any text."""
+    """A turn made of template ids alone, without text."""
     return TurnIds(list(ids), [Role.TEMPLATE] * len(ids), (0, 0))
 
 
 OPEN, CLOSE = "<think>", "</think>"
 
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
-"""Tags included. Some templates open the first tag themselves, so that a reply only closes it."""
+"""Reasoning with its tags; its first tag may be missing, as some templates write it themselves."""
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of the reasoning in a reply; of none that is unfinished."""
+    """Stream positions [k], ascending, of finished reasoning in a reply; unfinished is left out."""
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()
@@ -219,7 +219,7 @@ def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
 def thought(reply: str, *, is_open: bool = False) -> str:
     """The reasoning in a reply, without the tags; empty if there is none.
 
-    `is_open`: the template itself writes the first tag, so that a reply without any is all
+    `is_open`: the template itself writes the first tag, so that a reply without any tag is all
     reasoning.
     """
     found = "\n\n".join(one[0] for one in _THOUGHT.finditer(reply))
@@ -229,10 +229,10 @@ def thought(reply: str, *, is_open: bool = False) -> str:
 
 
 class FinalAnswer:
-    """What follows a reply's reasoning, while the reply is generated.
+    """Separates the answer from the reasoning before it, while a reply is generated.
 
     Args:
-        is_open: whether the reply begins amid reasoning, for the template wrote its tag.
+        is_open: whether the reply begins inside reasoning, because the template wrote its tag.
 
     Attributes:
         has_thought: whether the reply began with reasoning.
@@ -245,7 +245,7 @@ class FinalAnswer:
         self._has_begun = False
 
     def push(self, text: str) -> str:
-        """Add text of the reply; returns what of the answer it brought."""
+        """Add text of the reply; returns the answer's text that is new since the last call."""
         self._held += text
         if self._thinks is None and not OPEN.startswith(start := self._held.lstrip()):
             self._thinks = self.has_thought = start.startswith(OPEN)

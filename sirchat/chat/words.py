@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
 _LONGEST = 16
-"""Most tokens of a word; text of some scripts has no blanks for long."""
+"""Most tokens of a word; in some scripts, long passages have no blanks."""
 
 _REACH = 5
-"""Tokens on either side among which the rest of a token's word is looked for."""
+"""How many tokens on each side of a token are searched for the rest of its word."""
 
 
 def is_mark(text: str) -> bool:
@@ -45,9 +45,10 @@ def spelled(word: Sequence[TokenRow]) -> str:
 
 
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
-    """The words of rows in stream order, with the blanks before and the punctuation around each.
+    """Split rows, in stream order, into words, with the blanks before and punctuation around each.
 
-    A word begins after a blank, a gap or another turn; a wide character is a word of its own.
+    A word begins at a blank, after a missing position and in each turn; a wide (East Asian)
+    character is a word of its own.
     """
     word: list[TokenRow] = []
     for row in rows:
@@ -64,7 +65,7 @@ def _is_apart(before: TokenRow, row: TokenRow) -> bool:
     if row.position != before.position + 1 or row.turn != before.turn:
         return True
     left, right = before.text, row.text
-    if left.isspace():  # belongs to the word behind it
+    if left.isspace():  # belongs to the word after it
         return False
     if right[:1].isspace() or left[-1:].isspace():
         return True
@@ -84,9 +85,9 @@ def around(positions: Collection[int], seen: int) -> list[int]:
 def words_at(
     positions: Collection[int], rows: Sequence[TokenRow], known: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Distinct words of `rows` with a token at these positions, the most surprising first.
+    """Distinct words of `rows` that have a token at these positions, the most surprising first.
 
-    Words of punctuation only, and those `known` (in lower case), are left out.
+    Words of punctuation only, and the words `known` (in lower case), are left out.
     """
     wanted = set(positions)
     found: dict[str, float] = {}
@@ -100,25 +101,25 @@ def words_at(
 
 
 def words_of(rows: Sequence[TokenRow]) -> set[str]:
-    """All that was said in the rows, as words in lower case."""
+    """The words of these rows in lower case, without the template's."""
     return {spelled(word).casefold() for word in split_words(said(rows))}
 
 
 def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The rows without the template's."""
+    """The rows without those of the chat template."""
     return [row for row in rows if row.role != "template"]
 
 
 _LATEST = 8
-"""Tokens whose words `latest_words` looks for."""
+"""Number of tokens whose words `latest_words` looks up."""
 
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn of which not all is held.
+    """A turn that is not held completely.
 
-    `tokens` were said in it, without the template's; `held` of them still are. `words` are those of
-    which nothing is held anywhere, the most surprising first.
+    It has `tokens` tokens without the template's, and `held` of these are held. `words` are its
+    words with an evicted token, unless the same word is held elsewhere; the most surprising first.
     """
 
     index: int
@@ -129,7 +130,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """The turns that are not held whole, in order."""
+    """The turns that are not held completely, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -146,7 +147,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """Words of the user's that had tokens at these positions, and are no longer held anywhere.
+    """The user's words that have tokens at these positions and are no longer held anywhere.
 
     The most surprising word is the first.
     """
@@ -156,7 +157,7 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     held = session.snapshot().rows
     present = {row.position for row in held}
     gone = [row.position for row in rows if row.position not in present]
-    # Whole words: the rest of a word may have gone before.
+    # Whole words: the rest of a word may have been evicted before.
     near = session.tokens(around(gone, session.seen))
     whole = [row for row in near if row.role == "user"]
     return words_at(gone, whole, words_of(held))
@@ -165,10 +166,10 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
 def latest_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """A few words, whoever said them, that had tokens at these positions, ascending.
+    """A few words, whoever said them, that have tokens at these positions (ascending).
 
-    The most surprising word is the first. Words among the rows `held` are left out. It takes much
-    less time than `evicted_words`.
+    The most surprising word is the first. Words that the rows `held` have are left out. This
+    function takes much less time than `evicted_words`.
     """
     rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
@@ -192,7 +193,7 @@ def positions_of(
     among: Positions,
     around: int = 0,
 ) -> Positions:
-    """Positions [k], ascending, of the tokens that `target` means, among the positions [n] given.
+    """Positions [k], ascending, of the tokens that `target` means, out of the positions `among`.
 
     `last` is the last user turn, `turn N` any turn. Everything else, and whatever is in quotes, is
     a text, which is searched everywhere, as whole words and ignoring case. Tokens of the chat
@@ -200,11 +201,11 @@ def positions_of(
 
     Args:
         target: what the user typed.
-        ledger: of the conversation.
+        ledger: the conversation's ledger.
         texts: gives the text of each token.
-        roles: of the turns.
-        among: candidates.
-        around: so many tokens before and after, of the same turn, belong to what is meant, too.
+        roles: role of each turn.
+        among: positions [n] to choose from.
+        around: number of tokens before and after each, in the same turn, that are meant, too.
 
     Raises:
         UsageError: nothing matches.
@@ -245,17 +246,17 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def with_target_removed(target: str, text: str) -> str:
-    """`text` without the occurrences of `target`, which is a text too."""
+    """`text` without the occurrences of `target`, which here means a text."""
     return whole_words(without_quotes(target)).sub("", text)
 
 
 def whole_words(text: str) -> re.Pattern[str]:
-    """Finds a text where it is no part of a longer word, ignoring case.
+    """A pattern that finds a text where it is not part of a longer word, ignoring case.
 
-    Scripts that put no blanks between words have no such parts.
+    In scripts that put no blanks between words, it finds the text anywhere.
     """
     if not text:
-        return re.compile("(?!)")  # nothing
+        return re.compile("(?!)")  # matches nothing
     before = r"(?<!\w)" if _ends_word(text[0]) else ""
     after = r"(?!\w)" if _ends_word(text[-1]) else ""
     return re.compile(before + re.escape(text) + after, re.IGNORECASE)
@@ -266,7 +267,7 @@ def _ends_word(character: str) -> bool:
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """The turn that `target` means; None if it is a text; -1 for a `last` that does not exist."""
+    """Index of the turn that `target` means; None for a text; -1 for `last` without a user turn."""
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
         return None
@@ -286,8 +287,8 @@ def tokens_to_erase(
 ) -> Positions:
     """Positions of the tokens that `target` means, held or not; `system` is the system prompt.
 
-    Empty if the text was never read: of an interrupted turn, or of a system prompt before the first
-    turn. Raises UsageError if nothing matches.
+    Empty if the text was said but never read, as in an interrupted turn, or in a system prompt
+    before the first turn. Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
     try:
@@ -301,7 +302,7 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove what `target` means from every turn; returns what remains of the system prompt."""
+    """Remove what `target` means from every turn's text; returns the rest of the system prompt."""
     turn = turn_of_target(target, now.roles)
     if turn is not None:
         one = now.turns[turn]

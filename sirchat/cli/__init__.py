@@ -10,10 +10,10 @@ __all__ = ("main",)
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     try:
         _run()
-    except KeyboardInterrupt:  # before the commands are there, which say so themselves
+    except KeyboardInterrupt:  # before the commands are imported; they handle it themselves
         sys.exit(_interrupted())
 
 
@@ -33,7 +33,7 @@ def _run() -> None:
 
 
 def _interrupted() -> int:
-    """Say so, where anybody can see it; returns the exit code."""
+    """Print that the program was interrupted, if standard error works; returns the exit code."""
     with suppress(OSError):
         sys.stderr.write("sirchat: interrupted\n")
         sys.stderr.flush()

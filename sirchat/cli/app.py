@@ -42,7 +42,7 @@ class LazyCommand(TyperGroup):
         return with_example(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """The context of the command itself, which then runs."""
+        """Import the command and make its context, with which it then runs."""
         return self._command.make_context(*args, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -55,7 +55,7 @@ class LazyCommand(TyperGroup):
 
 
 class _Commands(TyperGroup):
-    """The commands; those who put a question in the place of one are told how to ask it."""
+    """All commands; if a question is typed in place of a command, the error says how to ask it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +64,7 @@ class _Commands(TyperGroup):
             self.add_command(LazyCommand(name, module, lines[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write one screen; `--help-settings` writes the rest."""
+        """Write the overview, one screen long; `--help-settings` writes the rest."""
         formatter.write(overview())
 
     def format_settings(self, ctx: Any) -> None:
@@ -120,7 +120,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, 
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     try:
         _run()
     except SystemExit as leaving:
@@ -141,13 +141,13 @@ def _run() -> None:
             raise
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        if not error.format_message():  # a group alone, which has shown its help
+        if not error.format_message():  # a group without a command, which has shown its help
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except BrokenPipeError:
-        # Whoever read the output has left; keep Python from complaining at exit.
+        # The reader of the output has ended; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -162,7 +162,7 @@ def _run() -> None:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """`--resume` alone, in front of any command, means the last session."""
+    """The arguments, with `--resume=last` for a `--resume` without value before any command."""
     names = commands()
     own = next((n for n, one in enumerate(arguments) if one in names), len(arguments))
     front = arguments[:own]

@@ -67,7 +67,7 @@ def open_saved(
     *,
     rebuild: bool = False,
 ) -> "Session":
-    """A session that takes up the saved chat in `store`, if any, and then switches to `later`."""
+    """Open a session, continue the saved chat in `store` in it, if any, and switch to `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
         from sirchat.saved.autosave import resume_session
@@ -88,7 +88,7 @@ _AT_ONCE = (
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """The settings to open a saved session with, its store, and those to switch to afterwards."""
+    """For a saved session: the settings to open it with, its store, the settings to switch to."""
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_state import saved_profile
@@ -118,12 +118,12 @@ def saved_settings(
 
 @contextmanager
 def meanwhile(what: str) -> Iterator[None]:
-    """Show this on a terminal while libraries are imported, for seconds, and then remove it."""
+    """Context manager: show `what` on a terminal while libraries are imported, then remove it."""
     err = sys.stderr
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
-    try:  # around the writing, too: Ctrl-C may come as soon as it is seen
+    try:  # includes the writing: Ctrl-C may come as soon as the text is seen
         err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
         err.flush()
         yield
@@ -134,7 +134,7 @@ def meanwhile(what: str) -> Iterator[None]:
 
 @contextmanager
 def _closed_terminal_ends_chat() -> Iterator[None]:
-    """End the chat without an error message where the terminal has gone."""
+    """Context manager: end the chat without an error message if the terminal was closed."""
     try:
         yield
     except OSError as error:
@@ -152,8 +152,8 @@ def ask_once(
 ) -> None:
     """Ask, print the reply alone on standard output, and end.
 
-    What comes from a pipe or a file stands before the question, or is the question. A saved chat
-    (`resume`) is asked in its own memory, and saved with the reply.
+    Text from a pipe or a file is put before the question, or is the question. With `resume`, the
+    question is asked in that saved chat, which is then saved with the reply.
     """
     text = _message(question)
     later: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def ask_once(
 
 
 def _message(question: str) -> str:
-    """The question, after what standard input holds."""
+    """The text of standard input, if any, and then the question."""
     given = ""
     if not sys.stdin.isatty():
         try:
@@ -258,7 +258,7 @@ def tutorial(
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
-        # Of the user's settings only those that change nothing of what is shown.
+        # Only those of the user's settings that do not change what is shown.
         model = load_model("tiny", device="cpu", threads=own.threads, progress=report)
         return Session(model, Profile(save=False, theme=own.theme, **SETTINGS))
 

@@ -71,7 +71,7 @@ def show_paths() -> None:
 
 
 def size_of(path: Path) -> str:
-    """How much a file or a folder holds, in words."""
+    """The size of a file or a folder, and its number of files, as text."""
     if not path.exists():
         return "nothing yet"
     files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
@@ -122,6 +122,6 @@ def _page() -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """A line of text as roff, in which a dot or a quote in front would be a request."""
+    """A line of text escaped for roff, where a dot or quote at the start would be a request."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

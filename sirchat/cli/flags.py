@@ -106,7 +106,7 @@ def _flag(*names: str, **options: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """Flags are read as text and parsed by the profile, so that every error is worded alike."""
+    """The type of a flag: bool, or text for the profile to parse, so that all errors read alike."""
     return bool if annotation is bool else str
 
 
@@ -189,7 +189,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Without the garbage collector, which finds nothing in loading and takes a sixth of it."""
+    """Context manager: stop garbage collection, which takes 1/6 of loading and frees nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -206,5 +206,5 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         from sirchat.models.compiling import load_model_of
 
     sweep(archives_dir())
-    gc.freeze()  # what was imported stays: searching it would hold up the keys that are typed
+    gc.freeze()  # what was imported stays: searching it for garbage would delay typing
     return load_model_of(profile, trust_remote_code=trust, progress=report)

@@ -103,8 +103,8 @@ def models_pull(
 ) -> None:
     """Download a model: sirchat models pull Qwen/Qwen3-0.6B.
 
-    It goes into the Hugging Face cache, which other programs share. The same command goes on with
-    what was interrupted.
+    It goes into the Hugging Face cache, which other programs share. After an interrupt, the same
+    command continues the download.
     """
     from rich.console import Console
 
@@ -123,7 +123,7 @@ def models_pull(
 
 
 def _data(one: "ListedModel") -> dict[str, object]:
-    """A row as JSON has it."""
+    """A row of the list as a JSON object."""
     found, shape = one.found, one.found.shape
     return {
         "name": found.name,

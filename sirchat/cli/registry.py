@@ -1,7 +1,7 @@
 """The commands of `sirchat`: where each is, its line in the overview, and an example.
 
-A command is imported when it is used. The commands of `sirchat.lab` are named here alone, and
-left out where that package is missing. Nothing heavy is imported, so that `--help` is fast.
+A command is imported when it is used. The commands of `sirchat.lab` are named only here, and left
+out if that package is missing. Nothing heavy is imported, so that `--help` is fast.
 """
 
 import textwrap
@@ -81,7 +81,7 @@ def commands() -> dict[str, str]:
 
 
 def lazy_commands() -> dict[str, str]:
-    """The commands that are imported when used, and the module of each, which has `NAME_app`."""
+    """Commands that are imported only when used, each with the module that has it as `NAME_app`."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",
@@ -93,7 +93,7 @@ def lazy_commands() -> dict[str, str]:
 
 
 def overview() -> str:
-    """The screen, at most 79 columns wide."""
+    """The text of `sirchat --help`, at most 79 columns wide."""
     return TEXT.format(
         **{
             group: textwrap.indent("\n".join(f"{n:<10}{t}" for n, t in commands.items()), "  ")
@@ -157,11 +157,11 @@ EXAMPLES: dict[str, str] = {
     "train tiny-anchor": "sirchat train tiny-anchor --help",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
-"""By the command's name, group included."""
+"""An example of each command, by its full name, such as `models list`."""
 
 
 def with_example(command: Any, name: str) -> Any:
-    """A command whose help opens with its example."""
+    """Put a command's example at the beginning of its help; returns the command."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):
         command.short_help = command.short_help or (command.help or "").split("\n\n")[0]

@@ -11,11 +11,11 @@ from typing import Any
 
 
 def prepare_streams() -> str:
-    """Replace closed streams, and print in any locale; returns what is wrong, or nothing.
+    """Replace closed streams, and allow printing in any locale; returns the problem, or "".
 
-    Where standard input or error is closed, there is nothing to read, and errors are not seen.
-    Characters that the locale lacks become question marks. Only a closed standard output is a
-    problem.
+    If standard input is closed, there is nothing to read; if standard error is, errors are not
+    shown. Characters that the locale lacks become question marks. Only a closed standard output is
+    a problem.
     """
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -28,7 +28,7 @@ def prepare_streams() -> str:
 
 
 def _nothing(number: int, mode: str) -> Any:
-    """The null device under a standard number, lest a file of ours gets that number."""
+    """Open the null device as file number `number`, so that no other file gets this number."""
     opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if opened != number:
         os.dup2(opened, number)
@@ -41,9 +41,9 @@ _SECONDS = 1.0  # until it is checked that a signal has begun to end the program
 
 
 def end_in_order() -> None:
-    """From now on, the signals that ask a program to end raise SystemExit, with 128 + number.
+    """From now on, SIGTERM and SIGHUP raise SystemExit, with the code 128 + signal number.
 
-    One that is ignored, as SIGHUP under `nohup`, stays ignored.
+    A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
     """
     leave = _Leave()
     sys.unraisablehook = leave.send_again
@@ -68,7 +68,7 @@ class _Leave:
         self._is_leaving = True
         watch = threading.Timer(_SECONDS, self._insist, (number,))
         watch.daemon = True
-        with suppress(RuntimeError):  # no thread can be started any more: it is ending
+        with suppress(RuntimeError):  # no thread can be started: Python is ending
             watch.start()
         sys.exit(128 + number)
 
@@ -84,14 +84,14 @@ class _Leave:
         os.kill(os.getpid(), number)
 
     def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Send a signal again that came where Python ignores exceptions, such as in a __del__."""
+        """Send a signal again if it came where Python ignores exceptions, such as in a __del__."""
         code = getattr(ignored.exc_value, "code", None)
         if _is_ending(code):
             number = int(code)  # type: ignore[arg-type]
             self._is_leaving = False
         elif isinstance(ignored.exc_value, KeyboardInterrupt):
             number = 128 + signal.SIGINT
-        else:  # of a library that a signal interrupted; it would be a traceback
+        else:  # an error of a library that was interrupted; it would print a traceback
             if "--debug" in sys.argv:
                 sys.__unraisablehook__(ignored)
             return
@@ -99,10 +99,10 @@ class _Leave:
 
 
 def leave_terminal() -> None:
-    """Show the cursor, which a progress bar may have hidden and a signal kept it from showing.
+    """Show the cursor again, which an interrupted progress bar may have left hidden.
 
-    However a command ends, this is the last that it does: from here on a signal ends the process at
-    once, and not in a traceback.
+    This is the last step of every command, however it ends: from here on a signal ends the process
+    at once, without a traceback.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,7 +134,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _exit(code: int) -> None:
-    """End the process now; what was printed is shown."""
+    """Show what was printed, and end the process at once."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -142,7 +142,7 @@ def _exit(code: int) -> None:
 
 
 def leave_opening(leaving: SystemExit) -> None:
-    """End at once if a thread still loads a model: Python can't stop it in order."""
+    """End the process at once if a thread still loads a model: Python can't stop that thread."""
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
         return

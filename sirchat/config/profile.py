@@ -26,17 +26,17 @@ FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 """Settings that cannot change within a conversation; all others can."""
 
 LEAST_TEMPERATURE = 0.01
-"""Least temperature above 0; it takes the most likely token nearly always."""
+"""Lowest temperature above 0; with it, nearly always the most likely token is sampled."""
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
-"""The names of renamed settings, by their former names."""
+"""Today's name of each renamed setting, by its former name."""
 
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
-_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of salience and kvzip
+_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Setting values from a file of an earlier sirchat, with today's names of settings."""
+    """Translate settings from a file of an earlier version to today's names and values."""
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
@@ -294,7 +294,7 @@ class Profile(BaseModel):
     @field_validator("recall", mode="before")
     @classmethod
     def _on_or_off(cls, value: object) -> object:
-        """`on` and `off`, which a YAML file may also give as true and false."""
+        """Replace `on` and true by the best retriever, and false by `off`."""
         return {"on": recall.BEST, "true": recall.BEST, "false": "off"}.get(
             str(value).lower(), value
         )
@@ -309,7 +309,7 @@ class Profile(BaseModel):
     @field_validator("temperature")
     @classmethod
     def _not_nearly_zero(cls, value: float) -> float:
-        """Refuse what would make logits overflow when they are divided by it."""
+        """Refuse a temperature so low that logits divided by it would overflow."""
         if 0 < value < LEAST_TEMPERATURE:
             raise PydanticCustomError("temperature", "nearly zero")
         return value
@@ -353,12 +353,12 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """The error for settings `keys` that break a rule; `layers.merged` rewords it."""
+    """The error for settings `keys` that break `rule`; `profile_files.merged` rewords it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size such as `512MiB`, `1.5 GB` or `4096`; None for other text, or 0 bytes."""
+    """Bytes of a size such as `512MiB`, `1.5 GB` or `4096`; None for other text and 0 bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not found:
         return None

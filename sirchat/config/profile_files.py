@@ -46,7 +46,7 @@ class Layer:
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
     """A copy of `profile` with `updates`; errors name `source`, such as `/budget`.
 
-    Another policy clears `policy_options`. Raises SettingError for the first problem.
+    Setting another policy clears `policy_options`. Raises SettingError for the first problem.
     """
     new = Layer(updates, lambda key: source)
     check_values(new)
@@ -56,8 +56,8 @@ def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
 def merged(layers: Iterable[Layer]) -> Profile:
     """The profile with the values of all layers, later ones overriding earlier ones.
 
-    A layer that sets another policy clears the `policy_options` of those before it. Raises
-    SettingError where two settings conflict.
+    A layer that sets another policy clears the `policy_options` of the layers before it. Raises
+    SettingError if two settings conflict.
     """
     values: dict[str, object] = {}
     set_by: dict[str, tuple[int, Origin]] = {}
@@ -119,7 +119,7 @@ def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     return SettingError(message, hint=hint)
 
 
-_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # which are not settings
+_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
 _MISSPELT = 0.8  # least similarity of a misspelt variable to a setting's name
 _MOST_BYTES = 2**18  # of a profile
 _HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
@@ -141,7 +141,7 @@ class ProfileInfo:
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """The profile that results from all sources.
+    """The profile that results from flags, environment variables and profile files.
 
     A source that sets another policy clears the `policy_options` of the sources below it. Raises
     SettingError for the first problem.
@@ -150,7 +150,7 @@ def resolve(
         profile: a name or a file; if None, `SIRCHAT_PROFILE` names one.
         flags: values by setting; None means not given, and text is parsed by `parse_value`. May
             also contain `trust_policy`: `module:Class` policies that files may name, in addition to
-            that of the flag `policy`.
+            the one that the flag `policy` names.
         environ: environment variables; empty ones count as not set.
     """
     given = {key: value for key, value in flags.items() if key != "trust_policy"}
@@ -172,8 +172,8 @@ def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
 def profile_path(name_or_file: str) -> Path:
     """The file of a profile.
 
-    With a `.yaml` ending or a slash the argument is the path itself, which may not exist. A name is
-    looked up in the user's folder, then among the shipped profiles. Raises SettingError for an
+    With a `.yaml` ending or a slash the argument is the path itself, which need not exist. A name
+    is looked up in the user's folder, then among the shipped profiles. Raises SettingError for an
     unknown name.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
@@ -186,9 +186,9 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """The values that a profile sets, each checked; the file is found by `profile_path`.
+    """Load and check the values that a profile sets; `profile_path` finds its file.
 
-    `trusted` are the `module:Class` policies that it may name. Raises SettingError when there is no
+    `trusted` are the `module:Class` policies that it may name. Raises SettingError if there is no
     such profile, it isn't well-formed, or a key or value is not allowed.
     """
     return _load(profile_path(name_or_file), trusted)
@@ -252,7 +252,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError for a variable that is nearly the name of a setting."""
+    """Raise SettingError for an environment variable that seems to be a misspelt setting."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")
@@ -274,7 +274,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
-    """The checked values of a source that the user types; text is parsed."""
+    """Parse and check settings that the user gave as flags or environment variables."""
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()

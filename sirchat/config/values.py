@@ -71,7 +71,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would read as something other than text."""
+    """Writes YAML; quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -80,7 +80,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, path: Path) -> object:
-    """The document in `text`; raises SettingError with the path, the line and what is wrong."""
+    """Parse the YAML in `text`; raises SettingError with the path, the line and the problem."""
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -127,7 +127,7 @@ def require_setting(key: object, source: str) -> None:
 
 
 def parse_value(key: str, text: str) -> object:
-    """The value of setting `key` from its `text` on a command line or in the environment.
+    """Parse the value of setting `key` from its `text` on a command line or in the environment.
 
     `none` or `null` gives None where the setting allows it; on, off, yes and no are booleans;
     `policy_options` is `{a: 1}` or `a=1,b=2`. Text of the wrong type is returned unchanged, and is
@@ -136,7 +136,7 @@ def parse_value(key: str, text: str) -> object:
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
     if int in kinds and _THOUSANDS.fullmatch(word):
-        word = word.replace(",", "")  # as numbers are shown
+        word = word.replace(",", "")  # numbers are shown with commas
     if NoneType in kinds and word.lower() in ("none", "null"):
         return None
     if str in kinds:
@@ -175,8 +175,8 @@ def short(value: float | str) -> str:
 def is_option(name: str, text: str, policy: str) -> bool:
     """Whether `name=text` sets an option of `policy` rather than a setting.
 
-    If both exist, the value decides: `attention=on` sets the setting, since it is one of its
-    values; `attention=false` sets the option.
+    If both exist, the value decides: `attention=on` sets the setting, since `on` is one of
+    its values; `attention=false` sets the option.
     """
     if name not in Profile.model_fields:
         return True
@@ -194,7 +194,7 @@ def policy_choices() -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """The allowed values of a setting, if they can be listed; `on` and `off` for a boolean."""
+    """The allowed values of a setting (`on` and `off` for a boolean); empty if there is no list."""
     if key == "policy":
         return policy_choices()
     if key == "recall":
@@ -250,7 +250,7 @@ def _parse_options(text: str) -> object:
 
 
 def setting_types(key: str) -> tuple[Any, ...]:
-    """The types of a setting, `None` last: `int | None` is (int, NoneType)."""
+    """The types of a setting's values, NoneType last, such as (int, NoneType)."""
     return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
 
 

@@ -71,20 +71,20 @@ class HighestWeights:
             self._sum = highest if self._sum is None else self._sum + highest
 
     def mean(self) -> NDArray[np.float64] | None:
-        """[k]; None if no counted layer was observed."""
+        """The highest weights [k]; None if no counted layer was observed."""
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
 class AttentionTracker:
-    """A block in which ids are read, in one forward pass or several.
+    """Context manager: count attention while ids are read, in one forward pass or several.
 
-    The attention statistics are updated once, as the block ends, so that the result does not depend
-    on how the ids were split into passes.
+    The attention statistics are updated once, when the block ends, so that the result does not
+    depend on how the ids were split into passes.
 
     Args:
         config: which attention is counted; None for none.
         model: the model that reads.
-        cache, ledger: where it reads into.
+        cache, ledger: what the ids are read into.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class AttentionTracker:
 
     @property
     def _shared_rows(self) -> int:
-        """Number of rows in the cache, without those that belong to single layers."""
+        """Number of rows in the cache, without the inserted rows of single layers."""
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
-        """How many of the next `count` rows fit one pass whose weights take `size` bytes a layer.
+        """How many of `count` rows one pass can read if its weights may take `size` bytes a layer.
 
         At least one.
         """
@@ -123,7 +123,7 @@ class AttentionTracker:
         return max(1, min(count, size // (4 * self._model.heads * rows)))
 
     def observer(self) -> PassWeights | None:
-        """Observes the next forward pass; None if nothing is counted."""
+        """An observer for the next forward pass; None if no attention is counted."""
         if self._config is None:
             return None
         layers = self._config.counted_layers(len(self._cache.layers), self._model.sliding_layers)

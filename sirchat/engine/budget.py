@@ -25,12 +25,12 @@ _LEAST = 8
 """Fewest rows that sinks and pins must leave to the policy."""
 
 _AT_ONCE = 1024
-"""Most ids of several chunks that are read at once: Ctrl-C is answered between two passes."""
+"""Most ids that are read in one pass of several chunks; Ctrl-C is handled between passes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The limits that `settings` set to the rows of a ledger's conversation.
+    """The limits that `settings` put on the held rows of one conversation.
 
     `context_length` is the budget of a policy that never evicts, and the hard bound of settings
     that evict only between turns.
@@ -57,7 +57,7 @@ class Budget:
 
     @property
     def hard_bound(self) -> int:
-        """Most rows ever held, within a turn, too: the budget, or the context length."""
+        """Most rows held at any time, also within a turn: the budget, or the context length."""
         return max(self.total, self.context_length) if self.only_between_turns else self.total
 
     @property
@@ -76,7 +76,7 @@ class Budget:
 
     @property
     def policy_bound(self) -> int:
-        """Most rows ever held outside the reserve."""
+        """Most rows held outside the reserve at any time, also within a turn."""
         return self.hard_bound - self.reserve
 
     @property
@@ -97,18 +97,19 @@ class Budget:
 
     @property
     def eviction_block(self) -> int:
-        """Rows evicted at once while generating; so few that protected rows never have to go."""
+        """Rows evicted at once while generating; few enough that protected rows can always stay."""
         return min(max(8, self.policy_budget // 16), self.most_protected())
 
     @property
     def chunk_size(self) -> int:
-        """Ids for which room is made at once: E/4, and no more than the policy has room for."""
+        """Most ids for which room is made at once: E/4, but no more than `most_protected`."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
     def max_prefill(self, pinned: bool) -> int:
         """Most ids that are read in one pass: as many chunks as there is room for, at least one.
 
-        What is evicted doesn't depend on it. Pinned ids change the size of the next chunk.
+        This number does not change what is evicted. Pinned ids are read one chunk at a time,
+        because they change the size of the next chunk.
         """
         size = self.chunk_size
         if pinned or self.compacts_at_anchors:
@@ -117,37 +118,37 @@ class Budget:
         return size * max(1, free // size)
 
     def most_protected(self, at: Positions | None = None) -> int:
-        """Most rows of the current round that are protected: half of the room for the newest.
+        """Most rows of the current round that are protected: half of the room for new tokens.
 
-        That room is E, unless the policy leaves less. `at` as in `evictable`.
+        That room is E, unless the policy gives less (`newest_room`). `at` as in `evictable`.
         """
         return self.settings.policy.newest_room(self.evictable(at)) // 2
 
     def evictable(self, at: Positions | None = None) -> int:
         """E: rows of the policy's budget that are neither sinks nor pins.
 
-        The pins counted are those among the held rows, or among the rows at positions `at`.
+        Pins are counted among the held rows, or among the rows at positions `at` if given.
         """
         pins = self.pins(self.ledger.held_positions if at is None else at)
         return max(_LEAST, self.policy_budget - self.sinks - pins)
 
     def pins(self, at: Positions) -> int:
-        """Number of pinned rows at `at`, beyond the sinks; 0 if the policy ignores pins."""
+        """Number of pinned rows at positions `at`, without sinks; 0 if the policy ignores pins."""
         return int((self.pinned(at) & (at >= self.sinks)).sum())
 
     def pinned(self, at: Positions) -> NDArray[np.bool_]:
-        """Mask [n] of the pinned rows among those at `at` [n]; none if the policy ignores pins."""
+        """Mask of the pinned rows at positions `at` [n]; all False if the policy ignores pins."""
         if not self.settings.policy.honours_pins:
             return np.zeros(len(at), bool)
         return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether the policy evicts behind each anchor."""
+        """Whether the policy evicts rows right after each anchor is read."""
         return self.settings.policy.compacts_at_anchors
 
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
-        """Where a chunk from `start` to at most `end` ends: behind its first anchor, if any."""
+        """Where a chunk from `start` to at most `end` ends: after its first anchor, or at `end`."""
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
@@ -163,7 +164,7 @@ class Budget:
         return torch.from_numpy(np.flatnonzero((held >= begins) | (held < self.sinks)))
 
     def check_pins(self, reachable: Positions, more: int) -> None:
-        """Raise SettingError if the pins among `reachable` and `more` rows leave too few rows."""
+        """Raise SettingError if the pins in `reachable` and `more` new pins leave too few rows."""
         if self.unbounded or not self.settings.policy.honours_pins:
             return
         pins = self.pins(reachable)
@@ -178,8 +179,8 @@ class Budget:
     def view(self, at: Positions, round: int | None) -> HeldRows:
         """Rows at positions `at` [n] as the policy sees them, with the protected ones marked.
 
-        Protected are sinks, pins and, if the settings say so, the newest rows of `round`, the
-        current one, as of `most_protected`; None protects no round.
+        Sinks and pins are protected, and, if the settings say so, the newest rows of the current
+        round `round`, at most `most_protected`. If `round` is None, no round is protected.
         """
         protected = (at < self.sinks) | self.pinned(at)
         if self.settings.protect and round is not None:
@@ -202,15 +203,15 @@ class Budget:
 
 
 def most_recalled(n: int, room: int) -> int:
-    """Size of the reserve for n recalled rows, of the `room` beside sinks and pins.
+    """Size of the reserve for n recalled rows; `room` is the budget without sinks and pins.
 
-    At most three quarters of it: the conversation itself needs room to be read.
+    At most three quarters of `room`, because the conversation itself needs room to be read.
     """
     return max(0, min(n, 3 * room // 4, room - _LEAST))
 
 
 def _is_choice(rows: Tensor, held: HeldRows, num_keep: int) -> bool:
-    """Whether `rows` are `num_keep` ascending rows of `held`, with all protected rows."""
+    """Whether `rows` are `num_keep` ascending row numbers of `held`, with all protected rows."""
     if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
         return False
     if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):

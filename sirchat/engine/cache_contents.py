@@ -65,7 +65,7 @@ class CacheContents:
 
     @property
     def selection(self) -> Selection:
-        """What the cache holds now."""
+        """Which rows the cache holds now."""
         ledger = self._ledger
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
@@ -86,13 +86,13 @@ class CacheContents:
         return replace(rows, **columns)
 
     def note_pass(self) -> None:
-        """Note that a forward pass follows: switching back restores what that pass saw."""
+        """Note that a forward pass follows; `switch` can later restore the rows that it saw."""
         self._at_last_pass = None
 
     def make_room(self, count: int) -> list[EvictedRows]:
         """Evict what the policy does not keep, so that `count` more rows fit in the hard bound.
 
-        Right behind an anchor, also evict what the policy drops although there is room.
+        Right after an anchor, also evict the rows that the policy's `reduce` does not keep.
         """
         budget, evicted = self.budget, list[EvictedRows]()
         flags = self._ledger.column("flags")
@@ -111,8 +111,8 @@ class CacheContents:
 
         Nothing is done if `evict` is "when-full".
 
-        If it is "between-turns", only what exceeds the budget is evicted, before turn and reply,
-        for which the cache then grows.
+        If it is "between-turns", only the rows above the budget are evicted, and the cache grows to
+        have room for the turn and the reply.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
@@ -131,9 +131,9 @@ class CacheContents:
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Positions [k], ascending, that would be evicted if room for a block were needed now.
 
-        `in_round` protects the current round's rows; else it is what the next round would evict.
-        Empty while there is room for two blocks, or where nothing may be evicted. Where rows are
-        evicted only between turns: what the next user turn would evict.
+        `in_round` protects the current round's newest rows; without it, these are the rows that the
+        next round would evict. Empty while there is room for two blocks, or if nothing may be
+        evicted. If rows are evicted only between turns: the rows that the next turn would evict.
         """
         held, budget = self.view(self.round if in_round else None), self.budget
         block = budget.eviction_block
@@ -149,11 +149,11 @@ class CacheContents:
         return budget.policy_positions[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
-        """Change the settings; then hold what they choose from all rows held or archived.
+        """Change the settings; then hold the rows that they choose from all held or archived ones.
 
-        Settings equal to those of the last forward pass restore exactly the rows that it saw.
-        `pins` more rows are about to be pinned. Raises SettingError, changing nothing, if sinks and
-        pins leave too little room.
+        If the settings are again those of the last forward pass, exactly the rows that it saw are
+        held. `pins` is the number of rows about to be pinned. Raises SettingError, changing
+        nothing, if sinks and pins leave too little room.
         """
         before, self.budget = self.budget, replace(self.budget, settings=settings)
         try:
@@ -175,7 +175,7 @@ class CacheContents:
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
-        """Pin or unpin rows that are held or archived, then choose anew from all rows.
+        """Pin or unpin held or archived rows, then choose anew which of all rows to hold.
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
         """
@@ -193,8 +193,9 @@ class CacheContents:
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these rows, unless they are sinks: no choice restores them, until `excluded` is
-        false.
+        """Evict these rows, except sinks; they are not restored.
+
+        With `excluded` False, they can be restored again, and nothing is evicted.
         """
         positions = positions[positions >= self.budget.sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
@@ -221,16 +222,17 @@ class CacheContents:
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to a checkpoint; if the settings have changed since, choose anew.
+        """Go back to a checkpoint; choose rows anew if those held then no longer fit the settings.
 
-        The same rows are pinned as then; with `keep_pins`, those that are now stay pinned, and are
-        held. Raises LookupError, changing nothing, if a row that was held then is gone.
+        Rows are pinned as they were then; with `keep_pins`, rows pinned now also stay pinned, and
+        are held. Raises LookupError, changing nothing, if a row that was held then is neither held
+        nor archived.
         """
         self._cache.reserve(len(to.held))
         self._store.undo(to)
         self.round, self._layers = round, ()
         self._ledger.recall(selection.recalled)
-        with suppress(LookupError):  # the rows of single layers may be gone by now
+        with suppress(LookupError):  # the archive may have dropped the rows of single layers
             self._insert(selection.layers)
         self._at_last_pass = None
         budget = self.budget
@@ -243,7 +245,7 @@ class CacheContents:
         return []
 
     def fill_reserve(self, found: SearchResult) -> CacheUpdate:
-        """Fill the reserve with the best of what was found; earlier recalled rows leave."""
+        """Fill the reserve with the best rows found; rows recalled earlier are evicted."""
         recall, own = self.budget.settings.recall, self.budget.policy_positions
         if recall is None:
             return []
@@ -255,7 +257,7 @@ class CacheContents:
         return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
 
     def clear_reserve(self) -> CacheUpdate:
-        """Empty the reserve."""
+        """Evict all recalled rows, so that the reserve is empty."""
         if not self.recalled:
             return []
         return self._hold(Selection(self.budget.policy_positions, _NONE))
@@ -268,7 +270,7 @@ class CacheContents:
         self._at_last_pass = None
 
     def _after_switch(self, before: CacheSettings) -> Selection:
-        """What to hold after a switch from the settings `before`."""
+        """Which rows to hold after a switch from the settings `before`."""
         budget, last = self.budget, self._at_last_pass
         now = budget.settings
         if last is not None and last[0] == now and self._store.has(last[1].held):
@@ -280,7 +282,7 @@ class CacheContents:
         return self._choice()
 
     def _choice(self) -> Selection:
-        """What the policy keeps of all rows held or archived; the reserve is empty."""
+        """The rows that the policy keeps from all held or archived ones; the reserve is empty."""
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))
@@ -309,7 +311,7 @@ class CacheContents:
         return moves
 
     def _insert(self, layers: tuple[Positions, ...]) -> None:
-        """Put each layer's own recalled rows into the reserve, after the sinks."""
+        """Write each layer's own recalled rows into the reserved slots, which follow the sinks."""
         if layers is self._layers:
             return
         self._layers = layers
@@ -320,11 +322,11 @@ class CacheContents:
             self._cache.remove_inserted()
 
     def _keep(self, num_keep: int) -> EvictedRows:
-        """Evict all but `num_keep` rows of the policy's; recalled rows stay."""
+        """Evict all rows outside the reserve except `num_keep`; recalled rows stay."""
         return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all but these rows [k] of the policy's; recalled rows stay."""
+        """Evict all rows outside the reserve except `rows` [k]; recalled rows stay."""
         ledger = self._ledger
         if len(ledger.recalled):
             stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)

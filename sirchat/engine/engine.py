@@ -1,11 +1,11 @@
 """The engine: reads ids, generates ids, and holds the cache within its budget. Ids only, no text.
 
-Let E be the rows of the budget that the policy decides about: without sinks, pins and the reserve
-for recall. Ids are read in chunks of at most E/4, or less where the policy leaves less room to the
+Let E be the rows of the budget that the policy decides about: all but sinks, pins and the reserve
+for recall. Ids are read in chunks of at most E/4, or less if the policy gives less room to the
 newest tokens, and room for a chunk is made before it is read. While generating, room is made in
-blocks, when the cache is full. So `resident <= budget` after every forward pass, except where rows
-are evicted only between turns (`evict`). The carried logits are those of the last token read; they
-predict the next one.
+blocks, when the cache is full. So `resident <= budget` after every forward pass, unless rows are
+evicted only between turns (`evict`). The carried logits are those after the last token read; they
+predict the next token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Engine:
 
     Args:
         model: reads ids over a cache.
-        settings: policy, budget and the like; `switch` changes them.
+        settings: policy, budget and so on; `contents.switch` changes them.
         seed: seeds the arrival keys and random policies.
         ends_sequence: whether an id ends a sequence, for the policy `anchor`.
         continues_word: whether an id belongs to the word of the id before it, given as
@@ -72,7 +72,7 @@ class Engine:
         self._model = model
         self._ends_sequence = ends_sequence
         self._continues_word = continues_word
-        self._no_surprisal = math.log(model.vocab_size)  # as if all tokens were as likely
+        self._no_surprisal = math.log(model.vocab_size)  # of a token if all are equally likely
         self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
         budget = Budget(settings, self.ledger, model.context_length)
         self.cache = model.new_cache(min(budget.total, 1024) if budget.unbounded else budget.total)
@@ -104,7 +104,7 @@ class Engine:
     def feed(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
-        """Read ids, some at once; the engine is in a consistent state at every yield.
+        """Read ids, several at a time; the engine is in a consistent state at every yield.
 
         Raises ContextFullError, with nothing read, if they do not fit and nothing may be evicted.
         """
@@ -118,7 +118,7 @@ class Engine:
             most = min(len(ids), done + budget.max_prefill(pinned))
             end = budget.end_at_anchor(whole.flags, done, most)
             yield from self.contents.make_room(end - done)
-            with shared:  # and not around a yield, where another conversation may go on
+            with shared:  # not around a yield: another conversation may run then
                 self._read(whole.part(done, end))
             done = end
             yield from self._compact_at_anchor()
@@ -137,10 +137,10 @@ class Engine:
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
         """Generate until a stop id, `max_new_tokens` or an interrupt; the last record says which.
 
-        With a `lookup`, several tokens are computed at once where it guesses them.
+        With a `lookup`, tokens that it guesses are computed several at once.
 
         Raises ContextFullError if nothing may be evicted and fewer than `reserve` rows would stay
-        free, which the turn needs to be closed.
+        free; the end of the turn needs these.
         """
         self.contents.round = at.round
         self.reader.drop_ahead()
@@ -169,12 +169,12 @@ class Engine:
 
     @property
     def _may_look_ahead(self) -> bool:
-        """Whether rows may be computed that are not read: not where their attention counts."""
+        """Whether guesses may be computed: not if attention is counted or anchors evict rows."""
         budget = self.contents.budget
         return self.settings.attention_stats is None and not budget.compacts_at_anchors
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
-        """Compute a guess that begins with `token_id`, unless it is part of the last one."""
+        """Compute `token_id` and guessed tokens after it, unless the last guess has that token."""
         if self.reader.is_ahead(token_id):
             return
         used = self.reader.drop_ahead()
@@ -192,9 +192,9 @@ class Engine:
         return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
-        """Apply the decay of the round that ends; only a fixed decay applies to its own rows.
+        """Apply the decay as a round ends: a fixed decay to all rows, `auto` to older rounds only.
 
-        Where the policy asks for it, the round's held rows are read once more before that.
+        If the policy asks for it, the round's held rows are read once more before that.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -216,11 +216,11 @@ class Engine:
         )
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
-        """Go back to a checkpoint, as if nothing had been read or pinned since; the settings stay.
+        """Go back to a checkpoint: undo all that was read or pinned since; the settings stay.
 
-        With `keep_pins`, what is pinned now stays so, and is held. Returns what moved because the
-        settings are others now. Raises LookupError, changing nothing, if a row that was held then
-        is gone.
+        With `keep_pins`, rows pinned now stay pinned and held. Returns the rows evicted or restored
+        because settings or pins differ from then. Raises LookupError, changing nothing, if a row
+        that was held then is neither held nor archived.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
@@ -282,7 +282,7 @@ class Engine:
         return ids
 
     def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids that are no template's; all of them for 0."""
+        """The newest `count` held ids, without the chat template's; all if `count` is 0."""
         held = self.ledger.held_positions
         said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[said].tolist()

@@ -22,7 +22,7 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Most that the logits, or a counted layer's attention weights, take in one pass (float32)."""
+"""Most bytes of the logits, or of a counted layer's weights, in one pass (float32)."""
 
 
 class CausalModel(AttendingModel, Protocol):
@@ -52,7 +52,7 @@ class CausalModel(AttendingModel, Protocol):
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> Tensor:
-        """Read ids [m] behind the cache's rows; logits [m, V], as of `LoadedModel.forward`."""
+        """Read ids [m] after the cache's rows; returns logits [m, V]: see `LoadedModel.forward`."""
 
     def read(
         self,
@@ -63,10 +63,10 @@ class CausalModel(AttendingModel, Protocol):
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> PassResult:
-        """The same where only surprisal and the last logits are needed."""
+        """Like `forward`, but returns only the surprisal of the ids and the last logits."""
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """To be entered for each of several passes of many ids, which then share some work."""
+        """A context to enter for each of several passes of many ids, which then share some work."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ class PrefillChunk:
         return len(self.ids)
 
     def part(self, start: int, end: int) -> PrefillChunk:
-        """The ids from `start` to before `end`."""
+        """The ids numbered `start` to `end` - 1, as a chunk."""
         at = slice(start, end)
         return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 @dataclass(eq=False)
 class _Ahead:
-    """Ids that may be read next: their rows stand behind the cache's, but do not count yet.
+    """Guessed next ids: their rows are written after the cache's rows, but do not count yet.
 
-    `logits` [m, V] are those after each id, `start` is the row of the first one, and `used` says
-    how many of the ids have been read.
+    `logits` [m, V] are the logits after each id, `start` is the row of the first id, and `used` is
+    the number of ids that have been read since.
     """
 
     ids: Sequence[int]
@@ -116,15 +116,15 @@ class Reader:
         self._ahead: _Ahead | None = None
 
     def look_ahead(self, ids: Sequence[int]) -> None:
-        """Compute what reading ids [m] one after the other will find; nothing is read yet.
+        """Compute the logits after each of ids [m], in case they are read next; none is read yet.
 
-        The cache must have room for them. Whatever is read instead of them makes this void.
+        The cache must have room for the ids. Reading any other id discards what was computed.
         """
         logits = self._model.forward(ids, self._cache, positions=self._next(len(ids)))
         self._ahead = _Ahead(ids, logits, self._cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
-        """Whether what reading this id will find is known."""
+        """Whether `look_ahead` has computed the logits after this id, if it is read next."""
         ahead = self._ahead
         return (
             ahead is not None
@@ -134,7 +134,7 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Drop what was computed ahead; how many ids of it were read, None if there was none."""
+        """Drop the ids computed ahead; returns how many were read, or None if there were none."""
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.used
 
@@ -144,7 +144,7 @@ class Reader:
         visible_to_anchor: Callable[[], Tensor] | None = None,
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read a chunk, for whose rows there must be room, in passes that fit the memory.
+        """Read a chunk in passes that fit the memory; the cache must have room for its rows.
 
         Args:
             chunk: what is read.
@@ -176,7 +176,7 @@ class Reader:
         positions: NDArray[np.int64],
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read ids [n], which the ledger has at `positions` of the stream, into the cache alone."""
+        """Read ids [n] into the cache again; the ledger already has them, at stream `positions`."""
         self._cache.reserve(len(ids))
         start = 0
         with self._tracker(stats) as tracker:
@@ -192,10 +192,11 @@ class Reader:
                 start += len(part)
 
     def repeat(self, rows: Tensor, layers: int, most: int) -> None:
-        """Read the held rows [k] once more behind all others, for the attention they receive.
+        """Read the held rows [k] again after all others, and record the attention they receive.
 
-        At most `most` ids at a time; nothing else changes. `layers` are those that count, 0 for
-        all. Nothing is read where positions are those of the stream and leave the model's context.
+        Nothing else changes. At most `most` ids are read at a time; `layers` is the number of
+        layers that count, 0 for all. If keys have stream positions, reading stops where these would
+        exceed the model's context.
         """
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
@@ -219,10 +220,10 @@ class Reader:
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]
     ) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each alternative's ids as the next ones; no state changes.
+        """Log-probabilities of each alternative's ids as the next tokens; no state changes.
 
-        All alternatives are read in one forward pass in which none sees another, unless the model
-        has sliding-window layers; meanwhile the cache has room for as many rows more.
+        All alternatives are read in one forward pass in which none sees another, or in one pass
+        each if the model has sliding-window layers. The cache gets room for the rows read.
         """
         first = self.logits
         if first is None or not all(alternatives):
@@ -245,7 +246,7 @@ class Reader:
         return tuple(scores)
 
     def _forward_apart(self, alternatives: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [m, V] of all alternatives' ids, in order; each continues the held rows alone."""
+        """Logits [m, V] of all alternatives' ids, in order; none sees the ids of another."""
         held, sizes = self._cache.length, [len(one) for one in alternatives]
         ids = [token_id for one in alternatives for token_id in one]
         if len([size for size in sizes if size]) == 1:
@@ -280,7 +281,7 @@ class Reader:
         )
 
     def _next(self, count: int) -> Sequence[int] | None:
-        """Where `count` more ids stand."""
+        """Stream positions of the next `count` ids; None if keys are rotated to cache slots."""
         return self._in_stream(range(self._ledger.seen, self._ledger.seen + count))
 
     def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
@@ -291,11 +292,11 @@ class Reader:
         return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
     def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
-        """Positions of the stream, if the keys stand at these; else None, for cache slots."""
+        """These stream positions, or None if keys are rotated to cache slots instead."""
         return positions if self._cache.in_stream else None
 
     def _record(self, chunk: PrefillChunk, found: PassResult) -> None:
-        """Commit rows that were read; the carried logits give the first one's surprisal."""
+        """Commit a chunk that was read; the carried logits give the first id's surprisal."""
         ids = list(chunk.ids)
         with torch.inference_mode():
             scores = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
@@ -314,7 +315,7 @@ class Reader:
 
 
 def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
-    """The score of ids [m] whose logits are [m, V]."""
+    """The score of ids [m], given the logits [m, V] that predict them."""
     with torch.inference_mode():
         wanted = torch.tensor(ids, device=logits.device)
         greedy = bool((logits.argmax(-1) == wanted).all())

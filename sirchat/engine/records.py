@@ -29,16 +29,17 @@ class CacheSettings:
         decay: factor on surprisal and attention when a round closes; None for the automatic decay.
         archive: most bytes that the archive may take; 0 for no archive.
         folder: folder for full segments of the archive; None for RAM.
-        protect: whether the newest E/2 rows of the current round are protected from eviction.
-        evict: "when-full" evicts whenever room is needed; "before-turn" when a user turn arrives,
-            for the turn and its whole reply, otherwise only to stay within the budget;
-            "between-turns" only when a user turn arrives, down to the budget, which turn and reply
-            then exceed (SirLLM's Algorithm 1), otherwise only to stay within the model's context
-            length.
-        in_stream: whether keys stand at their positions in the stream, which then ends with the
-            model's context; otherwise they stand close together in the cache.
+        protect: whether the newest E/2 rows of the current round are protected from eviction; the
+            policy decides about E rows (see `engine.budget`).
+        evict: when rows are evicted. "when-full": whenever room is needed. "before-turn": when a
+            user turn arrives, for the turn and its whole reply; otherwise only to stay within the
+            budget. "between-turns": when a user turn arrives, down to the budget, which the turn
+            and its reply may then exceed (SirLLM's Algorithm 1); otherwise only to stay within the
+            model's context length.
+        in_stream: whether a key's position is its place in the stream, which can then be no longer
+            than the model's context; otherwise it is the key's slot in the cache.
         recall: how archived rows are restored for a turn; None for no recall.
-        count_attention: whether attention is counted although the policy does not use it.
+        count_attention: whether attention is counted even if the policy does not use it.
     """
 
     policy: Policy
@@ -78,7 +79,7 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """Rows at these stream positions left the cache; `resident` stay, of `seen` ever read."""
+    """Rows at these stream positions were evicted; `resident` rows stay, of `seen` ever read."""
 
     positions: Positions
     resident: int
@@ -113,7 +114,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely some ids are as the next ones.
+    """How likely some ids are as the next tokens.
 
     Attributes:
         ids: at least one.
@@ -144,7 +145,7 @@ class Selection:
 
     Attributes:
         held: stream positions [n], ascending.
-        recalled: those of `held` that are in the reserve for recall.
+        recalled: the positions among `held` that are in the reserve for recall.
         layers: for each layer, the positions of its own recalled rows; empty unless the recall
             scope is `layer`.
     """
@@ -171,7 +172,7 @@ class EngineState:
     Attributes:
         rows: the ledger's rows [seen], as `memory.ledger.ROW`.
         held: stream positions [n] of the held rows, ascending.
-        log_decay, unknown_surprisal: of the ledger.
+        log_decay, unknown_surprisal: as in the ledger.
         logits: raw logits for the next token, float32 [V].
         round: number of user turns so far.
         recalled: positions among `held` that were recalled for the last round.

@@ -50,11 +50,11 @@ class Sampler:
 
         Args:
             logits: [V], raw.
-            said_ids: gives the newest ids that the model sees, without the template's: as many as
-                asked for, or all for 0. For the repetition penalty.
-            position: stream position of the token to come; keys the draw.
+            said_ids: takes a count, and returns that many of the newest ids that the model sees,
+                without the template's; all for 0. For the repetition penalty.
+            position: stream position of the next token; the random draw depends on it.
 
-        Raises ModelError where the logits are no numbers, as after a division by zero.
+        Raises ModelError if the logits are NaN, as after a division by zero.
         """
         scores = logits
         if self._processors:
@@ -99,16 +99,16 @@ def _processors(sampling: Sampling) -> LogitsProcessorList:
     return chosen
 
 
-_MATCH = 3  # newest tokens that must have stood before, after a guess that was right
-_LONG = 8  # the same at first, and after a guess in vain
+_MATCH = 3  # newest tokens that must have occurred before, if the last guess was right
+_LONG = 8  # the same at the start, and if the last guess was wrong
 _WITHIN = 2**14  # newest tokens that are searched
-_BRIEF, _WHOLE = 5, 15  # tokens guessed behind a short and behind a long match
+_BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
 _PAYS = 3  # right tokens that make up for the larger pass
 _LONGEST_REST = 256  # tokens
 
 
 class PromptLookup:
-    """Guesses during one reply; the more often in vain, the longer it rests."""
+    """Guesses the next tokens of one reply; after wrong guesses it pauses, each time longer."""
 
     def __init__(self) -> None:
         self._least = _LONG
@@ -141,9 +141,9 @@ class PromptLookup:
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """Where the tokens stand that followed the newest ones before, and how many of these match.
+    """Find where the newest tokens occurred before: the index after them, and how many match.
 
-    The longest match, and of several the newest one; (0, 0) if not even three tokens match.
+    The longest match counts, and the newest of several; (0, 0) if not even three tokens match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _MATCH - 1]

@@ -1,8 +1,9 @@
 """Searches the archive for the rows that a turn needs.
 
-The turn is read once to search, and this pass is undone: cache, ledger, archive and random numbers
-are as before. Then the found rows are put into the reserve, and the turn is read again with them in
-place. With `query: recent`, and for retrievers that don't need the turn, nothing is read to search.
+The turn is read once to search, and this reading is undone: cache, ledger, archive and random
+numbers are as before. Then the found rows are put into the reserve, and the turn is read again, now
+with these rows in the cache. With `query: recent`, and for retrievers that don't need the turn,
+nothing is read to search.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def search(
     Args:
         engine: whose archive is searched.
         model: the engine's model.
-        ids, roles: of the turn [m]; of a long turn only the end, as much as the policy may hold, is
-            read.
+        ids, roles: the turn's ids and roles [m]; if the turn is long, only its last ids are read,
+            as many as the policy may hold.
         at: the turn.
         words: a score for each turn so far, by the words it has in common with this one, if the
             retriever needs them.
@@ -77,7 +78,7 @@ def search(
 def _score(
     engine: Engine, recall: RecallSettings, query: Query, rotations: Sequence[LayerRotation]
 ) -> SearchResult | None:
-    """The archived rows from before the turn, or the best of them, and their scores."""
+    """Scores of the archived rows from before the turn, or of those that an index proposes."""
     ledger, archive = engine.ledger, engine.store.archive
     archived = _archived(engine, query.start)
     if not len(archived):
@@ -89,7 +90,7 @@ def _score(
 
 
 def _archived(engine: Engine, before: int) -> Positions:
-    """The archived rows among the first `before` of the stream."""
+    """Positions of the archived rows among the first `before` tokens of the stream."""
     reachable = engine.store.reachable()
     is_archived = engine.ledger.column("state")[reachable] == State.ARCHIVED
     archived: Positions = reachable[is_archived & (reachable < before)]
@@ -97,7 +98,7 @@ def _archived(engine: Engine, before: int) -> Positions:
 
 
 def _recent(engine: Engine) -> Positions:
-    """Slots of the recent window as it is now: the policy's, or all but the sinks."""
+    """Slots of the rows in the policy's recent window, or of all but the sinks if it has none."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))
@@ -122,7 +123,7 @@ def _query(
 
 
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
-    """Without what is held again: a layer has it already."""
+    """The result without rows that are held again after the undo: every layer has these."""
     if found is None or found.layers is None:
         return None
     there = engine.ledger.column("state")[found.positions] == State.ARCHIVED

@@ -19,7 +19,7 @@ class ProgressPace:
     Args:
         done: how much is done at the start.
         total: how much there is to do.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, done: float, total: float, clock: Callable[[], float]) -> None:
@@ -27,7 +27,7 @@ class ProgressPace:
         self._started = self._printed = self._now = clock()
 
     def is_due(self, done: float) -> bool:
-        """Whether a line should be written now: `EVERY` seconds after the last, and at the end."""
+        """Whether to write a line now: `EVERY` seconds after the last line, and at the end."""
         self._now = self._clock()
         is_due = done >= self._total or self._now - self._printed >= EVERY
         if is_due:
@@ -35,7 +35,7 @@ class ProgressPace:
         return is_due
 
     def left(self, done: float) -> str:
-        """`, 3 min left`, as of the last call of `is_due`; empty at the start and at the end."""
+        """The time left, like `, 3 min left`, at the last `is_due`; empty at start and end."""
         if not self._before < done < self._total:
             return ""
         seconds = (self._now - self._started) / (done - self._before) * (self._total - done)
@@ -62,15 +62,15 @@ def with_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Pass units on as they finish, and report progress.
+    """Yield each unit of `done` as it finishes, and report progress.
 
     Args:
-        done: finishes a unit at a time.
+        done: yields the units as they finish.
         total: number of units.
-        known: how many of them were finished before.
-        name: of the study.
+        known: number of units that were finished before this run.
+        name: name of the study.
         console: where to report; by default stderr.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
     """
     console = console or Console(stderr=True, highlight=False)
     if console.is_terminal:
@@ -95,7 +95,7 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """A line at the start, when a unit ends and one is due, and at the end."""
+    """Print a line at the start, after a unit if enough time has passed, and at the end."""
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
     for finished, one in enumerate(done, known + 1):

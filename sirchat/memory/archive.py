@@ -1,8 +1,8 @@
 """The archive of evicted rows: their keys and values as first written, in RAM or on disk.
 
-Rows are appended to segments of fixed size and looked up by stream position. A row that returns to
-the cache also stays in the archive, and is not stored a second time when it is evicted again. Over
-its limit the archive drops whole segments, the one with the lowest mean score first.
+Rows are appended to segments of fixed size and looked up by stream position. A row that is restored
+also stays in the archive, and is not stored a second time when it is evicted again. When the
+archive exceeds its limit, it drops whole segments, the one with the lowest mean score first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Archive:
         folder: where full segments are written, or None to keep them in RAM.
 
     Attributes:
-        index: search index over the archived rows, or None where none was built. Rows that leave
-            the archive are removed from it.
+        index: search index over the archived rows, or None if none was built. Rows removed from
+            the archive are removed from the index, too.
     """
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
@@ -133,7 +133,7 @@ class Archive:
     def blocks(self, wanted: Positions) -> Iterator[Rows]:
         """The stored rows among the stream positions `wanted`, one segment at a time.
 
-        A segment that is wanted whole is given as views.
+        If all rows of a segment are wanted, they are given as views.
         """
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
         is_wanted[wanted[wanted < len(self._slots)]] = True
@@ -182,7 +182,7 @@ class Archive:
             rows = slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS
             if segment is not None:
                 if self._files is not None:
-                    self._files.wait()  # a pending write would bring back the old tensors
+                    self._files.wait()  # a pending write would set the old tensors again
                 was_full = segment.is_full
                 segment.erase(rows)
                 if segment.is_empty and was_full:
@@ -216,7 +216,7 @@ class Archive:
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The segment with free rows, and its number; a new one like these tensors if needed."""
+        """The segment with free rows, and its number; if needed, a new one shaped like `like`."""
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
             last = Segment(like)
@@ -224,7 +224,7 @@ class Archive:
         return last, len(self._segments) - 1
 
     def _reserve(self, rows: int) -> None:
-        """Grow by doubling."""
+        """Make room for `rows` rows, by doubling."""
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)
             grown[: len(self._slots)] = self._slots

@@ -1,8 +1,8 @@
 """Statistics of the attention that rows receive, also while a round is read again.
 
-Of each row the highest weight that any query of the second reading gave it, as a mean over heads
-and layers (KVzip, arXiv:2505.23416, section 3, whose own score is per head). It is known once the
-round has ended, and never changes.
+When a round is read again, each row gets the highest weight that any query of this second reading
+gave it, as a mean over heads and layers (KVzip, arXiv:2505.23416, section 3, whose own score is per
+head). This number is known once the round has ended, and never changes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Floats = NDArray[np.float64]
 
 
 class RepeatAttention:
-    """One number for each row of the stream; 0 for rows that were not read a second time."""
+    """The highest weight that each row got in the second reading; 0 for rows read only once."""
 
     def __init__(self) -> None:
         self._highest = np.zeros(0)
 
     def set(self, positions: Positions, highest: Floats) -> None:
-        """Set that of the rows at `positions` [n], ascending."""
+        """Set the highest weights of the rows at `positions` [n], ascending."""
         rows = int(positions[-1]) + 1 if len(positions) else 0
         if rows > len(self._highest):
             more = max(rows, 2 * len(self._highest)) - len(self._highest)
@@ -36,21 +36,21 @@ class RepeatAttention:
         self._highest[positions] = highest
 
     def of(self, positions: Positions) -> Floats:
-        """That of the rows at `positions` [n]."""
+        """The highest weights [n] of the rows at `positions` [n]."""
         known, out = positions < len(self._highest), np.zeros(len(positions))
         out[known] = self._highest[positions[known]]
         return out
 
     def truncate(self, seen: int) -> None:
-        """Delete that of rows from position `seen` on, which have never been read."""
+        """Delete the weights of rows from position `seen` on, which count as never read."""
         self._highest[seen:] = 0
 
     def erase(self, positions: Positions) -> None:
-        """Delete that of these rows."""
+        """Delete the weights of these rows."""
         self._highest[positions[positions < len(self._highest)]] = 0
 
 
-_RESTORATIONS = 256  # are remembered, at most one for each checkpoint: more than can be undone
+_RESTORATIONS = 256  # most entries remembered, at most one per checkpoint: enough for every undo
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PassAttention(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
-        """Of the weights [m, n] from each query to each row."""
+        """Sum the weights [m, n] from each query to each row; keep the newest `window` queries."""
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
 
@@ -127,7 +127,7 @@ class AttentionStats:
     """Attention received by every row of the stream.
 
     Attributes:
-        repeat: what rows received while their round was read a second time.
+        repeat: attention that rows received while their round was read a second time.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class AttentionStats:
         self._window: tuple[QueryWindow, ...] = ()
         # Totals of rows as they were restored; all between two checkpoints are one entry.
         self._restored: deque[AttentionCheckpoint] = deque(maxlen=_RESTORATIONS)
-        self._restorations = 0  # entries, those that are no longer remembered included
+        self._restorations = 0  # entries so far, with those no longer remembered
         self._is_checkpointed = True
 
     @property
@@ -152,10 +152,10 @@ class AttentionStats:
         log_decay: float,
         window: int = 0,
     ) -> None:
-        """Add what the rows at `positions` [n] received in the forward passes of one reading.
+        """Add the attention of the rows at `positions` [n] in the forward passes of one reading.
 
-        Of all passes, the newest `window` queries are kept one by one. Rows that were read while
-        nothing was counted start at the median of the others.
+        The weights of the newest `window` queries are also kept one by one. Rows that were read
+        while nothing was counted start at the median of the others.
         """
         if not passes:
             return
@@ -198,14 +198,14 @@ class AttentionStats:
         if self._is_checkpointed or not self._restored:
             self._restored.append(self._of(positions))
             self._restorations += 1
-        else:  # of a row that was restored twice only the first total counts
+        else:  # a row that was restored twice keeps its first total
             last = self._restored.pop()
             new = self._of(np.setdiff1d(positions, last.positions))
             self._restored.append(_joined(last, new))
         self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """A copy of what rows [n], ascending, have received until now."""
+        """A copy of the attention that rows [n], ascending, have received until now."""
         self._is_checkpointed = True
         repeated = self.repeat.of(positions)
         if not self.is_counted:
@@ -225,9 +225,9 @@ class AttentionStats:
         return AttentionCheckpoint(positions, total, log_decay)
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
-        """Undo everything since a checkpoint of the rows that were held then.
+        """Undo everything counted since the checkpoint `to`.
 
-        Rows from position `seen` on have never been read.
+        Rows from position `seen` on count as never read.
         """
         self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
@@ -253,7 +253,7 @@ class AttentionStats:
             self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Exempt rows from position `start` on from the decays up to `log_decay`, the ledger's."""
+        """Exempt rows at `start` or later from the decays so far; `log_decay` is the ledger's."""
         self._log_decay[start:] = log_decay
 
     def erase(self, positions: Positions) -> None:
@@ -273,7 +273,7 @@ class AttentionStats:
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _reserve(self, rows: int) -> None:
-        """Grow by doubling."""
+        """Make room for `rows` rows, by doubling."""
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
@@ -281,9 +281,9 @@ class AttentionStats:
 
 
 def or_median(received: Tensor) -> Tensor:
-    """Attention of rows [n]; a row without any, read while nothing was counted, gets the median.
+    """Attention of rows [n]; a row without any (read while nothing was counted) gets the median.
 
-    A row that was counted always received some, from its own query.
+    A row that was read while attention was counted always has some, from its own query.
     """
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
@@ -291,7 +291,7 @@ def or_median(received: Tensor) -> Tensor:
 
 
 def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """Both, of different rows."""
+    """Join two checkpoints that have no row in common."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]

@@ -6,10 +6,10 @@ A moved key is always computed from the first-written one, so keys never drift, 
 before them are evicted.
 
 `insert` can put a block of extra rows, different ones in each layer, among the held rows. Row
-numbers count held rows only, so they do not change.
+numbers count held rows only, so an insertion does not change them.
 
-A forward pass writes after the last row; its rows count only after `commit`. An interrupted pass
-leaves the cache unchanged.
+A forward pass writes its rows after the last row; they count only after `commit`. An interrupted
+pass leaves the cache unchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Tensor:
     """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
 
     Copy 0 is what attention reads; the last copy holds the rows as first written. A tensor without
-    a rotation needs a single copy. The type is `dtype`, or if None that of the first rows written.
+    a rotation needs a single copy. The buffer's type is `dtype`, or the type of the first rows
+    written if `dtype` is None.
     """
 
     def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
@@ -57,9 +58,9 @@ class _Tensor:
         self.buffer: Tensor | None = None
 
     def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Write `rows` [1, H, m, D] after the last row; all rows [1, H, n + m, D], in their type.
+        """Write `rows` [1, H, m, D] after the last row; returns all rows [1, H, n + m, D].
 
-        That is a view, unless they are held in another type.
+        The result has the type of `rows`; it is a view unless the buffer has another type.
         """
         count = rows.shape[2]
         end = cursor.length + count
@@ -72,7 +73,7 @@ class _Tensor:
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in slots `tail` [t] to slots start.., rotated by `cos_sin`."""
+        """Move the rows in slots `tail` [t] to the slots from `start` on, rotated by `cos_sin`."""
         if self.buffer is None:
             return
         end = start + len(tail)
@@ -87,7 +88,7 @@ class _Tensor:
         return written.index_select(2, rows.to(written.device))[0]
 
     def replace(self, cursor: _Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Put first-written `rows` [H, n, D] into slots 0.., rotated by `cos_sin`."""
+        """Write first-written `rows` [H, n, D] to the slots from 0 on, rotated by `cos_sin`."""
         count = rows.shape[1]
         if self.buffer is None:
             self._allocate(cursor, rows[None])
@@ -99,9 +100,10 @@ class _Tensor:
     def insert(
         self, start: int, end: int, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Put `rows` [H, k, D], rotated by `cos_sin`, into slots start.., moving start..end up.
+        """Write `rows` [H, k, D], rotated by `cos_sin`, to the slots from `start` on.
 
-        The rotated rows are stored as the first-written ones, too.
+        Before that, the rows in slots `start` to `end` - 1 move up by k. The rotated rows are also
+        stored as the first-written ones.
         """
         count, written = rows.shape[1], self._written()
         written[:, :, start + count : end + count] = written[:, :, start:end].clone()
@@ -120,7 +122,7 @@ class _Tensor:
         self.buffer = self._use(grown)
 
     def _allocate(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Buffers for rows like these [1, H, m, D]."""
+        """Allocate the buffer for rows like these [1, H, m, D]."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
         self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
@@ -172,7 +174,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Args:
         rotations: one entry per layer.
         capacity: number of rows to allocate.
-        dtype: type in which keys and values are held; None for the one in which they are written.
+        dtype: type in which keys and values are held; None for the type in which they are written.
     """
 
     in_stream = False
@@ -232,7 +234,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Keep exactly these held rows [k] (int64, ascending), and any inserted ones."""
+        """Keep exactly these held rows [k] (int64, ascending), and any inserted rows."""
         if self._inserted:
             before = int((rows < self._inserted.start).sum())
             inserted = torch.arange(self._inserted.start, self._inserted.stop)
@@ -245,7 +247,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def insert(self, start: int, layers: list[Rows]) -> None:
         """Insert extra rows, `layers[i]` into layer i, before held row `start`.
 
-        They stay until `remove_inserted`; rows that were inserted before are removed.
+        They stay until `remove_inserted`; rows inserted earlier are removed.
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
@@ -276,7 +278,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
             self._keep_slots(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """Slots [k] of the held rows [k], inserted rows counted."""
+        """The slots [k] of held rows [k]; inserted rows before a held row shift its slot."""
         if not self._inserted:
             return rows
         return rows + (rows >= self._inserted.start) * self.inserted_count
@@ -367,7 +369,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
-        """Keys and values of held rows [k] as attention reads them: two a layer, [H, k, D] each."""
+        """Held rows [k] as attention reads them: keys, then values [H, k, D], of each layer."""
         slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.layers)) for which in (0, 1)]
         if len(slots) == self.length:

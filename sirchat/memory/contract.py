@@ -16,11 +16,11 @@ _CASES = 50
 
 
 def contract_violations(policy: Policy) -> list[str]:
-    """What the policy does wrong, one line each; an empty list when it keeps the contract.
+    """List what the policy does wrong, one line each; the list is empty if nothing is wrong.
 
-    On random ledgers `keep` must return sorted, unique int64 row numbers, exactly as many as asked
-    for, every protected row among them, the same each time, and leave the rows as they are.
-    `score` and `log_factors`, where the policy has them, must return a number for each row.
+    `keep` is called on random ledgers. It must return sorted, unique int64 row numbers, exactly as
+    many as asked for, with every protected row, and the same each time; it must not change the
+    rows. `score` and `log_factors`, if the policy has them, must return a number for each row.
     """
     if not policy.bounded:
         return []
@@ -32,7 +32,7 @@ def contract_violations(policy: Policy) -> list[str]:
             kept = policy.keep(held, num_keep)
             again = policy.keep(held, num_keep)
             numbers = _numbers(policy, held)
-        except Exception as error:  # whatever an outside policy raises is its broken promise
+        except Exception as error:  # any error in another package's policy breaks the contract
             return [f"it raised {type(error).__name__}: {error}"]
         promises = {
             "keep() must return int64 row numbers": kept.dtype == torch.int64,
@@ -54,14 +54,14 @@ def contract_violations(policy: Policy) -> list[str]:
 
 
 def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """The score and the factors of a policy that has any."""
+    """The policy's score and factors of these rows; an empty list if it has no score."""
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
-    """A ledger of several rounds with holes, as after evictions; and how many rows to keep."""
+    """The held rows of a random ledger after some evictions; and how many rows to keep."""
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)
     for round_number in range(int(random.integers(1, 6))):

@@ -2,13 +2,13 @@
 
 With `decay: auto`, older scores fade when a round is more surprising than usual. A round's
 surprisal is the sum of its eight highest token surprisals, in nats, so that a long message does not
-count as surprising for its length alone. It is compared with 1.5 times the mean over the rounds
-before it (the last sixteen; with fewer than four, nothing fades). Above that, the scores of all
-older rounds are multiplied by the threshold over the round's surprisal, but by no less than 0.1.
+count as surprising for its length alone. The threshold is 1.5 times the mean over the rounds before
+it (the last sixteen; with fewer than four, nothing fades). If the round is above the threshold, the
+scores of all older rounds are multiplied by threshold / surprisal, but by no less than 0.1.
 Otherwise the factor is 1, so that early facts outlive any amount of small talk.
 
-Factors from other rows (the row's word, the words beside it) are one number for each row. All
-factors are logarithms, in which no decay is too small.
+Factors that other rows give to a row (those of its word, those beside it) are one number for each
+row. All factors are logarithms, because products of many decays would underflow.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows
 
 LONGEST_WORD = 8
-"""Tokens that count as one word; longer runs, as in scripts without blanks, are several words."""
+"""Most tokens of one word; a longer run, as in scripts without blanks, is several words."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:
-    """Logarithm [n] of the product of the factors; not a number counts as zero."""
+    """Logarithm [n] of the product of the factors; -inf where this is NaN."""
     total = torch.stack([one.double() for one in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
 def words_of(rows: HeldRows) -> Tensor:
-    """The number of each row's word [n], ascending; a word is a run of adjacent tokens."""
+    """For each row [n], the number of its word, ascending; a word is a run of adjacent tokens."""
     is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
     starts = ~(rows.continues_word & is_adjacent)
     at = torch.arange(len(rows))
@@ -45,7 +45,7 @@ def words_of(rows: HeldRows) -> Tensor:
 
 
 def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
-    """Logarithm [n] of the sum of the values [n] over the rows of each row's word [n]."""
+    """For each row, the logarithm [n] of the sum of the values of all rows of its word."""
     values = log_values.double()
     count = int(word[-1]) + 1 if len(word) else 0
     highest = torch.full((count,), -math.inf, dtype=torch.float64)
@@ -56,7 +56,7 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
 
 
 def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor:
-    """Scores [n], or `share` of the score of the row right before or after where that is more.
+    """Log scores [n]; each row gets at least `share` times the score of the row before or after.
 
     `position` [n] are ascending; only rows that are adjacent in the stream share.
     """
@@ -70,12 +70,12 @@ def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
 _THRESHOLD = 1.5  # times their mean
-_TOP_TOKENS = 8  # of a round, whose surprisals are summed
+_TOP_TOKENS = 8  # tokens of a round whose surprisals are summed
 _MIN_FACTOR = 0.1
 
 
 def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor, at most 1, on the scores of all tokens older than the last round.
+    """The factor, at most 1, for the scores of all tokens older than the last round.
 
     Args:
         surprisal: of each token [n], in nats.
@@ -86,7 +86,7 @@ def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -
     first = max(1, last - _MAX_ROUNDS)
     if last - first < _MIN_ROUNDS:
         return 1.0
-    # numpy's own search would first copy the column, which is a million tokens long at some time.
+    # numpy's own search would first copy the column, which can be a million tokens long.
     bounds = [bisect_left(rounds, one) for one in range(first, last + 2)]
     *before, now = (_round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds))
     threshold = _THRESHOLD * sum(before) / len(before)

@@ -1,9 +1,9 @@
-"""The search index of the archive: vectors whose inner products rank rows, and faiss over them.
+"""The search index of the archive: vectors whose inner products rank rows, searched with faiss.
 
-Its projection axes and centroids are learnt from the rows archived when it is built; it is rebuilt
-when there are four times as many. Rows that leave the archive are removed from the index. After
-`/erase` it is rebuilt from the remaining rows, because axes and centroids carry traces of the
-erased ones.
+Its projection axes and centroids are learnt from the rows archived when the index is built; it is
+rebuilt when the archive has four times as many. Rows removed from the archive are removed from the
+index, too. After `/erase` the index is rebuilt from the remaining rows, because axes and centroids
+carry traces of the erased rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Least number of rows that each query vector proposes, and number that all propose together."""
+"""Least number of rows that one query vector proposes; number that all of them propose together."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
@@ -50,7 +50,7 @@ class Index:
     """A search index over archived rows, for one retriever and weight.
 
     Args:
-        recall: the retriever, weight and softening that it serves.
+        recall: the settings whose retriever, weight and softening the index serves.
         rotations: one entry per layer of the model.
     """
 
@@ -71,12 +71,12 @@ class Index:
         return sum(part.nbytes for part in self._parts) + self._has.nbytes
 
     def is_for(self, recall: RecallSettings) -> bool:
-        """Whether it can be searched under these settings."""
+        """Whether the index can be searched under these settings."""
         built = self._recall
         return all(getattr(built, key) == getattr(recall, key) for key in _INDEXED_SETTINGS)
 
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Add the archive's rows at these positions [n], ascending, that are not indexed yet."""
+        """Add the archived rows at these positions [n], ascending, if they are not indexed yet."""
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)
         self._reserve(int(positions[-1]) + 1 if len(positions) else 0)
@@ -85,7 +85,7 @@ class Index:
             self._add(archive, new[start : start + _BATCH], surprisal_of)
 
     def remove(self, positions: Positions) -> None:
-        """Remove the rows at these positions [n]; those that are not indexed are skipped."""
+        """Remove the rows at these positions [n]; rows that are not indexed are skipped."""
         in_range = positions[positions < len(self._has)]
         indexed = in_range[self._has[in_range]]
         if len(indexed):
@@ -96,8 +96,9 @@ class Index:
     def propose(self, query: Query, lowest: float = 0.0) -> Positions:
         """Positions, ascending, of the rows that probably score highest.
 
-        `lowest` is the lowest score of all rows, which a score weighted by surprisal is counted
-        from. Raises LookupError when `attention` has no queries that match the cached keys.
+        `lowest` is the lowest score of all rows; it is subtracted from a score before the score is
+        weighted by surprisal. Raises LookupError if the retriever `attention` has no queries that
+        match the cached keys.
         """
         if self._vectors is None:
             return np.zeros(0, np.int64)
@@ -133,7 +134,7 @@ class Index:
         self._has[positions] = True
 
     def _reserve(self, rows: int) -> None:
-        """Grow by doubling."""
+        """Make room for `rows` rows, by doubling."""
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
@@ -149,7 +150,7 @@ def united(parts: Sequence[Positions]) -> Positions:
 
 
 def evenly(positions: Positions, count: int) -> Positions:
-    """`count` of these positions, evenly spaced; all of them, if there are no more."""
+    """`count` of these positions, evenly spaced; all of them if there are at most `count`."""
     if count >= len(positions):
         return positions
     return positions[np.arange(count) * len(positions) // count]
@@ -160,7 +161,7 @@ def _nats(rows: Rows, surprisal_of: SurprisalOf) -> Tensor:
 
 
 DIMS = 256
-"""Most numbers of a row in the index, over all its vectors."""
+"""Most numbers that the index stores for one row, over all vectors of the row."""
 
 _MIN_DIMS, _STEP = 16, 8  # of one vector; faiss is fast at multiples of 8
 _MAX_RAW_DIMS = 4096  # of the chosen heads' keys and values before projection
@@ -183,7 +184,7 @@ class Axes:
 
     @staticmethod
     def of(sample: Tensor, dims: int) -> Axes:
-        """The first `dims` principal axes of vectors [n, D], at most D."""
+        """The first `dims` principal axes, at most D, of vectors [n, D]."""
         mean = sample.mean(0)
         centred = sample - mean
         _, axes = torch.linalg.eigh(centred.T @ centred)  # by ascending variance
@@ -244,7 +245,7 @@ class IndexVectors:
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
         """For each part of the index, its queries [m, d]; `lowest` is the lowest score of all rows.
 
-        Raises LookupError when `attention` has no queries that match the cached keys.
+        Raises LookupError if the retriever `attention` has no queries that match the cached keys.
         """
         if self._retriever.needs_queries:
             return self._projected_queries(query, self._power)
@@ -257,14 +258,14 @@ class IndexVectors:
     def of_softmax(self, query: Query) -> list[Tensor]:
         """Queries for the rows with the largest attention logits, whatever their surprisal.
 
-        These rows dominate the softmax's sum. Empty where `of_query` finds them, too.
+        These rows dominate the softmax's sum. Empty if `of_query` already finds them.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []
         return self._projected_queries(query, 0.0)
 
     def _projected_queries(self, query: Query, weight: float) -> list[Tensor]:
-        """The queries of each chosen head, [group x m, d], with `weight` on log surprisal."""
+        """Each chosen head's queries [group x m, d], projected, with `weight` for log surprisal."""
         queries = [self._head_queries(query, *head) for head in self.heads]
         parts = [head @ axes.main for head, axes in zip(queries, self._axes, strict=True)]
         if not self._is_weighted:
@@ -272,7 +273,7 @@ class IndexVectors:
         return [_append(part, part.new_tensor(weight)) for part in parts]
 
     def _raw(self, rows: Rows) -> list[Tensor]:
-        """IndexVectors [n, D] before projection, one for each part."""
+        """For each part of the index, the vectors [n, D] of the rows before projection."""
         pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
         if self._retriever.needs_queries:
             return [pairs[layer][0][head] for layer, head in self.heads]
@@ -294,7 +295,7 @@ class IndexVectors:
         return by_head[head].cpu() * layer_queries.scale
 
     def _similarity_query(self, query: Query) -> Tensor:
-        """The query's keys and values of the chosen heads, [m, D] or their mean [1, D]."""
+        """The turn's keys and values in the chosen heads, joined: [m, D], or their mean [1, D]."""
         if not isinstance(self._retriever, SimilarityRetriever):
             raise TypeError("a search index needs queries, or a retriever by similarity")
         parts: list[Tensor] = []
@@ -305,12 +306,12 @@ class IndexVectors:
 
 
 def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
-    """IndexVectors [n, d] with one of the numbers [n], or the same number, appended: [n, d + 1]."""
+    """Append to vectors [n, d] their `numbers` [n], or one number to all: [n, d + 1]."""
     return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
 
 
 def _divide_dims(parts: int) -> list[int]:
-    """DIMS divided among the parts; the remainder goes to the last ones, of deeper layers."""
+    """Divide DIMS among the parts; the last parts, of deeper layers, get the remainder."""
     steps, more = divmod(DIMS // _STEP, parts)
     return [_STEP * (steps + (part >= parts - more)) for part in range(parts)]
 
@@ -325,7 +326,7 @@ _PER_LIST = 40  # training vectors for each list
 
 
 def lists_for(rows: int) -> int:
-    """Number of lists for this many rows."""
+    """Number of faiss lists for an index of this many rows."""
     return max(1, int(rows**0.5))
 
 
@@ -335,7 +336,7 @@ def sample_for(rows: int) -> int:
 
 
 class FaissIndex:
-    """IndexVectors [n, d] by stream position, searched by inner product.
+    """Vectors [n, d] by stream position, searched by inner product with faiss.
 
     Args:
         sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.

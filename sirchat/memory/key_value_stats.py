@@ -1,8 +1,8 @@
 """Statistics of cached keys and values, by which policies rank rows.
 
-Each is one number for each row: the mean over a layer's key/value heads, then over all layers. They
-are computed when rows are ranked, and only those that the policy uses; nothing is recorded, so they
-are the same after a switch, an undo or a resume.
+Each statistic is one number for each row: the mean over a layer's key/value heads, then over all
+layers. When rows are ranked, the statistics that the policy uses are computed anew. Nothing is
+recorded, so they are the same after a switch, an undo or a resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sirchat.memory.ledger import KeyValueStat
 Floats = NDArray[np.float64]
 
 _TINY = 1e-12
-"""Least length that is divided by: a zero vector has the cosine 0."""
+"""Least length to divide by, so that a zero vector has the cosine 0."""
 
 
 class Block(NamedTuple):
@@ -44,13 +44,13 @@ def key_value_stats(
 ) -> dict[KeyValueStat, Floats]:
     """The wanted statistics of `count` ranked rows, [count] each.
 
-    A row that is in no block gets the median of the others; 0 where there are none.
+    A row that is in no block gets the median of the others, or 0 if no row is in a block.
 
     Args:
         wanted: names of the statistics.
         count: number of ranked rows, n.
-        written: gives the rows in blocks, keys as first written.
-        as_read: the same, keys rotated to where attention reads them.
+        written: gives the rows in blocks, with keys as first written.
+        as_read: gives the rows in blocks, with keys rotated to where attention reads them.
     """
     found = {name: np.full(count, np.nan) for name in wanted}
     if set(wanted) - {"key_similarity"}:
@@ -70,9 +70,9 @@ def key_value_stats(
 
 
 def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """Row numbers [k] and similarities [k] of each block.
+    """Give the row numbers [k] and the `key_similarity` [k] of each block.
 
-    The cosine does not depend on the length of the mean, so that the sum will do.
+    The cosine with the mean equals the cosine with the sum, which is used instead.
     """
     sums: list[Tensor] = []
     for block in as_read():
@@ -84,18 +84,18 @@ def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]
 
 
 def _sum_of_units(keys: Tensor) -> Tensor:
-    """The sum [H, 1, D] of vectors [H, k, D] over their lengths."""
+    """The sum [H, 1, D] of vectors [H, k, D], each divided by its length."""
     return (1 / _norm(keys, 2).clamp_min(_TINY))[:, None] @ keys.float()
 
 
 def _cosines(keys: Tensor, anchor: Tensor) -> Tensor:
-    """Cosines [H, k] of vectors [H, k, D] and one of each head [H, 1, D]."""
+    """Cosines [H, k] between vectors [H, k, D] and each head's `anchor` [H, 1, D]."""
     products = (keys.float() @ anchor.mT)[..., 0]
     return products / (_norm(keys, 2) * _norm(anchor, 2)).clamp_min(_TINY)
 
 
 def _mean(layers: list[Tensor]) -> Floats:
-    """The mean over heads, then over layers, of numbers [H, k] per layer: [k]."""
+    """The mean [k] over heads, then over layers, of the numbers [H, k] of each layer."""
     total = torch.zeros(layers[0].shape[1], dtype=torch.float64, device=layers[0].device)
     for one in layers:
         total += one.double().mean(0).to(total.device)
@@ -110,7 +110,7 @@ def _norm(x: Tensor, p: int) -> Tensor:
 
 
 def _or_median(values: Floats) -> Floats:
-    """The values [n], the unknown ones replaced by the median of the others."""
+    """The values [n], with NaN replaced by the median of the other values."""
     unknown = np.isnan(values)
     if unknown.any():
         values[unknown] = 0.0 if unknown.all() else np.median(values[~unknown])

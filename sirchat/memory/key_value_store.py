@@ -26,7 +26,7 @@ from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
 UNDO_BYTES = 256 * 2**20
-"""With the archive off, most bytes of evicted rows kept to undo a turn; beyond it, no undo."""
+"""Most bytes of evicted rows kept for undo while the archive is off; with more, no undo."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CacheCheckpoint:
         seen: number of tokens read.
         held: stream positions [n] of the held rows, ascending.
         pinned: stream positions of the pinned rows, ascending.
-        log_decay: the ledger's accumulated decay, a logarithm.
+        log_decay: logarithm of the ledger's accumulated decay.
         attention: attention that the held rows had received.
     """
 
@@ -103,7 +103,7 @@ class KeyValueStore:
         self._shrink()
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all rows held or archived that may be held."""
+        """Stream positions [n], ascending, of all held or archived rows that are not excluded."""
         ledger, stored = self.ledger, self._archive.positions  # fewer than the whole stream
         stored = stored[stored < ledger.seen]
         archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
@@ -138,7 +138,7 @@ class KeyValueStore:
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
         """Insert archived rows, those at `layers[i]` into layer i, before held row `start`.
 
-        Raises LookupError, changing nothing, when one of them is not archived.
+        Raises LookupError, changing nothing, when one of the rows is not archived.
         """
         rows = [self._archive.fetch(positions, layer) for layer, positions in enumerate(layers)]
         self.cache.insert(start, rows)
@@ -150,7 +150,7 @@ class KeyValueStore:
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Suspend the archive's limit, for a pass that is undone afterwards."""
+        """Context manager: suspend the archive's limit, for a pass that is undone afterwards."""
         limit, self._archive.limit = self._archive.limit, None
         try:
             yield
@@ -158,7 +158,7 @@ class KeyValueStore:
             self._archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The present state, to be taken at the beginning of a turn."""
+        """The present state, for `undo`; to be called at the beginning of a turn."""
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
@@ -173,7 +173,7 @@ class KeyValueStore:
         return bool(self._archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Restore the state of `checkpoint`, as if nothing had been read since.
+        """Go back to the state of `checkpoint`, and delete what was read since.
 
         Raises LookupError, changing nothing, when a row that was held then is neither held nor
         archived now.
@@ -194,19 +194,19 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Statistics of the keys and values at these stream positions [n], ascending, [n] each.
+        """The wanted statistics [n] of the rows at these stream positions [n], ascending.
 
-        Of a row that is gone they are the median of the others.
+        A row that is neither held nor archived gets the median of the others.
         """
         blocks = partial(self._blocks, positions)
         as_read = partial(blocks, as_read=True)
         return key_value_stats(wanted, len(positions), blocks, as_read)
 
     def _blocks(self, positions: Positions, *, as_read: bool = False) -> Iterator[Block]:
-        """The held or archived rows among these, with keys as first written or as attention reads.
+        """The held or archived rows at `positions`, in blocks, with keys as first written.
 
-        If all are held, that is what attention reads; else each key is rotated to its number among
-        `positions`, as if all of these rows were held.
+        With `as_read`, keys are as attention reads them. If some rows are not held, each key is
+        rotated to the slot that it would have if the cache held exactly `positions`.
         """
         held = self.ledger.held_positions
         here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
@@ -225,7 +225,7 @@ class KeyValueStore:
     def rows(self, limit: int | None = None) -> Rows | None:
         """All rows held or archived, as first written, by ascending position, on the CPU.
 
-        The held rows alone, if all together exceed `limit` bytes; None if those exceed it, too.
+        If they exceed `limit` bytes, the held rows alone; None if the held rows exceed it, too.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
@@ -241,7 +241,7 @@ class KeyValueStore:
         return _merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows, device: torch.device) -> None:
-        """Take over saved rows: held ones fill the cache on `device`, the others the archive."""
+        """Take over saved rows: held rows to the cache on `device`, the others to the archive."""
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
         self.cache.replace(rows.take(held).to(device))
         if self._archiving:
@@ -276,7 +276,7 @@ class KeyValueStore:
                 self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Fill the cache with `positions` [n]: held rows `rows` [k], the others archived."""
+        """Fill the cache with `positions` [n]: held rows `rows` [k], others from the archive."""
         held = self.ledger.held_positions[rows]
         if len(held) == len(positions):
             self.cache.keep(torch.from_numpy(rows))
@@ -298,7 +298,7 @@ class KeyValueStore:
 
 
 def _merged(one: Rows, other: Rows) -> Rows:
-    """The rows of both, by ascending position."""
+    """The rows of `one` and `other`, by ascending position."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)

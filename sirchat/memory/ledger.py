@@ -1,9 +1,9 @@
 """The ledger: one row per token of the whole conversation, held in the cache or not.
 
-One array of rows over the stream, growing by doubling (40 bytes a token; 16 more where attention is
-counted). Held rows, in stream order, are the cache rows: row i of the held view is slot i in every
-layer. Every column but attention is recorded whatever policy is active, so that a policy can be
-switched at any moment.
+The stream is all tokens read so far, in order. Its rows are one array that grows by doubling (40
+bytes a token; 16 more where attention is counted). The held rows, in stream order, are the rows of
+the cache: the held row number i is in slot i of every layer. Every column except attention is
+recorded under any policy, so that the policy can be switched at any moment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Role(IntEnum):
 
 
 class Flag(IntFlag):
-    """What else is known of a token.
+    """Further facts about a token.
 
-    `ANCHOR` ends a sequence; of an `ERASED` token id and surprisal were deleted; a `RECALLED` token
-    was restored for this round by recall; a `CONTINUES` token belongs to the word before it; a
-    `EXCLUDED` one to a system prompt that is no longer in force, and is not held.
+    An `ANCHOR` token ends a sequence; the id and surprisal of an `ERASED` token were deleted; a
+    `RECALLED` token was restored for this round by recall; a `CONTINUES` token belongs to the same
+    word as the token before it; an `EXCLUDED` token belongs to a system prompt that is no longer in
+    force, and is not held.
     """
 
     PINNED = 1
@@ -49,7 +50,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's key and value are."""
+    """Where a token's key and value are: in the cache, nowhere, or in the archive alone."""
 
     HELD = 0
     GONE = 1
@@ -73,11 +74,11 @@ ROW = np.dtype(
 
 
 KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
-"""Of a row's key k and value v in one head:
+"""A statistic of a row's key k and value v in one head:
 
 - `key_norm`: the L2 norm |k|;
-- `key_similarity`: the cosine of k, as attention reads it, and the mean of k / |k| over all ranked
-  rows;
+- `key_similarity`: the cosine between k, as attention reads it, and the mean of k / |k| over all
+  ranked rows;
 - `value_norm`: the L1 norm |v|;
 - `value_range`: max(v) - min(v).
 """
@@ -95,10 +96,10 @@ class HeldRows:
         surprisal: in nats; the first token of the stream has the maximum of its chunk.
         log_decay_since: logarithm of the product of the decays since the row was read.
         log_decayed_surprisal: logarithm of the surprisal times these decays.
-        attention: attention received so far, if the policy has it counted; else 0.
-        recent_attention: attention received from the newest queries alone, likewise.
+        attention: attention received so far, if attention is counted; else 0.
+        recent_attention: attention received from the newest queries alone, if counted; else 0.
         repeat_attention: highest attention weight received while the row's round was read a second
-            time, if a policy has that done; else 0.
+            time, if a policy asked for that; else 0.
         key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
@@ -106,7 +107,7 @@ class HeldRows:
         continues_word: mask of the rows that belong to the word of the token before.
         protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
         seen: number of tokens ever read.
-        seed: of random numbers.
+        seed: seed of random numbers.
     """
 
     position: Tensor
@@ -146,8 +147,8 @@ class Ledger:
 
     Args:
         seed: seeds the arrival keys.
-        unknown_surprisal: stands for the surprisal of the first token, which nothing predicts, in
-            nats, until its whole chunk has been read.
+        unknown_surprisal: used as the surprisal, in nats, of the first token, which nothing
+            predicts, until its whole chunk has been read.
 
     Attributes:
         attention: statistics of the attention that each row received.
@@ -209,7 +210,7 @@ class Ledger:
         start, end = self.seen, self.seen + len(ids)
         self._reserve(end, self._held_count + len(ids))
         rows = self._rows
-        if len(ids) == 1:  # one assignment, for every generated token comes this way
+        if len(ids) == 1:  # one assignment: this runs for every generated token
             key, decay = rows["arrival_key"][start], self.log_decay
             rows[start] = (ids[0], turn, round, surprisal[0], decay, key, roles[0], flags[0], 0)
             self._held[self._held_count] = start
@@ -225,20 +226,20 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Give the first token, which has no surprisal, the maximum of the first `count` tokens."""
+        """Use the highest surprisal of the first `count` tokens for the first, which has none."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Hold only these rows [k] of the held view; the positions that left, now in `state`."""
+        """Keep only held rows `rows` [k]; returns the positions evicted, now in `state`."""
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
     def hold(
         self, positions: NDArray[np.int64], state: State
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hold exactly these stream positions [n], ascending; those that leave are in `state`.
+        """Hold exactly the rows at these stream positions [n], ascending; evicted ones get `state`.
 
-        Returns the positions that left and those that came.
+        Returns the positions evicted and the positions restored.
         """
         before = self.held_positions
         gone = np.setdiff1d(before, positions, assume_unique=True)
@@ -263,7 +264,7 @@ class Ledger:
         self._recalled = positions
 
     def mark_gone(self, positions: NDArray[np.int64]) -> None:
-        """Note that archived rows at these positions can't be restored."""
+        """Note that archived rows at these positions can no longer be restored."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
@@ -278,7 +279,7 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Take over saved rows; those that are not held are gone until they are archived."""
+        """Take over saved rows; rows not held count as deleted until `archive` is called."""
         self.seen, self.log_decay = len(rows), log_decay
         self._reserve(len(rows), len(held))
         self._rows[: len(rows)] = rows
@@ -292,12 +293,12 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Note that gone rows at these positions can be restored."""
+        """Note that the rows at these positions, unless held, are archived and can be restored."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
     def erase(self, positions: NDArray[np.int64]) -> None:
-        """Keep nothing of what these rows were; they must be neither held nor archived."""
+        """Delete all that is known of these rows, which must be neither held nor archived."""
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["flags"][positions], self._pinned = Flag.ERASED, None
@@ -305,13 +306,13 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove all rows after the first `seen` tokens; none of it may be held."""
+        """Remove all rows after the first `seen` tokens; none of these rows may be held."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay, self._pinned = seen, log_decay, None
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
-        """Pin these rows, or let them go."""
+        """Pin these rows, or unpin them."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:
@@ -328,7 +329,7 @@ class Ledger:
     def close_round(self, decay: float, spared: int | None = None) -> None:
         """Multiply all surprisal and attention so far by `decay` (SirLLM, Algorithm 1).
 
-        Rows of round `spared`, the last one, are exempt, if given.
+        If `spared`, the number of the last round, is given, the rows of that round are exempt.
         """
         self.log_decay += math.log(decay)
         if spared is not None:
@@ -337,12 +338,12 @@ class Ledger:
             self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Surprisal in nats; a first token, which has none, ranks as its chunk's maximum."""
+        """Surprisals [n] in nats; the first token, which has none, gets its chunk's maximum."""
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
     def log_decayed_surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """log(surprisal x decays since birth); log space, because 0.7^300 underflows."""
+        """log(surprisal x decays since the row was read); a log, because 0.7^300 underflows."""
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
@@ -350,7 +351,7 @@ class Ledger:
     def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
         """The rows at stream positions `at` [n], ascending, as policies see them.
 
-        `protected` [n] marks those that must stay.
+        `protected` [n] marks the rows that must stay.
         """
         columns = self._rows
         flags = columns["flags"][at]
@@ -390,12 +391,12 @@ class Ledger:
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:
-        """Arrival keys depend on the position alone: drawn ahead, when the rows grow."""
+        """Draw the arrival keys of rows from `start` on; they depend on the position alone."""
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _reserve(self, rows: int, held: int) -> None:
-        """Grow by doubling, so that appending costs the same after a million tokens."""
+        """Grow the arrays by doubling, so that appending costs the same after a million tokens."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

@@ -19,7 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a number is for; those for different purposes are independent of each other."""
+    """What a random number is for; numbers for different purposes are independent."""
 
     ARRIVAL = 1
     EVICTION = 2
@@ -30,7 +30,7 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) for each stream position [n]; `seen` is the number of tokens read."""
+    """A random number in [0, 1) for each stream position [n]; `seen` counts the tokens read."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))
         state = _mix(state ^ (np.uint64(seen) + _GAMMA))

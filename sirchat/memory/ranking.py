@@ -1,8 +1,8 @@
 """A search of the archive: the scores of all its rows, or of those that a search index proposes.
 
 Proposed rows get their exact scores. With an index, an evenly spaced sample of all rows is scored
-too: for retrievers that record queries it represents the other rows in the softmax; for the others
-it estimates the lowest score.
+too: for retrievers that record queries, it represents the other rows in the softmax; for other
+retrievers, it gives an estimate of the lowest score.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sirchat.memory.retrieval import Candidates, Query, RecallSettings, softened
 from sirchat.memory.segments import Positions
 
 SAMPLE = 32_768
-"""Size of the sample that represents the rows not proposed in the softmax of `attention`."""
+"""Size of the sample that, in the softmax of `attention`, represents the rows not proposed."""
 
 LOWEST_OF = 16_384, 65_536
-"""Least and greatest size of the sample that estimates the lowest score; `_PART` of all between."""
+"""Least and greatest size of the sample for the lowest score; between them, `_PART` of all rows."""
 
 _PART = 1 / 16
 _BATCH = 8_192  # rows fetched at once
@@ -58,7 +58,7 @@ class ArchiveSearch:
     Attributes:
         archive: where the rows are stored.
         archived: stream positions [n], ascending, of the rows to score; all are in the archive.
-        query: what they are scored against.
+        query: what the rows are compared with.
         recall: retriever, weight and index settings.
         rotations: one entry per layer of the model.
         surprisal_of: gives the surprisals [k], in nats, of rows at stream positions [k].
@@ -75,7 +75,7 @@ class ArchiveSearch:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """What scores the rows."""
+        """The retriever that scores the rows."""
         return retriever(self.recall.retriever)
 
     def all(self) -> Ranked:
@@ -109,7 +109,7 @@ class ArchiveSearch:
         return Ranked(positions, self.retriever.score(candidates))
 
     def _by_similarity(self, index: Index) -> Ranked:
-        """Scores of each row by itself; a sample gives the lowest, which weighting needs."""
+        """Scores of the proposed rows, and of a sample that gives the lowest score, if weighted."""
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"
         count = int(np.clip(_PART * len(self.archived), least, most))
@@ -155,14 +155,14 @@ def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
 
 
 def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
-    """The archived ones among these positions and up to `span` before and after each."""
+    """The archived rows at these positions and up to `span` positions before and after each."""
     shifted = [positions + offset for offset in range(-span, span + 1)]
     near = united([part[part >= 0] for part in shifted])
     return near[_is_among(near, archived)]
 
 
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
-    """How many of all `total` rows each candidate [n] represents: a proposed one only itself."""
+    """How many of all `total` rows each candidate [n] represents; a proposed row only itself."""
     counts = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)
     counts[others] = (total - int(proposed.sum())) / max(1, int(others.sum()))

@@ -1,7 +1,7 @@
 """Finds classes of one kind by name: eviction policies and retrievers.
 
-Each is one file of a package, which has the class's name; other packages add theirs through an
-entry point group. Listing names imports none of them.
+Each class is in its own file of one package, and the file has the class's name. Other packages add
+classes through an entry point group. Listing the names imports no class.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Registry:
     """The classes of one kind.
 
     Args:
-        kind: what errors call one of them, such as "policy".
-        package: the package whose modules, but for `base`, are the built-in ones. The file
+        kind: what error messages call such a class, for example "policy".
+        package: the package whose modules, except `base`, have the built-in classes. The file
             `cosine_pairwise.py` has the class `CosinePairwise`, found as `cosine-pairwise`.
-        group: the entry point group of those that other packages add.
-        aliases: other names of built-in ones.
+        group: the entry point group of the classes that other packages add.
+        aliases: other names of built-in classes.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Registry:
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is one of this name; entry points are read only for other packages'."""
+        """Whether a class has this name; entry points are read only if no built-in class has it."""
         return name in self._built_in() or name in self.names()
 
     def find(self, name: str, base: type, hint: str = "") -> type[Any]:
         """The class called `name`, a subclass of `base`.
 
-        Raises SettingError when there is none, with the nearest name, or else `hint`.
+        Raises SettingError if there is none; it suggests the nearest name, or else `hint`.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():
@@ -62,7 +62,7 @@ class Registry:
         )
 
     def load(self, path: str, base: type) -> type[Any]:
-        """The class at `module:Class`; raises SettingError where it isn't a subclass of `base`."""
+        """The class at `module:Class`; raises SettingError if it is no subclass of `base`."""
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)

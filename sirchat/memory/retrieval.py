@@ -1,8 +1,8 @@
-"""What recall searches for and among what, and which of the scored rows it chooses.
+"""What recall compares archived rows with, and which of the scored rows it chooses.
 
-How rows are scored stands in `recall`: one file for each retriever. With scope `token` the layers'
-scores are averaged, and all layers recall the same rows; with `layer` each layer recalls its own,
-as in the code of Retrieval-Augmented StreamingLLM.
+The folder `recall` has the ways to score rows: one file for each retriever. With scope `token` the
+layers' scores are averaged, and all layers recall the same rows; with scope `layer` each layer
+recalls its own rows, as in the code of Retrieval-Augmented StreamingLLM.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class RecallSettings:
 
     Attributes:
         retriever: name of the retriever that scores the rows.
-        weight: `surprisal` multiplies a row's score above the lowest one by the token's surprisal
-            in nats, if the retriever takes weights.
+        weight: with `surprisal`, a row's score minus the lowest score is multiplied by the token's
+            surprisal in nats, if the retriever takes weights.
         n: most rows to restore; as many cache slots are reserved for them.
         soft: take the square root of each score and share it with the rows before and after, if
             the retriever takes this.
         span: neighbours on each side of a hit that are restored with it, counted within n.
-        scope: the same rows for all layers, or different ones for each layer.
-        query: what archived rows are compared with: the rows of the turn, which is read once to
-            search, or the recent window before it, as in the paper.
-        index: whether candidates come from a search index; `auto`: above `AUTO_INDEX_ROWS` rows,
-            where faiss is installed.
+        scope: `token` restores the same rows for all layers, `layer` other rows for each layer.
+        query: what archived rows are compared with: the rows of the turn, which is read once for
+            the search, or the recent window before the turn, as in the paper.
+        index: whether candidates come from a search index; `auto`: if there are more than
+            `AUTO_INDEX_ROWS` rows and faiss is installed.
     """
 
     retriever: str
@@ -81,10 +81,10 @@ class LayerQueries:
 
 @dataclass(frozen=True)
 class Query:
-    """What archived rows are scored against.
+    """What archived rows are compared with.
 
     Attributes:
-        rows: the turn's rows [m], as first written; none if the turn was not read to search.
+        rows: rows [m] of the turn or of the recent window, as first written; none if not needed.
         layer_queries: one entry per layer, where queries were recorded.
         of_template: mask [m] of the rows that are tokens of the chat template.
         words: a score for each turn so far, by the words in common with this one, if needed.
@@ -112,11 +112,11 @@ class Candidates:
     Attributes:
         archive: where the rows are stored.
         positions: their stream positions [n], ascending.
-        query: what they are scored against.
+        query: what the rows are compared with.
         rotations: one entry per layer of the model.
         ledger: what is known of each token; None where only keys and values are compared.
-        counts: how many archived rows each candidate stands for [n], where they are a sample; None
-            if they stand for themselves.
+        counts: how many archived rows each candidate represents [n], if some are a sample; None
+            if each represents itself alone.
         fetched: the rows, if they were fetched already.
     """
 
@@ -161,7 +161,7 @@ class Candidates:
         return mask
 
     def random_numbers(self) -> NDArray[np.float64]:
-        """A random number in [0, 1) for each row [n], the same ones for the same turn."""
+        """A random number in [0, 1) for each row [n]; the same turn always gives the same ones."""
         if self.ledger is None:
             raise ValueError("random numbers need a ledger")
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
@@ -177,13 +177,13 @@ class Candidates:
 
 
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
-    """Scores [layers, n] less each layer's lowest, times surprisal [n] in nats."""
+    """Scores [layers, n] minus each layer's lowest score, times surprisal [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
 def softened(scores: Tensor, positions: Positions) -> Tensor:
-    """The square roots of scores [layers, n] less each layer's lowest, smoothed along the stream.
+    """Square roots of scores [layers, n] minus each layer's lowest, smoothed along the stream.
 
     `positions` [n] are ascending. A row gets half of its own root and a quarter of each of the
     roots right before and after it in the stream: the answer often stands beside the token that the
@@ -198,10 +198,10 @@ def softened(scores: Tensor, positions: Positions) -> Tensor:
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """At most n positions, ascending, with the highest scores [k]; of equal scores, the newer.
+    """At most n positions, ascending, with the highest scores [k]; newer rows win ties.
 
-    With each hit come the candidates up to `span` positions before and after it, nearest first,
-    until n are chosen.
+    With each hit, the candidates up to `span` positions before and after it are chosen, too,
+    nearest first, until n are chosen.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
     order = positions[len(positions) - 1 - newest_first.numpy()]

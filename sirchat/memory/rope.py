@@ -68,7 +68,7 @@ class Rotation:
         return part[..., :half], part[..., half:]
 
     def same_angles(self, other: Rotation) -> bool:
-        """Whether both have the same frequencies, so that cosines and sines can be shared."""
+        """Whether both rotations have the same frequencies, and so the same cosines and sines."""
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
@@ -100,7 +100,8 @@ def match_rotation(
     """The rotation that maps the sample at position 0 to all the others.
 
     Args:
-        samples: cached tensor [H, D] of the same token by position; must include position 0.
+        samples: for each position, the cached tensor [H, D] of the same token at that position;
+            must include position 0.
         frequencies: the model's `inv_freq` buffers by name, float32 [d/2] each.
         tolerance: largest relative error of a match.
 
@@ -135,7 +136,7 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Ro
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Largest relative error, over all positions, of rotating the sample at 0 there."""
+    """Largest relative error when the sample at 0 is rotated to each other sample's position."""
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():

@@ -25,7 +25,7 @@ from torch import Tensor
 from sirchat.paths import private_dir
 
 _LOCK = ".lock"
-_OLD = 24 * 3600  # seconds after which a lock without a folder is litter
+_OLD = 24 * 3600  # seconds after which a lock without a folder is removed
 
 
 class ArchiveFolder:
@@ -41,15 +41,15 @@ class ArchiveFolder:
         self.remove = weakref.finalize(self, _remove, path, self._lock)
 
     def make(self) -> None:
-        """Make the folder, private and locked, unless it is there; raises OSError if it can't."""
+        """Make the folder, private and locked, unless it exists; raises OSError if that fails."""
         private_dir(self.path.parent)
         if not self._lock.is_locked:
-            self._lock.acquire(blocking=False)  # before the folder, lest another process sweep it
+            self._lock.acquire(blocking=False)  # first, so that no other process sweeps it
         private_dir(self.path)
 
 
 def sweep(parent: Path) -> None:
-    """Remove the archives in `parent` whose processes have gone; what can't be removed stays."""
+    """Remove the archive folders in `parent` whose processes have ended, as far as possible."""
     with suppress(OSError):
         for path in sorted(parent.iterdir()):
             if path.is_symlink():
@@ -69,7 +69,7 @@ def _lock_of(path: Path) -> FileLock:
 
 
 def _remove(path: Path, lock: FileLock) -> None:
-    if not lock.is_locked:  # there is nothing, or it is another process's
+    if not lock.is_locked:  # there is no folder, or another process uses it
         return
     shutil.rmtree(path, ignore_errors=True)
     lock.release()
@@ -144,7 +144,7 @@ class Segment:
         return self.used == SEGMENT_ROWS
 
     def put(self, rows: Rows) -> None:
-        """Append rows; the caller sees to it that they fit."""
+        """Append rows; the caller must make sure that they fit."""
         end = self.used + len(rows)
         for stored, given in zip(self.tensors, rows.tensors, strict=True):
             stored[:, self.used : end].copy_(given)
@@ -163,7 +163,7 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no row, none yet or all erased."""
+        """Whether the segment has no rows: none were put there, or all were erased."""
         return not (self.positions >= 0).any()
 
 

@@ -37,7 +37,7 @@ class AttentionCall:
         mask: as the model passes it, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to
             the scores; None for plain causal attention.
         options: the other arguments, such as `scaling` and `sliding_window`.
-        returned: attention weights [1, H_q, m, n], if the attention function returns them.
+        returned: attention weights [1, H_q, m, n] from the attention function, or None.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class AttentionObserver(Protocol):
     """Records what the layers of a hooked model compute."""
 
     def observe(self, call: AttentionCall) -> None:
-        """Called once for each layer in each forward pass; copy tensors that are kept longer."""
+        """Called once for each layer in each forward pass; copy the tensors that you keep."""
 
 
 class QueryRecorder:
@@ -114,7 +114,7 @@ _OBSERVERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("observers", 
 
 @contextmanager
 def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
-    """Within this block, `observer` receives every forward pass of a transformers model.
+    """Within this block, `observer` receives the attention of each forward pass of `module`.
 
     It receives nothing if the model's attention function cannot be replaced.
     """

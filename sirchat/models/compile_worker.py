@@ -1,6 +1,6 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
-Standard input is what `without_weights` gives; N is how much lower than usual its priority is. It
+It reads the result of `without_weights` from standard input; N lowers its priority (niceness). It
 ends when the process that started it ends.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def main(path: Path, niceness: int) -> None:
-    """Compile what standard input describes to the file `path`, which appears when it is whole."""
+    """Compile the graph on standard input to the file `path`, which appears when it is complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
     folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
@@ -36,7 +36,7 @@ def main(path: Path, niceness: int) -> None:
 
 
 def give_way(niceness: int) -> None:
-    """Lower the priority, so much that a reply meanwhile is not held up."""
+    """Lower the priority by `niceness`, so that a reply generated meanwhile is not slower."""
     os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
         # Linux shares processors among sessions first, each with a priority of its own.
@@ -52,7 +52,7 @@ def _end_with(parent: int, folder: str) -> None:
 
 def _end(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the compiler, too; the group is its own
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # ends the compiler, too: both form a process group
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The lengths of the cache are left open when the graph is exported, so one program serves every
 budget, and nothing is compiled again while a chat goes on. A program holds no weights: it serves
-every model of the same shape, and is given the weights that are loaded anyway.
+every model of the same shape, and uses the weights that the model has loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.packed import GROUP
 
-_CACHED = 8  # rows of the cache with which a program is made and checked
+_CACHED = 8  # rows of the cache in the example that a program is made and checked with
 _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong program are near 1
 
 
@@ -30,14 +30,14 @@ class CompiledStep:
         path: the program, as `build` writes it.
         graph: a `StepGraph`; its weights are used.
 
-    Raises RuntimeError where the program can't be loaded, or finds other logits than the graph.
+    Raises RuntimeError if the program can't be loaded, or computes other logits than `graph`.
     """
 
     def __init__(self, path: Path, graph: nn.Module) -> None:
         # The public `aoti_load_package` reads the shape of its arguments anew in every call.
         self._program: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         weights = graph.state_dict(prefix="step.")
-        # What is no weight is the size of the groups, an argument of the four-bit products.
+        # The only other constant is the size of the groups, an argument of the four-bit products.
         self._weights = {
             name: weights.get(name, torch.tensor(GROUP))
             for name in self._program.get_constant_fqns()
@@ -46,12 +46,12 @@ class CompiledStep:
         self._check(graph)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether it can read one more token behind the rows of `cache`; it needs two rows."""
+        """Whether it can read another token after the rows of `cache`; it needs two or more."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache) -> Tensor:
-        """Logits [V], as of `StepGraph.forward`; keys and values are written behind the rows."""
+        """Compute logits [V] like `StepGraph.forward`; writes keys and values after the rows."""
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -74,7 +74,7 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """A file name for the program of a graph: the same for the same shapes, processor and torch."""
+    """The file name of a graph's program; it depends on shapes, processor and torch version."""
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
     about = repr((str(graph), weights, machine))
@@ -82,16 +82,16 @@ def program_name(graph: nn.Module) -> str:
 
 
 def without_weights(graph: nn.Module) -> bytes:
-    """The graph for `build`, pickled with the shapes of its weights alone."""
+    """Pickle the graph for `build`, with the shapes of its weights but not their values."""
     tensors = [*graph.parameters(), *graph.buffers()]
     memo: dict[int, Any] = {id(one): _shape_of(one) for one in tensors}
     return pickle.dumps(copy.deepcopy(graph, memo))
 
 
 def build(pickled: bytes, path: Path) -> None:
-    """Compile a graph `without_weights` to the file `path`; takes about a minute.
+    """Compile a graph that `without_weights` pickled to the file `path`; takes about a minute.
 
-    Only for what this program itself has pickled.
+    Unpickling can run code, so `pickled` must come from sirchat itself.
     """
     graph: nn.Module = pickle.loads(pickled)
     graph = graph.to_empty(device="cpu").requires_grad_(False)
@@ -111,7 +111,7 @@ def build(pickled: bytes, path: Path) -> None:
     options = {
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
-        "aot_inductor.precompile_headers": False,  # they would serve this program alone
+        "aot_inductor.precompile_headers": False,  # such headers would serve this program alone
         "cpp.dynamic_threads": True,  # as many as the process has when the program runs
     }
     torch._inductor.aoti_compile_and_package(
@@ -120,7 +120,7 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 class _Exported(nn.Module):
-    """A step over the cache's buffers: keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
+    """The step to export, on buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Exported(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Tensor:
-        """Logits [V]; `held` [n] says by its length how many rows there are."""
+        """Compute logits [V]; the length n of `held` is the number of rows in the cache."""
         count = held.shape[0]
 
         def update(at: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class _Exported(nn.Module):
 
 
 def _example(graph: Any) -> tuple[Any, ...]:
-    """Inputs for a step with a few rows held, their numbers not set."""
+    """Example inputs for a step with a few rows in the cache; their values are not set."""
     layer = graph.layers[0]
     size = layer.size
     heads = (layer.queries_keys_values.rows // size - layer.heads) // 2

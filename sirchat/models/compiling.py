@@ -25,14 +25,15 @@ from sirchat.paths import abbreviated, compiled_dir, private_dir
 Compile = Literal["auto", "on", "off"]
 """Whether single tokens are read by a compiled step.
 
-`auto` uses a program that was made before, and a chat has one made meanwhile; `on` makes it first.
+`auto` uses a program that exists, and a chat compiles a missing one in the background; `on`
+compiles it before the start.
 """
 
 
 def load_model_of(
     profile: Profile, *, trust_remote_code: bool = False, progress: Progress | None = None
 ) -> LoadedModel:
-    """Load the model of a profile, with its compiled decode step as the profile says.
+    """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
     `progress` is called with the progress of loading. Raises ModelError as `load_model` and
     `use_compiled` do.
@@ -51,9 +52,9 @@ def load_model_of(
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Use the compiled step of a model, as `how` says.
+    """Make a model use its compiled decode step, as `how` says.
 
-    Raises ModelError if it was asked for, and can't be had.
+    Raises ModelError if `how` is `on` and the step can't be compiled or loaded.
     """
     step = model.decode_step
     if how == "off":
@@ -82,10 +83,10 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 
 
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Have the step of a model made, by a process of low priority, and use it from then on.
+    """Compile a model's decode step in a process of low priority, and use it when it is ready.
 
-    None, if there is nothing to do: it is there, it has failed before, or there is no compiler.
-    The thread ends when it is done; the process ends with this one.
+    Returns the thread that waits for the process; None if there is no step or no compiler,
+    the step is compiled already, or compiling failed before. The process ends with this one.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
@@ -104,12 +105,12 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler."""
+    """Whether this machine has a C++ compiler."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """How single tokens are read, for `sirchat doctor`."""
+    """Whether the model uses a compiled step, or why not, as text for `sirchat doctor`."""
     step = model.decode_step
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
@@ -128,19 +129,19 @@ def _path(step: DecodeStep) -> Path:
 
 
 def _use(step: DecodeStep, path: Path) -> bool:
-    """Use the program at `path`, if it is there and can be used."""
+    """Make `step` use the program at `path`; returns whether it exists and can be used."""
     if not path.exists() or not _is_own(path):
         return False
     try:
         step.compiled = CompiledStep(path, step.graph)
-    except Exception as error:  # torch raises what it likes at a damaged file
+    except Exception as error:  # for a damaged file, torch raises all kinds of errors
         _fail(path, error)
         return False
     return True
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Make the program at `path`; what went wrong, in one line, or nothing."""
+    """Compile the program at `path`; returns what went wrong, in one line, or empty text."""
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     try:
         _failure(path).unlink(missing_ok=True)
@@ -181,7 +182,7 @@ def _failure(path: Path) -> Path:
 
 
 def _fail(path: Path, error: object) -> None:
-    """Note that this program can't be made or used, so that it is not tried at every start."""
+    """Delete the program and write down why it can't be used, so that not every start tries it."""
     path.unlink(missing_ok=True)
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     _failure(path).write_text(text[:500], encoding="utf-8")

@@ -1,6 +1,6 @@
 """One decode step of a Llama-shaped model with few, small operations.
 
-transformers runs some fifty operations and a dozen module calls a layer, for any shape of input. A
+transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
 single token needs no mask, no expanded heads and no batch: here the same weights are used with half
 of the operations. Sums and norms are float32 throughout, so a model in bfloat16 is rounded less
 often than by transformers; in float32 the logits are the same but for rounding.
@@ -22,10 +22,10 @@ from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types with these layers: norm, rotated attention, norm, gated feed-forward network."""
+"""Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Writes a layer's new key and value [1, H, 1, D] behind the held ones; gives all [1, H, n + 1, D].
+"""Writes a layer's new key and value [1, H, 1, D] after those held; returns all [1, H, n + 1, D].
 
 Its first argument is the layer's number.
 """
@@ -50,9 +50,9 @@ class _Norm(nn.Module):
 
 
 class _Product(nn.Module):
-    """The products of several layers' weights with the same vector, one after the other.
+    """Multiplies the weights of several layers with the same vector, and joins the products.
 
-    Called with a vector [K] of any type, it gives a float32 vector [N].
+    Called with a vector [K] of any type, it returns a float32 vector [N].
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -81,21 +81,21 @@ class _Product(nn.Module):
 
 
 def _of_row(layer: Any, row: Tensor) -> Tensor:
-    """The product of a layer's weights [N, K] with a row [1, K] of their type: [1, N]."""
+    """The product [1, N] of a layer's weights [N, K] and a row [1, K] of the same type."""
     if isinstance(layer, PackedLinear):
         return layer.of_row(row)
     return torch.mv(layer.weight, row[0])[None]  # half the time of `linear` in bfloat16
 
 
 class _Layer(nn.Module):
-    """One layer's weights, ready for vectors."""
+    """One layer of the model, computed for a single token."""
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
         attention, network = layer.self_attn, layer.mlp
         self.attention_norm = _Norm(layer.input_layernorm)
         self.queries_keys_values = _Product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.query_norm = getattr(attention, "q_norm", None)  # of every head
+        self.query_norm = getattr(attention, "q_norm", None)  # applied to every head
         self.key_norm = getattr(attention, "k_norm", None)
         self.output = _Product([attention.o_proj])
         self.network_norm = _Norm(layer.post_attention_layernorm)
@@ -107,25 +107,25 @@ class _Layer(nn.Module):
         self.dtype = dtype
 
     def forward(self, at: int, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """The state [d] after layer number `at`."""
+        """Compute the hidden state [d] after layer number `at`."""
         x = x + self._attended(at, self.attention_norm(x), cos, sin, update)
         gate, up = self.gate_up(self.network_norm(x)).chunk(2)
         added: Tensor = self.down(F.silu(gate).mul_(up))
         return x + added
 
     def _attended(self, at: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """What attention adds to the state [d], whose norm is `h`; `sin` is `_signed`."""
+        """Compute what attention adds to the state [d]; `h` is the state after the norm."""
         size, count = self.size, self.heads
         rows = self.queries_keys_values(h).view(-1, size)  # [H_q + 2 H, D]
         heads = (len(rows) - count) // 2  # key heads H
         turning, values = rows[: count + heads], rows[count + heads :]
         if self.query_norm is not None and self.key_norm is not None:
             turning = torch.cat((self.query_norm(rows[:count]), self.key_norm(turning[count:])))
-        # The two halves of a head, swapped.
+        # `roll` swaps the two halves of a head; `_signed` says why `sin` is right for this.
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self.dtype)
         new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
         keys, values = update(at, new[0], new[1].to(self.dtype))  # [1, H, n + 1, D]
-        # In float16 query heads that share a key head are faster as rows of one query.
+        # In float16, query heads that share a key head are computed faster as rows of one query.
         shared = count // heads if self.dtype == torch.float16 else 1
         queries = turned[:count].view(1, -1, shared, size)
         found = F.scaled_dot_product_attention(
@@ -139,9 +139,9 @@ class _Layer(nn.Module):
 
 
 class StepGraph(nn.Module):
-    """What one token goes through behind the embeddings: layers, norm and output head.
+    """Computes the logits after one token from its embedding: layers, norm and output head.
 
-    Its weights are the model's own. It can be exported.
+    It uses the model's own weights, and `torch.export` can export it.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
@@ -152,11 +152,11 @@ class StepGraph(nn.Module):
         self.head = head if isinstance(head, Int8Head) else _Product([head])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Float32 logits [V] after a token.
+        """Compute the float32 logits [V] after a token.
 
         Args:
-            x: its embedding, float32 [d].
-            cos, sin: of its rotary position, [1, D]; the sine is `_signed`.
+            x: the token's embedding, float32 [d].
+            cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `_signed`.
             update: writes keys and values.
         """
         for at, layer in enumerate(self.layers):
@@ -170,12 +170,12 @@ class DecodeStep:
     """Reads one token with the weights of a transformers model on a CPU.
 
     Args:
-        module: the model; `supports` says which.
+        module: the model, one that `supports` allows.
         dtype: type of the cache's keys and values.
 
     Attributes:
         graph: the computation.
-        compiled: the same, compiled; None while there is none.
+        compiled: the same computation, compiled; None until it is compiled.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
@@ -186,7 +186,7 @@ class DecodeStep:
 
     @staticmethod
     def supports(module: Any) -> bool:
-        """Whether the model is on a CPU and has the layers computed here, and no others."""
+        """Whether the model is on a CPU and has only layers that can be computed here."""
         config = module.config
         return (
             config.model_type in _KINDS
@@ -198,10 +198,10 @@ class DecodeStep:
 
     @torch.inference_mode()
     def logits(self, token_id: int, position: int, cache: BoundedCache) -> Tensor:
-        """Float32 logits [1, V] after `token_id`, which is read behind the cache's rows.
+        """Read `token_id` after the cache's rows; returns the float32 logits [1, V] after it.
 
-        As in a forward pass its keys and values are written, and count after `commit`. `position`
-        is the rotary one.
+        As in a forward pass, its keys and values are written, but `cache.commit` must be called to
+        keep them. `position` is the rotary position.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
@@ -214,6 +214,6 @@ class DecodeStep:
 
 
 def _signed(sin: Tensor) -> Tensor:
-    """Sines [1, D] for halves that were swapped, without the minus of a rotation."""
+    """Sines [1, D], the first half negated, to multiply with a head whose halves are swapped."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[:, :half], sin[:, half:]), -1)

@@ -34,7 +34,7 @@ _EXTRAS = {
 }
 _READ = 512  # tokens that the speed test reads in one pass
 _DECODED = 32  # tokens that it then decodes, one at a time
-_LONGEST = 5.0  # seconds after which it decodes no more
+_LONGEST = 5.0  # seconds after which the speed test stops decoding
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(model_name: str) -> Iterator[Finding]:
-    """Make all checks, one after the other; the model last, since it takes longest."""
+    """Yield the result of each check; the model comes last, since it takes longest."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -83,7 +83,7 @@ def _gpu() -> str:
 
 
 def _folder(name: str, folder: Path) -> Finding:
-    """Whether a folder can be written to, and only its owner can open it."""
+    """Check that a folder can be written to, and that only its owner can open it."""
     shown = abbreviated(folder)
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -114,7 +114,7 @@ def _model(name: str) -> Iterator[Finding]:
 
 
 def _speed(model: LoadedModel) -> Finding:
-    """Tokens a second of prefill and of decoding, of the model alone, without sampling."""
+    """Measure tokens per second of prefill and of decode, for the model alone, without sampling."""
     count = min(_READ, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED)
@@ -131,7 +131,7 @@ def _speed(model: LoadedModel) -> Finding:
 
 
 def _seconds_of_pass(model: LoadedModel, count: int, cache: BoundedCache) -> float:
-    """Seconds of one forward pass over `count` ids behind the rows of `cache`."""
+    """Seconds of one forward pass over `count` ids after the rows of `cache`."""
     ids = [at % model.vocab_size for at in range(cache.length, cache.length + count)]
     begun = time.perf_counter()
     model.read(ids, cache).logits[:1].tolist()  # a GPU computes in the background: wait for it

@@ -25,16 +25,16 @@ _SECONDS = 1.5
 
 
 def require(name: str) -> None:
-    """Raise ModelError if there is no such model, neither on this machine nor on the hub."""
+    """Raise ModelError if the model is neither on this machine nor on the hub."""
     source, _ = locate(name)
     if not Path(source).is_dir():
         only_cached(source)
 
 
 def only_cached(name: str) -> bool:
-    """Whether the model must be loaded from the cache because the hub can't be reached.
+    """Whether to load the model from the cache because the hub can't be reached or lacks it.
 
-    Raises ModelError if the hub does not know it, or it is not in the cache either.
+    Raises ModelError if the model is not in the cache either.
     """
     from huggingface_hub.errors import GatedRepoError
 
@@ -103,7 +103,7 @@ def _unreachable(name: str, hint: str) -> ModelError:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns or raises; TimeoutError if it takes longer than `seconds`.
+    """Call `ask` and return its result; raises TimeoutError if it takes longer than `seconds`.
 
     The library's own time limits do not include the look-up of the address.
     """

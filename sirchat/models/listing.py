@@ -18,7 +18,7 @@ from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
 
 Source = Literal["bundled", "package", "folder", "hub"]
 
-_DEPTH = 3  # of folders in a folder of models, such as OWNER/NAME/FILE
+_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
 _MOST_FOLDERS = 5_000
 
 
@@ -27,7 +27,7 @@ class FoundModel:
     """A model that was found, whether it can be used or not.
 
     Attributes:
-        name: what `--model` takes.
+        name: the name to give to `--model`.
         source: where it was found.
         path: its file or folder; None if it is not installed.
         size: bytes on disk.
@@ -44,7 +44,7 @@ class FoundModel:
 
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
-    """All models on this machine; `folders` are searched as well as the user's model folder."""
+    """All models on this machine; searches `folders` in addition to the user's model folder."""
     found = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
@@ -66,7 +66,7 @@ def model_names() -> list[str]:
 
 
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
-    """The model in a file or folder, or the reason why it can't be used."""
+    """The model in a file or folder; if it can't be used, `problem` gives the reason."""
     try:
         if not path.is_file() and not path.is_dir():
             raise ModelError("it is not a file, or a broken link")
@@ -113,7 +113,7 @@ def _models_in(folder: Path) -> list[Path]:
         elif path.name == "config.json" and path.parent != folder:
             found.append(path.parent)
         elif path.name == "config.json":
-            return [folder]  # it is a model itself
+            return [folder]  # the folder is a model itself
     return found
 
 

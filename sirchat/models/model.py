@@ -49,10 +49,10 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 """How a CPU stores the weights.
 
-`none` unpacks those of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the CPU
-can compute with them and no dtype was given, else `none`. `int8` rounds every matrix to eight bits
-with a scale for each row. `int4` rounds to four bits with a scale and a minimum for each 32
-weights, or to eight bits if the shape does not allow four.
+`none` unpacks the weights of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the
+CPU can compute with packed weights and no dtype was given, else `none`. `int8` rounds every matrix
+to eight bits with a scale for each row. `int4` rounds every matrix to four bits with a scale and a
+minimum for each 32 weights, or to eight bits if its shape does not allow four.
 """
 
 
@@ -78,12 +78,12 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Width V of the logits."""
+        """The number V of logits that the output head computes for each token."""
         return int(self.module.get_output_embeddings().out_features)
 
     @cached_property
     def heads(self) -> int:
-        """Number of query heads per layer; the largest if layers differ; 1 if not configured."""
+        """Number of query heads per layer; the largest one if layers differ; 1 if unknown."""
         config = self.module.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(heads) if isinstance(heads, list | tuple) else heads)
@@ -109,7 +109,7 @@ class LoadedModel:
 
     @cached_property
     def decode_step(self) -> DecodeStep | None:
-        """Reads single tokens faster than `module`; None if it does not support the model."""
+        """Object that reads single tokens faster than `module`; None if it can't run the model."""
         if not DecodeStep.supports(self.module):
             return None
         return DecodeStep(self.module, self.cache_dtype)
@@ -132,8 +132,8 @@ class LoadedModel:
     def cache_dtype(self) -> torch.dtype:
         """The number type of keys and values in the cache.
 
-        Products of packed weights are rounded to bfloat16. Storing these as float16, which is more
-        precise, takes half the memory of float32; only the rotation loses precision.
+        Products of packed weights are rounded to bfloat16. For these, float16 is precise enough and
+        takes half the memory of float32; only the rotation of keys loses precision.
         """
         is_wide = self.dtype == torch.float32
         return torch.float16 if self._is_packed and is_wide else self.dtype
@@ -144,12 +144,12 @@ class LoadedModel:
 
     @cached_property
     def has_attention_hook(self) -> bool:
-        """Whether the attention hook can be installed; asking installs it."""
+        """Whether the attention hook can be installed; the first access installs it."""
         return install_hook(self.module)
 
     @cached_property
     def exposes_attention(self) -> bool:
-        """Whether attention weights can be observed; tested by one forward pass, once."""
+        """Whether attention weights can be observed; tested once, by a forward pass."""
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
         return not recorder.is_empty
@@ -175,7 +175,7 @@ class LoadedModel:
         Args:
             ids: token ids.
             cache: keys and values so far.
-            visible: bool [m, n + m], the rows that each id attends to; None for all before it.
+            visible: bool [m, n + m], the rows that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: records each layer's attention, if the model exposes it.
         """
@@ -183,7 +183,7 @@ class LoadedModel:
             return self._logits(ids, cache, visible, positions)
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """A context to enter for each of several long passes; these unpack weights only once."""
+        """Context manager to enter for each of several long passes: weights are unpacked once."""
         return SharedWeights(self.module)
 
     def read(
@@ -195,7 +195,7 @@ class LoadedModel:
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
     ) -> PassResult:
-        """Like `forward`, but returns the surprisal of the ids, and only the last logits."""
+        """Read ids like `forward`; returns their surprisal, and only the last row of logits."""
         if len(ids) == 1 or not self._has_plain_head:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer
@@ -279,9 +279,9 @@ def load_model(
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. `threads` is the number of CPU threads, 0 for
-    one for each free core; `quantize` is for CPUs. Raises ModelError if the model can't be loaded,
-    or tokens can't be evicted from its cache.
+    Weights are read from safetensors or GGUF only. `threads` is the number of CPU threads; 0 means
+    one for each free core. `quantize` works on a CPU only. Raises ModelError if the model can't be
+    loaded, or if tokens can't be evicted from its cache.
     """
     transformers_logging.set_verbosity_error()
     target = pick_device(device)
@@ -326,7 +326,7 @@ def load_model(
 
 
 def finished(module: Any, quantize: Quantize) -> Any:
-    """The module in evaluation mode, its weights rounded if `quantize` says so."""
+    """The module in evaluation mode, with rounded weights if `quantize` is `int8` or `int4`."""
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
     return module.eval()
@@ -342,7 +342,7 @@ def gguf_parts(
 ) -> tuple[Any, Any] | None:
     """Module (on the CPU) and tokenizer of a GGUF file; None if only transformers can read it."""
     file = parse_gguf(Path(folder) / gguf_file)
-    from sirchat.models.gguf import loading  # needs the extra
+    from sirchat.models.gguf import loading  # needs the extra `gguf`
 
     if not is_supported(file):
         return None
@@ -355,7 +355,7 @@ def gguf_parts(
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Probe a transformers model; raises ModelError if tokens can't be evicted from its cache."""
+    """Probe and wrap a transformers model; raises ModelError if its cache allows no eviction."""
     config = module.config.get_text_config(decoder=True)
     return LoadedModel(
         name=name,
@@ -368,7 +368,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
 
 
 def pick_device(name: DeviceName) -> torch.device:
-    """The device `name`, or the best one for `auto`; raises ModelError if it is not available."""
+    """The device `name`, or for `auto` the best one; raises ModelError if it is not available."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -424,6 +424,6 @@ def no_attention_reason(model: LoadedModel) -> str:
 def caches_latents(model: LoadedModel) -> bool:
     """Whether the cache contains compressed keys and values (multi-head latent attention).
 
-    Only in such models the second tensor of a layer, usually the values, is rotated.
+    Only such models rotate the second cached tensor of a layer, which usually holds the values.
     """
     return any(rotation.value is not None for rotation in model.rotations)

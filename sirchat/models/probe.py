@@ -1,4 +1,4 @@
-"""Detects the rotary embedding of every layer; refuses models whose cache can't be evicted."""
+"""Detects the rotary embedding of every layer; refuses models that do not allow eviction."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 def context_length(config: Any) -> int:
     """Number of tokens that the model was trained for.
 
-    Some rotations change their frequencies beyond a length (dynamic NTK, longrope). For these, it
-    is the length before the change, since cached keys could not follow it.
+    Some rotations have other frequencies beyond a length (dynamic NTK, longrope). For these, that
+    length is returned, since keys in the cache could not follow the change.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
@@ -51,7 +51,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens, added ones aside, than the model."""
+    """Raise ModelError if the tokenizer has more tokens than the model (without added ones)."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -61,7 +61,7 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
 
 
 def refuse_stateful_layers(config: Any, name: str) -> None:
-    """Raise ModelError for layers whose state has no single tokens (recurrent, convolutional)."""
+    """Raise ModelError for layers without keys and values per token, and for encoder-decoders."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
     if odd:
@@ -111,9 +111,10 @@ def _check_a_move(
     at_start: tuple[Tensor, Tensor],
     name: str,
 ) -> None:
-    """Read one token twice and evict the first: layer 0 must be as if the second came first.
+    """Raise ModelError if a moved key differs from a key computed at its new position.
 
-    This finds models that count positions themselves and ignore those they are given.
+    One token is read twice and the first copy is evicted: layer 0 must then equal `at_start`, its
+    state for this token at position 0. This finds models that ignore the given positions.
     """
     cache = BoundedCache(rotations, capacity=2)
     ids = [[_probe_token(config)] * 2]

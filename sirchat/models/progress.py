@@ -17,10 +17,10 @@ from transformers.utils import logging as transformers_logging
 def quiet_libraries() -> Iterator[None]:
     """Within this context, transformers and its libraries show no bars, warnings or logs.
 
-    Their progress bars stay off afterwards, too. Also a decorator: `@quiet_libraries()`. Problems
-    are reported by exceptions alone.
+    Their progress bars stay off afterwards, too. It can also be used as a decorator:
+    `@quiet_libraries()`. Problems are reported by exceptions alone.
     """
-    transformers_logging.disable_progress_bar()  # also the hub's
+    transformers_logging.disable_progress_bar()  # and those of the hub's library
     with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
         from transformers import modeling_gguf_pytorch_utils
 

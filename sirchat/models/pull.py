@@ -2,7 +2,7 @@
 
 Weights are taken from safetensors or GGUF only, never from pickles. The hub's library fetches small
 files and defines the cache's layout. If it is interrupted, it deletes the part of a file that it
-has, so large files are fetched here, into `blobs/ETAG.part`.
+has fetched, so large files are fetched here, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PulledModel:
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model, or one GGUF `file` of its repository; complete files are kept.
+    """Download a model, or one GGUF `file` of its repository; skips files that are complete.
 
     `progress` is called with a file's name, the bytes done and the total bytes. Raises ModelError.
     """
@@ -85,7 +85,7 @@ def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int
         return [(file, there[file])]
     wanted = [one for one in there if _WANTED.fullmatch(one)]
     if any(one.endswith(".safetensors") for one in wanted) and "config.json" in wanted:
-        # The weights come last, so that a wrong model shows early.
+        # The weights come last, so that a wrong model is noticed early.
         wanted.sort(key=lambda one: (one.endswith(".safetensors"), one))
         return [(one, there[one]) for one in wanted]
     if ggufs:
@@ -119,7 +119,7 @@ def _blobs(name: str) -> Path:
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
-    """Bring one file into the cache."""
+    """Download one file into the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     with explained(name, "run the same command again to continue"):
@@ -134,7 +134,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Fetch a file to where the library looks for it; continues an interrupted download."""
+    """Download a file to `blob`, where the library expects it; continues an interrupted one."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Append to `part` what follows after the first `there` bytes of the file at `url`."""
+    """Download the file at `url` from byte `there` on, and append it to `part`."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
         get_session,
@@ -197,7 +197,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
-    """Prevent other processes from writing to the same file."""
+    """Within this block, hold the file's lock; raises ModelError if another process holds it."""
     folder = cache_folder() / ".locks" / _blobs(name).parent.name
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -25,7 +25,7 @@ from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
 _MOST = 1 << 32  # largest number that is believed
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 24  # of a config.json; real ones have a few kilobytes
+_MOST_BYTES = 1 << 24  # of a config.json; usual ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
@@ -36,7 +36,7 @@ _NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the files of a model say about it; None for what they do not say.
+    """The sizes of a model as stated in its files; None for a size that they do not state.
 
     Attributes:
         kind: its architecture, such as `llama`; for a GGUF file also the type of its weights.

@@ -27,7 +27,7 @@ class PassResult:
 
     @classmethod
     def of_logits(cls, logits: Tensor, ids: Sequence[int]) -> PassResult:
-        """The result for ids [m] whose logits are [m, V]."""
+        """Make the result for ids [m] from their logits [m, V]."""
         if len(ids) == 1:
             return cls(logits.new_empty(0), logits[0])
         with torch.inference_mode():
@@ -60,18 +60,18 @@ def surprisal_of(logits: Tensor, token_id: int) -> float:
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose logits are the product of the last hidden states and the output head."""
 
-_ROWS, _COLUMNS = 256, 2048  # hidden states and tokens of one block on a CPU
+_ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
 
 
 def can_score(module: Any) -> bool:
-    """Whether `surprisal_at` knows how a transformers model's logits come from hidden states."""
+    """Whether `surprisal_at` can compute a transformers model's logits from its hidden states."""
     head = module.get_output_embeddings()
     return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
 
 
 @torch.inference_mode()
 def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) for each row, in nats, never below 0; see `surprisal`.
+    """-log p(id) for each row of hidden states, in nats, never below 0; see `surprisal`.
 
     Args:
         head: the output head, a linear layer with V rows.
@@ -79,8 +79,8 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         ids: [m], the token that came after each row's context.
 
     Returns:
-        float32 [m]. Logits are those of float32 weights to rounding, of eight-bit weights to about
-        2^-17 of their size, and of bfloat16 weights with sums that are not rounded.
+        float32 [m]. The logits inside are exact up to rounding for float32 weights, and up to about
+        2^-17 of their size for eight-bit weights; for bfloat16 weights, sums are not rounded.
     """
     if hidden.device.type != "cpu":
         found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
@@ -108,10 +108,10 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def _exact_parts(head: Any, hidden: Tensor) -> tuple[list[Tensor], str]:
-    """Float32 parts [m, d] whose sum is `hidden`, and the precision to multiply them in.
+    """Float32 parts [m, d] that add up to `hidden`, and the precision in which to multiply them.
 
-    Weights of eight bits are exact in bfloat16, for which many processors have fast matrix units
-    that add up in float32. A float32 state is then taken as two parts of bfloat16.
+    Eight-bit weights are exact in bfloat16, and many processors have fast matrix units that
+    multiply bfloat16 and add in float32. For these, the parts are two bfloat16 ones.
     """
     wide = hidden.float()
     if isinstance(head, Int8Linear) and _has_fast_bfloat16():
@@ -128,7 +128,7 @@ def _has_fast_bfloat16() -> bool:
 
 
 def _columns(head: Any, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-    """Float32 weights [d, n] of n tokens, and the scale [n] of each, if there is one."""
+    """Float32 weights [d, n] of tokens `start` to `end`, and their scales [n] or None."""
     if isinstance(head, Int8Linear):
         return head.q[start:end].float().T, head.scale[start:end].float()
     return head.weight[start:end].float().T, None
@@ -136,7 +136,7 @@ def _columns(head: Any, start: int, end: int) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _products_of(precision: str) -> Iterator[None]:
-    """Multiply float32 matrices in `precision`, of `torch.set_float32_matmul_precision`."""
+    """Within this block, `precision` is torch's setting `float32_matmul_precision`."""
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

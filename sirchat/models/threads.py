@@ -1,4 +1,4 @@
-"""Threads and memory of the process: how many, loading torch meanwhile, memory given back.
+"""Sets the number of CPU threads of the process, and returns its free memory to the system.
 
 If other programs use the CPU, one thread for each core is several times slower than one thread:
 every step waits for the thread that was interrupted. So the number of threads is the number of
@@ -19,7 +19,7 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Compute with `wanted` threads; 0 means as the environment says, else as many as are free."""
+    """Set the number of threads; 0 takes it from the environment, or else from the free cores."""
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)
@@ -41,12 +41,12 @@ def free_threads() -> int:
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
-    """The number of threads, at least one.
+    """The number of threads for which cores are free, at least one.
 
     Args:
         cores: physical cores of the machine.
         allowed: physical cores that this process may use.
-        quota: how many cores' time the process may take; None for no limit.
+        quota: CPU time that the process may take, in cores; None for no limit.
         load: load average of the last minute, in busy cores.
     """
     most = allowed if quota is None else min(allowed, int(quota))
@@ -54,19 +54,19 @@ def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> i
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Number of physical cores of logical CPUs; two of these may belong to one core."""
+    """Number of physical cores that the logical CPUs `cpus` belong to; two may share a core."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(path.read_text("ascii").strip())
-        except OSError:  # not Linux, or not known: count each as a core
+        except OSError:  # not Linux, or not known: count each CPU as a core
             siblings.add(f"{cpu}")
     return len(siblings)
 
 
 def cpu_quota(sys: Path = _SYS) -> float | None:
-    """How many cores' time a Linux control group (version 2 or 1) allows; None for no limit."""
+    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None for no limit."""
     try:
         quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
 
 
 def threads_in_words(device: torch.device) -> str:
-    """`2 threads` on a CPU; empty on other devices."""
+    """The number of threads as text, such as `2 threads`; empty if `device` is not a CPU."""
     if device.type != "cpu":
         return ""
     count = torch.get_num_threads()
@@ -90,7 +90,7 @@ def threads_in_words(device: torch.device) -> str:
 
 
 def trim_memory() -> None:
-    """Return free memory to the system, where the C library has a function for it (glibc)."""
+    """Return free memory to the system, if the C library has a function for it (glibc)."""
     if not sys.platform.startswith("linux"):
         return
     try:

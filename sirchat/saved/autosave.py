@@ -87,7 +87,7 @@ class Autosave:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
-        self._is_replaced = False  # by another session of the same conversation
+        self._is_replaced = False  # whether by another session of the same conversation
         self.name = store.name if store else ""
         self._family = str(store.meta.get("family", "")) if store else ""
         # What is on disk; the session may have gone on since.
@@ -104,18 +104,18 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """Id of the chat from which this one and its branches come; its own where it is none."""
+        """Id of the oldest chat from which this one was branched; its own id if it is no branch."""
         return self._family or self.id
 
     def branch(self, name: str) -> Autosave:
-        """The whole chat once more, called `name`, in a new file; this one stays as it is."""
+        """Copy the whole chat to a new file, called `name`; this chat's file stays as it is."""
         copy = Autosave(self._session)
         copy.name, copy._family = name, self.family
         copy.begin()
         return copy
 
     def begin(self) -> None:
-        """The first update; raises as `update` does, and leaves no file then."""
+        """Do the first update; if it fails, delete the file, and raise as `update` does."""
         try:
             self.update()
         except BaseException:
@@ -125,7 +125,7 @@ class Autosave:
             raise
 
     def follow(self) -> None:
-        """Save the conversation that the session has begun since in the same file, in its place."""
+        """From now on, save the session's new conversation in this file, over the old one."""
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
@@ -139,7 +139,7 @@ class Autosave:
         return True
 
     def replace_session(self, session: Session) -> None:
-        """Save another session of the same conversation, such as one with another model, instead.
+        """From now on, save another session of this conversation, such as one with another model.
 
         The next update writes all of it, to the same file.
         """
@@ -273,7 +273,7 @@ def _kept(
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
-    """The model, dtype and versions that a session was made with, and its first branch's id."""
+    """The model, dtype and versions that a session was made with, and its `family`."""
     return {
         **({"family": family} if family else {}),
         "model": model.name,
@@ -287,7 +287,7 @@ def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
 def check_model(store: SessionStore, model: LoadedModel) -> None:
     """Raise SessionError for a saved session of another model or dtype.
 
-    The dtype is checked before the fingerprint, which is another for the same weights in another.
+    The dtype is checked before the fingerprint, because the fingerprint depends on the dtype.
     """
     meta = {name: store.meta.get(name, "?") for name in ("model", "fingerprint", "dtype")}
     dtype = model.precision

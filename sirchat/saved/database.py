@@ -43,7 +43,7 @@ TABLES = (
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
 )
-"""All that there is in the file; anything else, such as a view, is not from sirchat."""
+"""All tables of the file; if there is anything else, such as a view, sirchat did not write it."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """Errors raised by decoding damaged values."""
@@ -71,7 +71,7 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection in its first transaction, under `lock`; closed if the body fails."""
+    """Context manager: a locked connection in its first transaction; an error closes it."""
     connection = connect(path)
     try:
         lock(connection)
@@ -97,7 +97,7 @@ def is_session(connection: sqlite3.Connection) -> bool:
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that is not a session, of a newer format, or of odd tables."""
+    """Raise SessionError for a file that is no session, or has a newer format or other tables."""
     if not is_session(connection):
         raise no_session(path)
     version = _pragma(connection, "user_version")
@@ -118,13 +118,13 @@ def check_whole(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def check_sums(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file whose contents are not those that were written."""
+    """Raise SessionError for a file whose contents do not match its check sums."""
     if not sums_match(connection, required=_pragma(connection, "user_version") > 1):
         raise DamagedSessionError(path)
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise SessionError where there is no such file."""
+    """Raise SessionError if the file does not exist."""
     if not path.is_file():
         raise SessionError(f"there is no saved session {path}")
 
@@ -136,7 +136,7 @@ def no_session(path: Path) -> SessionError:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and the operating system into a SessionError."""
+    """Context manager: turn errors of SQLite and the operating system into a SessionError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -177,7 +177,7 @@ def decoding(path: Path) -> Iterator[None]:
 
 
 def require(condition: bool) -> None:
-    """Raise ValueError, which `decoding` reports as damage, unless a condition is met."""
+    """Raise ValueError, which `decoding` reports as damage, if the condition is false."""
     if not condition:
         raise ValueError
 
@@ -227,7 +227,7 @@ _QUERIES = {
 
 
 def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
-    """Write the sums; turns before index `turns`, and rows before `rows`, are as at the last."""
+    """Write the check sums; turns before `turns` and rows before `rows` keep their old sum."""
     since = {"turns": turns, "rows": rows}
     before = _written(connection)
     if before is None:  # a file of the first format, which had none
@@ -241,7 +241,7 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 
 
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
-    """Whether the contents have the sums that were written; without any, whether none need be."""
+    """Whether the contents match their check sums; if there are none, whether none are required."""
     written = _written(connection)
     if written is None:
         return not required
@@ -254,7 +254,7 @@ def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
 
 
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The sum of a table; with `since`, of what comes from there on, continued from `before`."""
+    """The check sum of a table; `since` continues the sum `before` from there on."""
     query = _QUERIES[table]
     total = before if since else 0
     for values in connection.execute(query, (since,) if "?" in query else ()):

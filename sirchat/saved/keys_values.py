@@ -37,7 +37,7 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save tensors; `stamp` identifies the session's state. No two may share memory."""
+        """Save tensors, no two of which share memory; `stamp` identifies the session's state."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -79,5 +79,5 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be deleted: {error.strerror}") from None
 
     def drop_unfinished(self) -> None:
-        """Delete a file that a crash left incomplete; raises OSError if it can't."""
+        """Delete the file that a crash left incomplete, if any; raises OSError if it can't."""
         self._unfinished.unlink(missing_ok=True)

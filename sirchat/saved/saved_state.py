@@ -57,7 +57,7 @@ class _Conversation(BaseModel):
 
 
 class _Fields(BaseModel):
-    """The JSON of the head, but for the profile, which has its own checks."""
+    """The JSON of the head, except the profile, which has its own checks."""
 
     model_config = _STRICT
 
@@ -72,7 +72,7 @@ class _Fields(BaseModel):
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head that describes a session whose engine's state is `saved`."""
+    """The head for the file of this session; `saved` is the state of its engine."""
     now = session.conversation
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
@@ -101,9 +101,9 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
 def decode_state(
     store: SessionStore, head: Head, vocabulary: int
 ) -> tuple[EngineState, Conversation, str]:
-    """The state of the engine, the conversation, and the stamp of keys and values.
+    """Read the state of the engine, the conversation, and the stamp of keys and values.
 
-    Raises SessionError where they contradict each other, or have ids beyond the `vocabulary`.
+    Raises SessionError if they contradict each other, or have ids beyond the `vocabulary`.
     """
     with decoding(store.path):
         fields, turns = _Fields.model_validate(head.fields), store.turns()
@@ -145,7 +145,7 @@ def decode_state(
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:
-    """Raise ValueError for ledger rows that no session has."""
+    """Raise ValueError for ledger rows that no session can have."""
     limits = {
         "token_id": (0, vocabulary - 1),
         "turn": (0, max(0, turns - 1)),
@@ -160,14 +160,14 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
     for name in ("turn", "round"):
         require(bool((np.diff(rows[name]) >= 0).all()))
     require(bool(np.isfinite(rows["birth_decay"]).all()))
-    # Unknown (NaN) is the first token's, and that of the first after a turn that was cut off.
+    # The surprisal of the first token, and of the first after a turn that was cut off, is NaN.
     require(not np.isinf(rows["surprisal"]).any() and not (rows["surprisal"] < -1).any())
 
 
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    `trusted` are the `module:Class` policies that it may name, else SettingError is raised. Raises
+    Raises SettingError if they name a `module:Class` policy that is not in `trusted`, and
     SessionError for settings of another version.
     """
     head = store.head()
@@ -190,14 +190,14 @@ _ATTENTION = "attention."
 
 
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    """Keys and values by number, and where they stand."""
+    """Keys and values by number, with their stream positions and rotary positions."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
 
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The attention that rows received; empty where it was not tracked."""
+    """The attention that rows received, as named tensors; empty if none was counted."""
     counted = [received.total, received.repeated]
     if not any(one is not None and one.any() for one in counted):
         return {}
@@ -214,7 +214,7 @@ def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Remove the attention from saved tensors and return it."""
+    """Remove the attention from saved tensors and return it; None if they have none."""
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
@@ -231,14 +231,14 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 
 
 def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
-    """The rows that `row_tensors` was given."""
+    """The rows from which `row_tensors` made these tensors."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
 
 
 def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
-    """Whether saved rows are of the same shapes and types as `one` row of this model.
+    """Whether saved rows have the same shapes and types as `one`, a row of this model.
 
     `seen` is the number of tokens of the stream.
     """
@@ -268,7 +268,7 @@ def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
 
 
 def _ascend(positions: NDArray[Any], seen: int) -> bool:
-    """Whether these are stream positions [n], ascending."""
+    """Whether these are ascending positions [n] in a stream of `seen` tokens."""
     if positions.ndim != 1 or positions.dtype != np.int64:
         return False
     inside = ((positions >= 0) & (positions < seen)).all()

@@ -40,7 +40,7 @@ class SavedSession:
     `name` is the user's name for it, or empty; `first` is the beginning of the first user message,
     on one line; neither is filtered for display. `turns` counts messages. `in_use` means that a
     process has it open; then `name`, `model` and `first` may be empty and `turns` 0, if they can't
-    be read. `family` is the id of the chat that it was branched from, first of all; else its own.
+    be read. `family` is the id of the oldest chat that it was branched from; else its own.
     """
 
     id: str
@@ -63,7 +63,7 @@ class Listing(NamedTuple):
 
 
 def list_sessions(folder: Path) -> Listing:
-    """Every session in a folder, the last written first; no file is written or locked."""
+    """Every session in a folder, the most recently written first; no file is written or locked."""
     listing = Listing([], [])
     for path in _files(folder):
         try:
@@ -99,10 +99,10 @@ def find_session(folder: Path, ident: str) -> Path:
 
 
 def open_session(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open a session by what `find_session` takes; `last` passes over damaged ones.
+    """Open the session that `find_session` finds, except that `last` skips damaged ones.
 
-    The second value is an error for each of these. Raises SessionError as `find_session` and
-    `SessionStore.open` do.
+    The second value has an error for each skipped session that is newer. Raises SessionError as
+    `find_session` and `SessionStore.open` do.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -122,7 +122,7 @@ def open_session(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSe
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """`text` as a name for the session with id `own`, which is empty for one without a file.
+    """Check `text` as a name for the session with id `own` (empty if it has no file); returns it.
 
     Raises SessionError for a text that is not allowed as a name, or is another session's name.
     """
@@ -195,7 +195,7 @@ def _newest(found: dict[str, Path]) -> str:
 
 
 def _summary_of(path: Path) -> SavedSession:
-    """Read a session, locked or not.
+    """The entry of a session, which may be locked by another process.
 
     An ordinary reader is stopped by another process's lock, and by a commit that a crash
     interrupted. The file is then read without locks: it is consistent, unless a commit is going on
@@ -246,7 +246,7 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
 
 
 def _changed(path: Path) -> datetime:
-    """When a file was last written to; long ago where it is gone."""
+    """When a file was last written to; 1970 if it no longer exists."""
     try:
         return _local_time(path.stat().st_mtime)
     except OSError:
@@ -293,9 +293,9 @@ def same_name(one: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name repeats text that is to be erased: words, or a `whole` turn.
+    """Whether a name repeats the text `said`, which is to be erased: words, or a `whole` turn.
 
-    A name made of a turn's words also repeats the turn.
+    A name that is a part of the turn also counts as repeating it.
     """
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)

@@ -160,7 +160,7 @@ class SessionStore:
         """Add turns, the rows [k] of the k tokens since the last head, and the new head.
 
         `rows` is a structured array of flat fields. Rows are never changed later: what does change,
-        such as which are held, belongs into the head.
+        such as which of them are held, belongs in the head.
         """
         first = min((turn.index for turn in turns), default=_NONE)
         with self._transaction(first, head.seen - len(rows)):
@@ -345,7 +345,7 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same fields, little-endian and without padding, which would leak memory contents."""
+    """The same fields, little-endian and without padding; padding would leak memory contents."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
@@ -368,6 +368,6 @@ def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:
     require(isinstance(seen, int) and isinstance(head.fields, dict))
     require(not len(head.held) or (head.held[0] >= 0 and head.held[-1] < seen))
     require(bool((head.held[1:] > head.held[:-1]).all()))
-    # A model may rule tokens out by minus infinity.
+    # A model may rule out tokens by logits of minus infinity.
     require(head.logits is None or bool((head.logits < np.inf).all()))
     return head

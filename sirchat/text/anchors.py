@@ -20,8 +20,8 @@ Variant = Literal["ac", "ep"]
 Per = Literal["sentence", "round", "tokens", "random"]
 """Where the added token is inserted.
 
-`sentence`: after each sentence. `round`: after each reply and each system prompt, which is where a
-demonstration ends. `tokens`: after every 10 tokens of a text. `random`: after each token with
+`sentence`: after each sentence. `round`: after each reply and each system prompt, where few-shot
+demonstrations end. `tokens`: after every 10 tokens of a text. `random`: after each token with
 probability 0.1 (section 7.1).
 """
 
@@ -80,7 +80,7 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """A function that returns whether an id of a stream is an anchor; called once for each id.
+    """Make a function that tells whether an id is an anchor; call it for each id in order.
 
     Anchors are the model's added token or, if there is none, tokens that end a sentence.
     """
@@ -141,7 +141,7 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids of a text outside of a chat; it has no rounds, so `round` means `sentence` here."""
+    """The ids, with anchors, of a text that is no chat; `round` means `sentence` for it."""
     if anchors is None:
         return encode(text)
     per = "sentence" if anchors.per == "round" else anchors.per

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNFINISHED = "\ufffd"
-"""The character that a token decodes to if it is only a part of a character."""
+"""The character in the decoded text of a token that is only a part of a character."""
 
 _LONGEST = 8
-"""Most tokens that spell one character, or a few characters that share tokens."""
+"""Largest number of tokens that spell one character, or a few characters that share tokens."""
 
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
@@ -40,7 +40,7 @@ class TextStream:
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
-        self._prefix_length = 0  # characters of the ids from start to returned
+        self._prefix_length = 0  # characters of the ids from _start to _returned
 
     def push(self, token_id: int) -> str:
         """The text that this id completes; empty if a character is still incomplete."""
@@ -72,7 +72,7 @@ class TextStream:
 
 
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""Ids and their stream positions to the text of each; see `TokenTexts`."""
+"""A function from ids and their stream positions to the text of each; see `TokenTexts`."""
 
 
 class TokenTexts:

@@ -62,9 +62,9 @@ class TurnIds:
 class Template:
     """Renders turns for one tokenizer, with its chat template or a plain USER / ASSISTANT one.
 
-    If `anchors` names an added anchor token, that token is inserted as it says.
+    If `anchors` names an added anchor token, that token is inserted as `anchors` says.
 
-    Raises ModelError when the template can't be rendered turn by turn.
+    Raises ModelError if the template can't be rendered turn by turn.
     """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
@@ -79,11 +79,11 @@ class Template:
         ]
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The first turn: the system prompt's ids, or None without one, and the user turn's.
+        """The ids of the first turn: the system prompt's, None without one, and the user turn's.
 
-        The system prompt's ids include what the template puts around them, also where it is folded
-        into the user turn. If the template allows no system message, the prompt is put before the
-        user's text.
+        The system prompt's ids include what the template puts around them, even if the template
+        makes the prompt a part of the user turn. If the template allows no system message, the
+        prompt is put before the user's text.
         """
         whole = self._first(system, content)
         turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
@@ -98,13 +98,13 @@ class Template:
         return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
-        """A later user turn, including the header of the reply."""
+        """The ids of a later user turn, including the header of the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
         after = self._after_answer(ids)[len(self._closing) :]
         return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
-        """A system prompt after a reply; as bare text where the template can't render one there."""
+        """The ids of a system prompt after a reply; bare text if the template can't render it."""
         try:
             whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
         except ModelError:
@@ -116,7 +116,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """A reply that is read, not generated: its text only, without header and closing ids."""
+        """The ids of a reply that is read, not generated: only its text, no header or closing."""
         question = [_message("user", _QUESTION)]
         header = self._render(question, prompt=True)
         following = [_message("user", _QUESTION)]
@@ -126,7 +126,7 @@ class Template:
         ids = whole[len(header) : end]
         fits = whole[: len(header)] == header and whole[end:] == tail and end >= len(header)
         if not fits or not self._added.isdisjoint(ids):
-            # The template has another header for past replies, or makes control tokens of text.
+            # The template has another header for past replies, or turns text into control tokens.
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
@@ -151,18 +151,18 @@ class Template:
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """Ids that end generation: `end_ids`, and control tokens that no reply has.
+        """Ids that end generation: `end_ids`, and control tokens that no reply contains.
 
-        Those that begin a turn would make the rest the next speaker's; others, such as padding, are
-        no text, and must not be read as control.
+        After a token that begins a turn, the rest would be the next speaker's. Other control
+        tokens, such as padding, are not text, and must not be read as control tokens.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """Ids that mean the end of a reply.
 
-        The model's `declared` ones, the tokenizer's end of sequence, and the first closing id if it
-        is an added token.
+        These are the model's `declared` ids, the tokenizer's end of sequence, and the first closing
+        id if it is an added token.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
@@ -171,9 +171,10 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """Ids of control tokens that the template begins a turn with.
+        """Ids of the control tokens with which the template begins a turn.
 
-        Of a user's or system turn the first one; others in its header may also occur in replies.
+        For a user or system turn, this is only the first one in its header: the others may also
+        occur in replies. All control tokens between a user's text and the reply are included.
         """
         control = self._control
         user, system = self.user(_QUESTION), self.system(_QUESTION)
@@ -184,10 +185,10 @@ class Template:
 
     @property
     def _foreign(self) -> set[int]:
-        """Control tokens that no conversation of this template has but as its beginning."""
+        """Control tokens that this template never uses, except to begin a conversation."""
         stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
-        source = str(self._tokenizer.chat_template or "")  # it may name marks of thinking or tools
+        source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
         known = self._tokenizer.added_tokens_decoder
         own |= {i for i in self._control if known[i].content in source}
         return self._control - (own - {self._tokenizer.bos_token_id}) - {self._anchor}
@@ -199,7 +200,7 @@ class Template:
 
     @cached_property
     def _added(self) -> set[int]:
-        """Ids of all added tokens but runs of blanks."""
+        """Ids of all added tokens, except runs of blanks."""
         known = self._tokenizer.added_tokens_decoder
         return {i for i, token in known.items() if not token.content.isspace()}
 
@@ -209,14 +210,14 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The anchor after a reply or a system prompt, where `per` is `round`."""
+        """The anchor after a reply or a system prompt if `per` is `round`; else empty."""
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
             return []
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """A system prompt, with the anchor after it, if any."""
+        """A system prompt, with an anchor after it if `per` is `round`."""
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
@@ -240,7 +241,7 @@ class Template:
         return [_message("user", _QUESTION), _message("assistant", _ANSWER)]
 
     def _plain(self) -> str:
-        """The plain template, less the special tokens that the tokenizer lacks."""
+        """The plain template, without the special tokens that the tokenizer lacks."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
             if getattr(self._tokenizer, name) is None:
@@ -270,13 +271,13 @@ class Template:
             raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
         except ValueError as error:
             raise ModelError(f"this text cannot be read as plain text: {_brief(error)}") from error
-        except Exception as error:  # it is a program, and may fail in any way
+        except Exception as error:  # a template is a program, and may fail in any way
             problem = f"{type(error).__name__}: {_brief(error)}"
             raise ModelError(f"the model's chat template fails: {problem}") from error
         return [int(i) for i in ids]
 
     def _marked(self, messages: Sequence[Message], source: str) -> list[Message]:
-        """The messages, with transformers' marks around what would else be a control token."""
+        """The messages; transformers' marks keep their text from becoming control tokens."""
         conversations, *_ = self._tokenizer._mark_chat_inputs(
             source, [list(messages)], None, None, {}, True, False
         )
@@ -297,7 +298,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The last ids of the stub answer, as tokenized inside the template."""
+        """The ids that spell the stub answer inside the template, without any ids before it."""
         question = [_message("user", _QUESTION)]
         ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
@@ -312,10 +313,10 @@ class Template:
         return found
 
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
-        """Separate text from template: ids that are the same with other texts are the template's.
+        """Separate the text's ids from the template's, which do not change with other texts.
 
-        `others` are the ids of the same turn with other texts, which hold no control tokens. Raises
-        ModelError where this text has become some.
+        `others` are the ids of the same turn with other texts, which contain no control tokens.
+        Raises ModelError if this text has become control tokens.
         """
         usual = Counter[int]()
         for other in others:
@@ -353,13 +354,13 @@ class Template:
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """The ids that a system message after a reply adds; none where it is moved elsewhere."""
+        """The ids that a system message after a reply adds; empty if it is moved elsewhere."""
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
-        """Number of ids of the system message; 0 where it is folded into the user turn."""
+        """Number of ids of the system message; 0 if it is a part of the user turn."""
         try:
             block = self._render([_message("system", system)], prompt=False)
             other = self._render([_message("system", _QUESTION)], prompt=False)
@@ -373,7 +374,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The longest common prefix."""
+    """The longest common prefix of two lists of ids."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
@@ -383,5 +384,5 @@ def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
 
 
 def _brief(error: Exception) -> str:
-    """The beginning of a message that others wrote, without control characters."""
+    """The first 200 characters of an error's message, without control characters."""
     return "".join(one if one.isprintable() else " " for one in str(error)[:200])

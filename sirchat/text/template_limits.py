@@ -1,8 +1,8 @@
 """Renders a model's chat template under limits of steps, time, output and memory.
 
-A template is a program that comes with a model. It runs in jinja's sandbox, which keeps it from the
-rest of the program, but not from loops without end, nor from texts of gigabytes. So whatever makes
-a text or a list in a template (operators, filters, methods, macros) is counted before it is made.
+A template is a program that comes with a model. It runs in jinja's sandbox, which protects the rest
+of the program, but does not prevent endless loops or texts of gigabytes. So the size of each text
+or list that a template makes (by operators, filters, methods, macros) is counted before it is made.
 Nothing here changes the process: other threads go on as before.
 """
 
@@ -26,22 +26,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-_SECONDS = 0.5  # of the processor; templates of real models take some milliseconds
+_SECONDS = 0.5  # of processor time; templates of real models take some milliseconds
 _STEPS = 500_000  # lines of a template and of jinja that are run
 _MOST_SOURCE = 2**20  # characters of a template
-_MOST_ADDED = 200_000  # characters that a template may put around the texts
-_MOST_COPIES = 8  # of the texts in one rendering
-_MOST_MADE = 2**26  # characters and list items that are made in one rendering, all in all
-_MOST_ITEMS = 2**19  # of a list and the lists within
+_MOST_ADDED = 200_000  # characters that a template may add to the texts
+_MOST_COPIES = 8  # of the texts that one rendering may contain
+_MOST_MADE = 2**26  # characters and list items that are made in one rendering, in total
+_MOST_ITEMS = 2**19  # of a list, including those of its inner lists
 _MOST_BITS = 2**14  # of a whole number
 
 _COSTLY_FILTERS = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
-"""Filters whose time can grow with the square of a text's length, where no step is counted."""
+"""Filters whose time can grow with the square of a text's length without a step being counted."""
 
 _RUN_BY_STEPS = ("<template>", os.path.dirname(jinja2.__file__))
 
 _WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-"""A width of five digits in a format, or one that comes from an argument."""
+"""Matches a width of five digits in a format, or a width that is taken from an argument."""
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
@@ -54,10 +54,10 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def render(source: str, size: int, /, **variables: Any) -> str:
-    """The text that the template `source` makes of `variables`.
+    """Render the template `source` with `variables` to a text.
 
-    `size` is the number of characters of the texts among them. Raises TemplateError for a template
-    that takes too many steps, too much time or memory, or makes too long a text.
+    `size` is the number of characters of all texts in `variables`. Raises TemplateError for a
+    template that takes too many steps, too much time or memory, or makes too long a text.
     """
     try:
         return _compiled(source)(_MOST_ADDED + _MOST_COPIES * size, variables)
@@ -66,9 +66,9 @@ def render(source: str, size: int, /, **variables: Any) -> str:
 
 
 class _Rendering(local):
-    """What the rendering of this thread has taken so far.
+    """Counts the steps, time and memory that the rendering in this thread has used so far.
 
-    `most` is the most characters of a text, `made` the characters and items made until now.
+    `most` is the limit for a text in characters, `made` the characters and list items made so far.
     """
 
     most = 0
@@ -80,13 +80,13 @@ class _Rendering(local):
         self.most, self.made, self.steps, self.start = most, 0, 0, time.thread_time()
 
     def count(self, size: int) -> None:
-        """Count a text or a list of this size, which is about to be made."""
+        """Add the size of a text or list to the template's total, before it is built."""
         self.made += size
         if size > self.most or self.made > _MOST_MADE:
             raise TemplateError("it takes too much memory")
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        """Trace functions of templates and of jinja, and no others."""
+        """A trace function for `sys.settrace`: counts steps of templates and jinja only."""
         return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ class _Rendering(local):
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, in which all that is made is counted."""
+    """transformers' environment for chat templates, which counts all that templates make."""
 
     intercepted_binops = frozenset(_OPERATORS)
 
@@ -121,7 +121,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return parsed
 
     def render_within(self, template: jinja2.Template, most: int, variables: Any) -> str:
-        """The text that `template` makes, of at most `most` characters."""
+        """Render `template` to a text of at most `most` characters, within all limits."""
         self.rendering.begin(most)
         before = sys.gettrace()
         sys.settrace(self.rendering.enter)  # of this thread alone
@@ -131,19 +131,19 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             sys.settrace(before)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right`, whose size is counted first."""
+        """Compute `left operator right`, after counting the size of the result."""
         self.rendering.count(_size_of(operator, left, right))
         return _OPERATORS[operator](left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or a method; a text's methods are counted first."""
+        """Call a function or method; the result of a text's method is counted before it is made."""
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             self.rendering.count(_size_of_method(obj.__name__, owner, args))
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandboxed `str.format` of a text, whose widths are limited."""
+        """The sandboxed `str.format` of a text, which first counts the size of the result."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -156,29 +156,29 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter whose result is counted before it is made, as well as can be told."""
+        """A filter that counts the estimated size of its result before it makes the result."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             given = args[_leading(function) :]
             self.rendering.count(_size_of_filter(name, given, kwargs))
             return function(*args, **kwargs)
 
-        limited.__dict__.update(getattr(function, "__dict__", {}))  # such as "takes the context"
+        limited.__dict__.update(getattr(function, "__dict__", {}))  # such as: it takes the context
         return limited
 
     def concatenated(self, *parts: Any) -> str:
-        """The operator `~`."""
+        """Join the parts as the operator `~` does, after counting the size of the result."""
         self.rendering.count(sum(map(_length, parts)))
         return "".join(map(str, parts))
 
     def _shown(self, value: Any) -> Any:
-        """What is put out for a value: itself, once it is known to be of bounded size."""
+        """Count the size of a value that is about to be output, and return the value."""
         if not isinstance(value, str):
             self.rendering.count(_length(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:
-        """The parts of a template, a macro or a block as one text."""
+        """Join the parts of a template, macro or block to one text; refuses a text too long."""
         found, size, most = [], 0, self.rendering.most
         for part in parts:
             found.append(part)
@@ -189,10 +189,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Makes of each `a ~ b` a call, which can be counted."""
+    """Replaces each `a ~ b` by a call of `concatenated`, which counts the size of the result."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Called by jinja for each node of this kind."""
+        """The call that replaces one `a ~ b`; jinja calls this method for each of them."""
         self.generic_visit(node)
         counted = nodes.EnvironmentAttribute("concatenated")
         return nodes.Call(counted, node.nodes, [], None, None, lineno=node.lineno)
@@ -200,9 +200,9 @@ class _Concatenations(NodeTransformer):
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
-    """A function that renders `source` within so many characters.
+    """Compile `source`; returns a function of a character limit and variables that renders it.
 
-    Raises TemplateError for single operations that may take for ever.
+    Raises TemplateError if `source` is too long or has an operation that may take for ever.
     """
     if len(source) > _MOST_SOURCE:
         raise TemplateError(f"it has more than {_MOST_SOURCE:,} characters")
@@ -217,9 +217,9 @@ def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
 
 
 def _length(value: Any) -> int:
-    """Number of characters that a value has as text, or a number above; lists within count anew.
+    """Upper bound for a value's length as text; a list that occurs twice counts twice.
 
-    Raises TemplateError for a list that holds itself or others too often.
+    Raises TemplateError for too many items, such as those of a list that contains itself.
     """
     size, left, seen = 0, [value], 0
     while left:
@@ -242,7 +242,7 @@ def _length(value: Any) -> int:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Size of what an operator makes: characters, items, or bits of a large number."""
+    """Size of an operator's result in characters or items; over the limit for a huge number."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else 0
         return _MOST_MADE + 1 if bits > _MOST_BITS else 0
@@ -259,7 +259,7 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
-    """Most characters of a formatted text, in which each `mark` may stand for the longest value."""
+    """Upper bound for a formatted text's length; each `mark` may stand for the longest value."""
     if _WIDE.search(text):
         return _MOST_MADE + 1
     longest = max(map(_length, values), default=0)
@@ -267,7 +267,7 @@ def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
 
 
 def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int:
-    """Most characters of what a text's method makes."""
+    """Upper bound for the number of characters in the result of a text's method."""
     widths = [one for one in args if isinstance(one, int)]
     if name in ("ljust", "rjust", "center", "zfill"):
         return max([len(owner), *widths])
@@ -283,7 +283,7 @@ def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int
 
 
 def _size_of_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Most characters or items of what a filter makes."""
+    """Upper bound for the number of characters or items in the result of a filter."""
     if not args:
         return 0
     value, *others = args

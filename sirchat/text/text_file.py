@@ -20,7 +20,7 @@ def is_missing(name: str) -> bool:
         path_named(name).stat()
     except PermissionError:
         return False
-    except (OSError, ValueError):  # such as a name that is too long, or holds a NUL
+    except (OSError, ValueError):  # such as a name that is too long, or has a NUL
         return True
     return False
 
@@ -90,7 +90,7 @@ _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 def fenced(name: str, text: str) -> str:
-    """A text as a Markdown code block with its name; its fence is longer than any in the text."""
+    """Make a Markdown code block of a text and its name; no fence in the text can close it."""
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"

@@ -26,7 +26,7 @@ _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gp
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 MOST_BYTES = 2**22
-"""Largest size of a line or of a JSON document; parsed JSON can take fifty times as much."""
+"""Largest size of a line or of a JSON document; parsed JSON can take fifty times as much memory."""
 
 _MOST_LINES = 500_000  # of a JSON document
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -34,7 +34,7 @@ _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message and the line it starts on (from 1); `conversation` counts those of a file."""
+    """One message, the line it starts on (from 1), and the number of its conversation (from 0)."""
 
     role: RoleName
     content: str
@@ -43,7 +43,7 @@ class TranscriptTurn:
 
 
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
-    """The turns of a UTF-8 `stream`, each as soon as the format allows.
+    """Yield the turns of a UTF-8 `stream`, each one as early as the format allows.
 
     `name` is the stream's name in errors; `format` is one of `FORMATS`. Raises UsageError for an
     unknown format and, while reading, TranscriptError with name, line and problem.
@@ -63,7 +63,7 @@ def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[Trans
 
 
 def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[TranscriptTurn]:
-    """The turns of a file that holds one conversation; raises TranscriptError at a second one."""
+    """Yield the turns of one conversation; raises TranscriptError where a second one begins."""
     for turn in turns:
         if turn.conversation:
             raise TranscriptError(
@@ -112,7 +112,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Detect the format from the first line that is not blank, or, if needed, from all lines."""
+    """Detect the format from the first non-blank line, or from all lines; yield the turns."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
         return
@@ -131,7 +131,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _format_of(first: str) -> str:
-    """The format of a file with this first line; "unfinished" for JSON that spans lines."""
+    """The format of a file with this first line; "unfinished" if its JSON does not end there."""
     if _PREFIX.match(first):
         return "text"
     if not first.lstrip().startswith(("{", "[")):
@@ -169,9 +169,9 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Prefixed turns; an empty one, such as a last bare `ASSISTANT:`, is left out.
+    """Yield turns that begin with a prefix such as `USER:`; a turn without text is left out.
 
-    The first prefix says how they are written: `USER:`, `User:` or `user:`.
+    The first prefix decides how all prefixes are written: `USER:`, `User:` or `user:`.
     """
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
@@ -205,7 +205,7 @@ def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
-    """Every message of every conversation; a file may contain several JSON documents."""
+    """Yield every message of every conversation; a file may contain several JSON documents."""
     conversations = chain.from_iterable(
         _conversations(document, start, value) for start, value in document.values()
     )
@@ -217,7 +217,7 @@ def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
 def _conversations(
     document: _JsonText, start: int, value: object
 ) -> Iterator[Iterable[tuple[int, object]]]:
-    """The messages of each conversation in a value, with their positions."""
+    """Yield, for each conversation in a JSON value, its messages with their indices in the text."""
     match value:
         case {"conversations": list()}:
             yield document.items(document.member(start, "conversations"))
@@ -295,14 +295,14 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
 
 
 def _joined(lines: Iterable[Line], name: str) -> str:
-    """The lines as one text; blank lines replace skipped ones, so that line numbers stay."""
+    """The lines as one text; blank lines replace skipped ones to keep line numbers."""
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
 
 
 class _JsonText:
-    """A JSON text whose values are returned with their character index, so errors name the line."""
+    """A JSON text; its values come with their character index, so that errors can name a line."""
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
         self.text = text
@@ -324,7 +324,7 @@ class _JsonText:
         return value
 
     def values(self) -> Iterator[tuple[int, object]]:
-        """Every top-level value of the text, with its index."""
+        """Yield every top-level value of the text, with its index."""
         at = self._skip_space(0)
         while at < len(self.text):
             value, end = self._decode(at)
@@ -332,7 +332,7 @@ class _JsonText:
             at = self._skip_space(end)
 
     def items(self, at: int) -> Iterator[tuple[int, object]]:
-        """The items, with their indices, of the valid list that begins at `at`."""
+        """Yield each item, with its index, of the list (valid JSON) that begins at `at`."""
         at = self._skip_space(at + 1)
         while self.text[at] != "]":
             value, end = self._decode(at)
@@ -340,7 +340,7 @@ class _JsonText:
             at = self._next(end)
 
     def member(self, at: int, key: str) -> int:
-        """The index of the (last) value of `key` in the object that begins at `at`."""
+        """The index of the value of `key`, the last one if repeated, in the object at `at`."""
         found, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":
             name, end = self._decode(at)

@@ -1,4 +1,4 @@
-"""Files in messages: `@path` and `/read`, completion of their names, and what is said of them.
+"""Files in messages: `@path` and `/read`, completion of their names, and a note of their size.
 
 Only text that was typed can name a file. Transcripts, pipes and pasted text never do.
 """
@@ -51,16 +51,16 @@ class AttachedFile:
 def with_files(
     text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """A typed message in which `@path` names files, and these files.
+    """The message to send for a typed message in which `@path` names files; and these files.
 
-    Each file's text stands before the message, once. A word that names no file stays as it is, with
-    a `note` where it looks like a path; `\\@` is a mere sign. `pasted_signs` are the indices of the
-    signs that name nothing, as they were pasted.
+    Each file's text is put before the message, once. A word that names no file stays as it is, with
+    a `note` if it looks like a path; `\\@` is a plain sign. `pasted_signs` are the indices of signs
+    that were pasted, and so name no file.
 
-    Raises UsageError, as `load_text_file` does, for what is there and can't be taken.
+    Raises UsageError, as `load_text_file` does, if a file exists but can't be used.
     """
     files: dict[str, AttachedFile] = {}
-    said = list[str]()  # the message, where file names alone say nothing
+    said = list[str]()  # the message without names of files, which alone say nothing
     message, at = list[str](), 0
     for found in _MENTION.finditer(text):
         if found.end("escape") in pasted_signs:
@@ -80,7 +80,7 @@ def with_files(
 
 
 def open_mention(before: str) -> str | None:
-    """The beginning of a file's name that is typed after `@`, a quote in front included, if any.
+    """The part of a file's name typed after `@`, with any quote before it; None if there is none.
 
     `before` is the text before the cursor.
     """
@@ -101,7 +101,7 @@ def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
 
 
 def first_name(text: str) -> tuple[str, str]:
-    """The first word of a text, or what stands in quotes there, and the rest."""
+    """The first word of a text, or the words in quotes at its start; and the rest."""
     found = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
     if found is None:  # it matches any text
         return "", text
@@ -109,7 +109,7 @@ def first_name(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """The number of tokens of these files, against the budget."""
+    """A line that compares the number of tokens of these files with the budget."""
     counts = [len(session.template.as_text(file.block)) for file in files]
     parts = [
         f"{displayable_line(file.name)}: {count:,} tokens"
@@ -123,7 +123,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The file that a word names, or nothing; and what stands for the word in the message."""
+    """The file that a word names, or an empty text; and the text for the word in the message."""
     word = found["word"] or ""
     if found["escape"]:
         return "", found[0][1:]
@@ -146,7 +146,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, and the message last: it is still held when parts of them are evicted."""
+    """The files' texts, then the message: it is still held when parts of the files are evicted."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 
@@ -154,7 +154,7 @@ _BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
 def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The beginning of a file's name before the cursor, a quote in front included, if any.
+    """The part of a file's name before the cursor, with any quote; None if there is none.
 
     `commands` matches the commands that a name may follow.
     """
@@ -165,9 +165,9 @@ def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> 
 
 
 def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Files and folders whose names go on; those with spaces are put in quotes.
+    """Files and folders whose names begin with `begun`; names with spaces get quotes.
 
-    Hidden ones are offered once the dot is typed.
+    Hidden files are offered once the dot is typed.
     """
     name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
     found = PathCompleter(expanduser=True).get_completions(Document(name), event)

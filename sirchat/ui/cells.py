@@ -21,16 +21,16 @@ from rich.text import Text
 from sirchat.ui.text import displayable
 
 BASE: Final = "◌"
-"""Base for a combining mark without a letter; also replaces a spacing mark."""
+"""Drawn under a combining mark that follows no letter, and in place of a spacing mark."""
 
 NEWLINE: Final = "⏎"
 TAB: Final = "→"
 
 _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
-_VIRAMA = 9  # the combining class
+_VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24
-"""Cells of the longest word that moves to the next line; longer ones are cut at the edge."""
+"""Cells of the longest word that moves to the next line whole; longer words are broken."""
 
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
@@ -45,7 +45,7 @@ class StyledRun(NamedTuple):
 
 @lru_cache(maxsize=32768)
 def shown(text: str) -> str:
-    """A token's text as it is drawn: filtered, on one line, every width known."""
+    """A token's text as it is drawn: filtered, on one line, with characters of known width."""
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
@@ -57,7 +57,7 @@ def shown_line(text: str) -> str:
 
 
 def significant(score: float) -> str:
-    """A score with three significant digits, and without an exponent below a thousand million."""
+    """A score with three significant digits; large scores below 1e9 are shown without exponent."""
     text = f"{score:#.3g}".removesuffix(".")
     return f"{float(text):,.0f}" if "e+" in text and abs(score) < 1e9 else text
 
@@ -101,7 +101,7 @@ def _safe(char: str) -> str:
 
 
 def _modifies(code: int) -> bool:
-    """Variation selectors and skin tones, which change the character before them."""
+    """Whether it is a variation selector or skin tone, which changes the previous character."""
     return (
         0xFE00 <= code <= 0xFE0F
         or 0xE0100 <= code <= 0xE01EF
@@ -118,7 +118,7 @@ def cut(text: str, width: int) -> str:
 
 
 def line_of(runs: Iterable[StyledRun]) -> Text:
-    """One line; neighbours of the same style are joined, which keeps a frame small."""
+    """One line of the runs; neighbours of the same style are joined, which saves bytes."""
     line = Text(no_wrap=True, overflow="ignore")
     for style, parts in groupby(runs, key=lambda part: part.style):
         line.append("".join(part.text for part in parts), style or None)
@@ -126,9 +126,9 @@ def line_of(runs: Iterable[StyledRun]) -> Text:
 
 
 def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Lines of at most `width` cells, broken after spaces where that leaves no large hole."""
+    """Lines of at most `width` cells, broken after spaces, or within words longer than a limit."""
     lines: list[list[StyledRun]] = [[]]
-    room = width = max(width, 2)  # or a wide character would fit nowhere
+    room = width = max(width, 2)  # else a wide character would fit nowhere
     for word, size in _words(runs):
         if size > room and size <= min(_LONGEST_WORD, width):
             lines.append([])
@@ -152,7 +152,7 @@ def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int)
 
 
 def _split(text: str, width: int) -> tuple[str, str]:
-    """The text up to `width` cells, marks with their letters, and the rest."""
+    """Split a text after at most `width` cells; a mark stays with its letter."""
     used = 0
     for index, char in enumerate(text):
         used += get_character_cell_size(char)
@@ -162,7 +162,7 @@ def _split(text: str, width: int) -> tuple[str, str]:
 
 
 def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """The runs in groups after which a line may break, and the cells of each group."""
+    """Yield the runs in groups, each with its size in cells; a line may break after a group."""
     word: list[StyledRun] = []
     size = 0
     for run in runs:
@@ -180,7 +180,7 @@ def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
 
 
 def _parts(text: str) -> list[tuple[str, bool]]:
-    """Parts of a text between which a line may break, and whether it may break after each."""
+    """The parts of a text, each with a flag: whether a line may break after the part."""
     if text.isascii():
         return [(part, part[-1] == " ") for part in _ASCII_PARTS.findall(text)]
     parts: list[tuple[str, bool]] = []

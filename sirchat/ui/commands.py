@@ -43,56 +43,56 @@ from sirchat.ui.turn_commands import sampling_settings, undo
 _PREFIX = "do_"
 
 _AROUND = 12
-"""Tokens on either side that `/recall "words"` restores, too."""
+"""Number of tokens on either side of the words that `/recall "words"` restores, too."""
 
-_LONGEST = 40  # characters of a command that is not known
+_LONGEST = 40  # most characters shown of an unknown command
 
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
 _FORMER = {"forget": "erase", "forgotten": "evicted"}
-"""Former names of commands: they still work, say the new name, and are listed nowhere."""
+"""Former names of commands: they still work, with a note of the new name; no list has them."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The chat ends."""
+    """Asks the chat to end."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """This message is sent."""
+    """Asks the chat to send this message."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Another reply to the last message, sampled with these settings this once."""
+    """Asks for another reply to the last message, sampled with `settings` this time only."""
 
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """The user changes the last message, and gets a reply to that."""
+    """Asks the chat to let the user change the last message, and to reply to the new one."""
 
 
 @dataclass(frozen=True)
 class Summarize:
-    """The model sums up the conversation."""
+    """Asks the model to sum up the conversation."""
 
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Another session goes on: of another chat, or of this one with another model."""
+    """Asks to go on with another session: of another chat, or of this one, read anew."""
 
     session: Session
     is_other_chat: bool
 
 
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What the chat does after a command, beside what the command did itself."""
+"""What a command asks the chat to do next, in addition to what the command did itself."""
 
 
 class Commands:
@@ -169,7 +169,7 @@ class Commands:
         self._screen.show(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> Action | None:
-        """[NAME]: go on with another model, which reads the chat anew; alone, the models here."""
+        """[NAME]: go on with another model, which reads the chat anew; alone, list the models."""
         if not rest:
             self._models.show(self._session)
         elif (session := self._models.switch(self._session, without_quotes(rest))) is not None:
@@ -238,7 +238,7 @@ class Commands:
         self._switching.profile(rest)
 
     def do_panel(self, rest: str) -> None:
-        """[full|live|turn|on|off]: show all held tokens; or when to show a few of them."""
+        """[full|live|turn|on|off]: show all held tokens now, or set when to show a few of them."""
         if rest in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_panel(snapshot, screen.theme, screen.width))
@@ -247,7 +247,7 @@ class Commands:
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_thinking(self, rest: str) -> None:
-        """[show|fold|hide]: the last reply's reasoning (<think>); or how replies show theirs."""
+        """[show|fold|hide]: set how replies show reasoning (<think>); alone, show the last one."""
         if rest:
             self._switching.setting("/thinking", "thinking", rest)
         else:
@@ -285,7 +285,7 @@ class Commands:
 
     def do_erase(self, rest: str) -> None:
         """TEXT|last|turn N: show what would be erased for good (memory, archive, saved chat, typed
-        lines); with --yes erase it, with --everywhere from lines of other chats, too."""
+        lines); with --yes, erase it; with --everywhere, erase typed lines of other chats, too."""
         self._erasing.run(rest)
 
     def do_evicted(self, rest: str) -> None:
@@ -311,7 +311,7 @@ class Commands:
 
     def do_retry(self, rest: str) -> Action:
         """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
-        are for this reply only, too."""
+        can be given, too; all hold for this reply only."""
         return Retry(sampling_settings(rest))
 
     def do_edit(self, rest: str) -> Action:
@@ -327,7 +327,7 @@ class Commands:
 
     def do_copy(self, rest: str) -> None:
         """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
-        turns ago; --osc52 lets the terminal do it, as over ssh."""
+        turns ago; --osc52 lets the terminal do it, which also works over ssh."""
         copy_reply(self._session, self._screen, rest)
 
     def do_export(self, rest: str) -> None:

@@ -44,13 +44,13 @@ _NO_BREAK: Final = "\xa0"
 """A blank at which no line ends."""
 
 _WIDE = 72
-"""Least width in columns for whole sentences."""
+"""Least width in columns at which the panel has whole sentences."""
 
 
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Title, gauge, turns, what leaves next, and the held words of highest score.
+    """Draw title, gauge, turns, the words evicted next, and the held words of highest score.
 
     `evicted`: words that were just evicted; they have a row of their own, struck out.
     """
@@ -68,13 +68,13 @@ def draw_compact_panel(
 
 
 def headline(snapshot: Snapshot) -> str:
-    """Policy, decay and model."""
+    """A text that names policy, decay and model."""
     name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
     return shown_line(name)
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The rule is short: across the whole screen it would be a tenth of a frame's bytes."""
+    """The first row; its rule is short, for a full-width rule takes a tenth of a frame's bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)
@@ -85,7 +85,7 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _legend(theme: Theme, room: int) -> list[StyledRun]:
-    """Which colour is how many nats, as much of it as there is room for."""
+    """The colour of each range of surprisal in nats; empty if there is no room for it."""
     names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
     for label in (" surprise in nats:", " nats:"):
         if len(label) + sum(len(name) + 1 for name in names) <= room:
@@ -98,7 +98,7 @@ def _legend(theme: Theme, room: int) -> list[StyledRun]:
 
 
 def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """How full the cache is, and as many counts as fit."""
+    """A row with a bar that shows how full the cache is, and as many counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -121,7 +121,7 @@ def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
 
 
 def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
-    """One cell per turn, the latest ones: how much of the turn is still held."""
+    """A row with one cell for each of the latest turns: how much of the turn is still held."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
         count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
@@ -141,7 +141,7 @@ def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def share_glyph(turn: HeldShare) -> str:
-    """The glyph for the held share of a turn; all, and nothing of what was said, have their own."""
+    """The glyph for a turn's held share: a block for all, a dot if no word said is held."""
     if turn.held >= turn.tokens > 0:
         return _ALL
     if not turn.held_said:
@@ -150,7 +150,7 @@ def share_glyph(turn: HeldShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The threshold to be held, and the words that are evicted next."""
+    """The score that a token needs to be held, and the words that are evicted next."""
     parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
         needs = "a token needs" if width >= _WIDE else "needs"
@@ -175,12 +175,12 @@ def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """The words that show anything."""
+    """The words with visible text, separated by commas."""
     return ", ".join(filter(None, map(shown, words)))
 
 
 class _Word(NamedTuple):
-    """A word to draw; its tokens adjoin each other, and `first` has this slot."""
+    """A word to draw: adjoining tokens, of which `first` is number `slot` of the held tokens."""
 
     first: TokenRow
     slot: int
@@ -196,7 +196,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
             rows[0],
             slots[rows[0].position],
             [StyledRun(shown(row.text), theme.token(row)) for row in rows],
-            # Without punctuation: what is nothing else comes last.
+            # Punctuation is not counted: a word of nothing else comes last.
             max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
         )
         for rows in split_words(said(snapshot.rows))
@@ -211,7 +211,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines of nearly as many of `count` tokens as fit; each try corrects the one before."""
+    """Lines with nearly as many of `count` words as fit, found by trying and correcting."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
@@ -228,7 +228,7 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """Share of the rows' cells that the runs take, or of a frame's bytes if that is more."""
+    """The share of the rows' cells that the runs take, or of a frame's bytes if that is larger."""
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:

@@ -58,7 +58,7 @@ class SlashCompleter(Completer):
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
-        self._profiles: list[Selection] = []  # read when the line reaches them
+        self._profiles: list[Selection] = []  # read when the user types that command
         self._saved: list[Selection] = []  # likewise
         self._models: list[str] = []  # likewise
 
@@ -122,7 +122,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Selection]:
-        """Read once: the help of each policy reads the registry of plugins."""
+        """All policies with their help; kept, as each help text reads the registry of plugins."""
         return [(name, _policy_help(name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
@@ -150,7 +150,7 @@ def _saved_chats() -> Iterator[Selection]:
 
 
 def _drawing() -> Iterator[Selection]:
-    """Settings that say how a reply is drawn."""
+    """Settings that say how the tokens of a reply are drawn, with their help."""
     for name in SAMPLING_PARAMETERS:
         yield name, Profile.model_fields[name].description or ""
 

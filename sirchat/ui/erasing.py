@@ -1,4 +1,4 @@
-"""`/erase`: says first what it would erase, erases it, and says what still tells of it."""
+"""`/erase`: first shows what it would erase, then erases it, and names turns that repeat it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 
-_TELLING = 5.0  # nats: a word of this surprisal tells of something
+_TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
 _SHOWN = 5
 _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be erased: words, or a turn; and whether other chats' typed lines are meant."""
+    """What to erase: words or a turn; `everywhere`: from typed lines of other chats, too."""
 
     target: str
     everywhere: bool
@@ -39,7 +39,7 @@ class Erasing:
         self._previewed: _Request | None = None
 
     def run(self, rest: str) -> None:
-        """Show what would be erased; with `--yes` erase it, or what was shown last."""
+        """Show what would be erased; `--yes` erases it, and `--yes` alone erases what was shown."""
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
         target = " ".join(word for word in words if word not in flags)
@@ -106,7 +106,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """The number of tokens that a target means, and the turns that say it."""
+        """The number of tokens that a target means, and the turns that contain it."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -121,7 +121,7 @@ class Erasing:
         return turn_of_target(target, [one.role for one in self._session.turns])
 
     def _turns_with(self, words: str) -> list[int]:
-        """The turns that say these words."""
+        """The turns that contain these words."""
         pattern = whole_words(words)
         return [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
 
@@ -138,7 +138,7 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """How many typed lines say it, of this chat and of others; without lines of `/erase`."""
+        """Number of typed lines with the target in this chat, and in others; no `/erase` lines."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -150,7 +150,7 @@ class Erasing:
         return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
-        """The words of a turn that is to be erased whole that told something."""
+        """The surprising words of the turn that `target` means; none if it means words."""
         if self._turn(target) is None:
             return []
         try:
@@ -166,7 +166,7 @@ class Erasing:
         return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
-        """Name the turns that repeat what was erased."""
+        """Name the turns that still contain one of the words `telling`."""
         found = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
@@ -178,9 +178,9 @@ class Erasing:
 
 @dataclass(frozen=True)
 class _Matches:
-    """Whether a typed line says what is to be erased: words, or exactly a `whole` message.
+    """Tells whether a typed line is to be erased: it has the `pattern`, or is the `whole` message.
 
-    `among` are the lines that may match; None for all.
+    `among` are the lines that may have the pattern, besides `/erase` lines; None for all.
     """
 
     pattern: re.Pattern[str] | None

@@ -19,7 +19,7 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 
 
 def show_evicted(session: Session, screen: Screen) -> None:
-    """The turns that lost words, and how many others lost none."""
+    """Show the words evicted from each turn, and count turns whose words are all held elsewhere."""
     turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
     if named:
@@ -33,7 +33,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
 
 
 def show_thought(session: Session, screen: Screen) -> None:
-    """The reasoning of the last reply that has some."""
+    """Show the reasoning of the last reply that has any."""
     is_open = session.template.opens_reasoning
     replies = [one.text for one in session.turns if one.role == "assistant"]
     thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
@@ -43,8 +43,8 @@ def show_thought(session: Session, screen: Screen) -> None:
         screen.note("no reply has any reasoning")
 
 
-_LENGTH = 40  # characters of the words that were asked for
-_FEW = 4  # one in so many is few
+_LENGTH = 40  # most characters that are quoted of the words asked for
+_FEW = 4  # up to one token in so many is "only" a few
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
 _RANKED_BY = {
@@ -53,11 +53,11 @@ _RANKED_BY = {
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
 }
-"""What is true of one token that a policy ranks higher, and of several."""
+"""For each policy, why it ranks tokens higher: the verb for one token, for several, the rest."""
 
 
 def explain(token_ranks: Sequence[TokenRank], target: str, policy: str) -> str:
-    """One or two sentences about the tokens, at least one, that `target` means."""
+    """Say in one or two sentences why the tokens that `target` means are held or evicted."""
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
     best = min(held or token_ranks, key=lambda one: (one.rank is None, one.rank))
     if not held:
@@ -106,7 +106,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 
 def _higher(one: TokenRank, policy: str) -> str:
-    """How many held tokens rank above this one."""
+    """A clause that says how many held tokens rank above this one."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (one.rank or 1) - 1
@@ -173,7 +173,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/exit": "leave, as Ctrl-D does",
     },
 }
-"""Commands, some with what follows them, by group. A row may name several."""
+"""By group: commands, some with their arguments, and what they do. A row may name several."""
 
 KEYS: Final = (
     "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
@@ -181,7 +181,7 @@ KEYS: Final = (
     "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
 )
 
-_NAMES, _COLUMN = 16, 50  # cells of the commands; of a column of groups, with the gap
+_NAMES, _COLUMN = 16, 50  # width in cells of the commands; of a column of groups, with the gap
 _MOST = 3  # columns
 
 
@@ -207,7 +207,7 @@ def _group(name: str) -> RenderableType:
 def draw_command(
     name: str, arguments: str, description: str, others: Sequence[str]
 ) -> RenderableType:
-    """One command: how it is typed, `others` that are the same, and what it does."""
+    """The help of one command: how it is typed, its other names `others`, and what it does."""
     aliases = f" (also {', '.join(f'/{one}' for one in others)})" if others else ""
     usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), aliases)
     return Group(usage, Text(description))

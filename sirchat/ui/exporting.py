@@ -56,10 +56,10 @@ pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
-    """Write what `/export FORMAT FILE [--force]` means, and say where.
+    """Run `/export`: write the chat or panel to a file; `rest` is `FORMAT FILE [--force]`.
 
-    Raises UsageError, with nothing written, for another format, an existing file without
-    `--force`, and where the file can't be written.
+    Raises UsageError, with nothing written, for an unknown format, for an existing file without
+    `--force`, and if the file can't be written.
     """
     words = _FORCE.sub("", rest)
     format, file = first_name(words)
@@ -98,7 +98,7 @@ def _json(session: Session) -> str:
 
 
 def _page(session: Session) -> str:
-    """A page that loads nothing and runs nothing; replies are drawn as the Markdown they are."""
+    """An HTML page that loads nothing and runs no script; replies are drawn as Markdown."""
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
@@ -113,7 +113,7 @@ def _page(session: Session) -> str:
 
 
 def _picture(session: Session) -> str:
-    """The panel, on a dark ground; its fonts are the viewer's own, so nothing is loaded."""
+    """The panel as SVG, in dark colours; it uses the viewer's fonts, so nothing is loaded."""
     console = Console(
         record=True,
         width=_PANEL_WIDTH,
@@ -130,7 +130,7 @@ _AS = {"md": _markdown, "html": _page, "json": _json}
 
 
 def _said(session: Session) -> list[Turn]:
-    """The turns that say something; a turn that was erased or broke off may be empty."""
+    """The turns that have text; a turn that was erased or interrupted may be empty."""
     return [turn for turn in session.turns if turn.text.strip()]
 
 
@@ -139,7 +139,7 @@ def _speaker(turn: Turn, session: Session) -> str:
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
-    """Write a private file, all of it or none, at a place that is free or, if forced, a file's."""
+    """Write a private file, whole or not at all; only `force` replaces an existing file."""
     path = path_named(name)
     try:
         if path.is_dir():
@@ -175,11 +175,11 @@ _FLAG = "--osc52"
 
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
-    """Copy what `/copy REST` means, and say how much it was.
+    """Run `/copy` with the arguments in `rest`: copy a reply, and say how much was copied.
 
     Control characters are left out, as on the screen: pasted elsewhere they could do harm.
 
-    Raises UsageError where nothing is copied.
+    Raises UsageError if nothing is copied.
     """
     words = rest.split()
     target = " ".join(word for word in words if word != _FLAG)
@@ -200,7 +200,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def _text_of(session: Session, target: str) -> str:
-    """The text that is meant: the last reply, that of N turns ago, or the last one's code."""
+    """The text to copy: the last reply, the reply N turns ago, or the last reply's last code."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
@@ -224,14 +224,14 @@ def _text_of(session: Session, target: str) -> str:
 
 
 _SECONDS = 3.0
-"""After which a tool is given up."""
+"""Time after which a tool that has not ended is given up."""
 
 
 class _Tool(NamedTuple):
     """A program that takes the clipboard's text on standard input.
 
-    `display` is the variable that says that there is a display, where it needs one; a tool without
-    one writes the clipboard of the machine that it runs on.
+    `display` is the environment variable that must be set, if the tool needs a display. A tool
+    without it writes to the clipboard of the machine that it runs on.
     """
 
     command: tuple[str, ...]
@@ -252,7 +252,7 @@ _TOOLS = (
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
     """Put a text on the clipboard; returns the name of the tool that did it.
 
-    Raises UsageError where there is no tool, or none of them does it.
+    Raises UsageError if there is no tool, or if all tools fail.
     """
     remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     problems = []
@@ -282,10 +282,10 @@ def osc52(text: str) -> str:
 
 
 def _run(program: str, tool: _Tool, text: str) -> str:
-    """Run a tool; returns what went wrong, or nothing.
+    """Run a tool; returns what went wrong, or an empty text.
 
-    Some tools stay in the background to serve the text: they get no pipe of ours that would be
-    waited for, and a session of their own, which Ctrl-C does not reach.
+    Some tools stay in the background to serve the text. They get no output pipe, since we would
+    wait until it closes, and run in a session of their own, which Ctrl-C does not reach.
     """
     try:
         done = subprocess.run(

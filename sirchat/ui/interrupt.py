@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Make Ctrl-C end imports: an import's cleanup may swallow the KeyboardInterrupt."""
+    """Context manager: Ctrl-C ends imports, even if an import swallows the KeyboardInterrupt."""
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:
@@ -34,7 +34,7 @@ def interruptible_imports() -> Iterator[None]:
 
 @contextmanager
 def left_to_child() -> Iterator[None]:
-    """Leave Ctrl-C to the program that runs within this, such as a pager or an editor."""
+    """Context manager: leave Ctrl-C to a program that runs inside, such as a pager or editor."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         yield
@@ -43,10 +43,10 @@ def left_to_child() -> Iterator[None]:
 
 
 class Interrupt:
-    """As a context, turns Ctrl-C into a flag, which the engine checks between tokens.
+    """Context manager that turns Ctrl-C into a flag, which the engine checks between tokens.
 
-    A call returns whether the flag is set. So a forward pass is never cut short. A third Ctrl-C
-    raises KeyboardInterrupt, in case the next check takes too long.
+    Calling it returns whether the flag is set. A forward pass is thus never cut short. A third
+    Ctrl-C raises KeyboardInterrupt, in case the next check takes too long.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class LineInput:
 
 @contextmanager
 def line_input(screen: Screen) -> Iterator[LineInput]:
-    """Take the terminal's keys, as `Keyboard` does, until the end of the context."""
+    """Context manager: take the terminal's keys, as `Keyboard` does, and yield what reads lines."""
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
         history = input_history(screen.note)
@@ -61,7 +61,7 @@ class Typed(History):
 
     Attributes:
         typed_now: lines typed since the program began.
-        typed_for: the typed line of each message that was sent with a file's text in it.
+        typed_for: for each message sent with a file's text in it, the line that was typed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -116,7 +116,7 @@ class _Private(Typed, FileHistory):
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history file; in memory, with a complaint, if the folder can't be written."""
+    """The history file; if it can't be written, call `complain` and use a history in memory."""
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)
@@ -140,7 +140,7 @@ _CURSOR_ON = "\x1b[?25h"
 
 
 class Keyboard:
-    """As a context, switches the echo of the terminal off; Ctrl-C stays a signal.
+    """Context manager that switches the terminal's echo off; Ctrl-C stays a signal.
 
     Args:
         keys: the source of keys, shared with the prompt.
@@ -165,7 +165,7 @@ class Keyboard:
                 signal.SIGHUP: signal.signal(signal.SIGHUP, self._end),
             }
             self._quiet()
-            # What was typed before came with its Enter as a newline, from the terminal.
+            # In what was typed before, the terminal has turned Enter into a newline.
             self._typed = [_as_enter(press) for press in self._keys.read_keys()]
         return self
 
@@ -184,7 +184,7 @@ class Keyboard:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """The terminal as it was before, for a program that runs in it."""
+        """Context manager: restore the terminal's former state for a program that runs inside."""
         self._restore()
         try:
             yield
@@ -192,7 +192,7 @@ class Keyboard:
             self._quiet()
 
     def mark_pastes(self, on: bool) -> None:
-        """Switch bracketed paste, so that pasted text stays one message."""
+        """Switch bracketed paste on or off; while it is on, pasted text stays one message."""
         self._marks_pastes = on
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
@@ -226,7 +226,7 @@ class Keyboard:
             self._out.flush()
 
     def _quiet(self) -> None:
-        """No echo, no line buffering, Enter as CR as in the prompt; Ctrl-C, Ctrl-Z are signals."""
+        """Switch off echo and line buffering; Enter gives CR, Ctrl-C and Ctrl-Z stay signals."""
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
             mode[0] &= ~termios.ICRNL
@@ -235,7 +235,7 @@ class Keyboard:
 
     def _restore(self) -> None:
         if sys.platform != "win32" and self._before is not None:
-            with suppress(termios.error):  # the terminal may have gone
+            with suppress(termios.error):  # the terminal may be closed
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from sirchat.ui.theme import Theme
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Name, value and meaning; a star marks a changed default, a dot a setting that is fixed."""
+    """A table of all settings; a star marks a changed default, a dot a setting that is fixed."""
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -63,7 +63,7 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that is here, with the budget that a chat would have, and the bytes of its cache."""
+    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it."""
 
     found: FoundModel
     budget: int | None
@@ -71,7 +71,7 @@ class ListedModel:
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print the models that can be used, and then the others with the reason."""
+    """Print the models that can be used, then the others, each with the reason why not."""
     models = list(models)
     rows = [_model_cells(one) for one in models if not one.found.problem]
     wide = [max(cell_len(row[n]) for row in [_TITLES, *rows]) for n in range(len(_TITLES))]
@@ -119,7 +119,7 @@ def _count(number: int | None) -> str:
 
 
 def _aligned(row: Sequence[str], wide: Sequence[int]) -> str:
-    """Names and kinds begin in a column, numbers end in one."""
+    """A line of the table: names and kinds are aligned at the left, numbers at the right."""
     cells = []
     for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
         room = " " * (width - cell_len(cell))

@@ -1,8 +1,8 @@
 """One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
 The reply is laid out as Markdown above the live region, which holds the panel. With `markdown` off,
-its full rows are printed there, and the region holds the unfinished row, too; or, with the panel
-off, the reply is streamed as it is. On a plain terminal it is always streamed.
+full rows of the reply are printed above the region, which also holds the unfinished row; if the
+panel is off, too, the reply is streamed as it is. On a plain terminal it is always streamed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from sirchat.ui.markdown_reply import MarkdownReply
 
 _WORDS = 3
-"""Evicted words of the user's that the status line names."""
+"""Most evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""Number of the latest evicted tokens among which a frame looks for words."""
+"""A frame looks for evicted words among this number of the latest evicted tokens."""
 
 _REGION_ROWS = 10
 """Most rows of the live region."""
 
 
 class LiveView:
-    """As a context, shows the events of one turn; nothing else may write to the terminal."""
+    """Context manager that shows one turn's events; nothing else may write to the terminal."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
@@ -56,7 +56,7 @@ class LiveView:
         self._user: TurnDone | None = None
         self._notes: list[str] = []
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
-        self._evicted_words: tuple[str, ...] = ()  # of the latest eviction that had any
+        self._evicted_words: tuple[str, ...] = ()  # words of the latest eviction that had any
         self._gone: set[int] = set()  # positions evicted in this round
         self._pace = Pace()
         self._region = _Region()
@@ -103,7 +103,7 @@ class LiveView:
                 self._draw_in_time()
         elif self._streams or self._session.profile.panel != "live":
             self._stream()
-        elif self._pace.is_due():  # checked first: it is cheap, and runs for every token
+        elif self._pace.is_due():  # checked before what is slower: this runs for every token
             if self._screen.is_plain:
                 self._stream()  # and so on to the end, so that no row is broken
             else:
@@ -185,7 +185,7 @@ class LiveView:
             self._live.refresh()
 
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
-        if self._screen.is_plain:  # by now
+        if self._screen.is_plain:  # the window may have shrunk
             self._screen.console.print(_Written(reply.end_style()), end="")
             self._markdown, self._line = None, reply.rest
             self._stream()
@@ -204,7 +204,7 @@ class LiveView:
             self._go_on_as_written(reply)
 
     def _go_on_as_written(self, reply: MarkdownReply) -> None:
-        """Show what follows the reasoning as it is written, as replies are without Markdown."""
+        """Show the rest of the reply, after its reasoning, as it is written, without Markdown."""
         end, self._line = reply.end_style(), reply.rest
         if reply.has_gap:
             end += "\n" if reply.is_above_panel else "\n\n"
@@ -251,7 +251,7 @@ class LiveView:
             self._streams, self._line = True, ""
 
     def _stop_live(self) -> bool:
-        """Remove the region; whether there was one."""
+        """Remove the region; returns whether there was one."""
         if self._live is None:
             return False
         self._region.content = Text("")
@@ -286,7 +286,7 @@ class _Region:
 
 
 class _Written:
-    """Text with the sequences that place it, which rich passes on as it is."""
+    """Text with the escape sequences that place it; rich passes it on unchanged."""
 
     def __init__(self, text: str) -> None:
         self._text = text

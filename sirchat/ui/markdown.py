@@ -1,7 +1,7 @@
 """Markdown as rows of a terminal: rich's layout, with nothing hidden and nothing padded.
 
-Differences from rich's own `Markdown`: line breaks of the text stay; HTML, images and reference
-definitions are shown as they are written or by their address; a link shows its text and its
+Differences from rich's own `Markdown`: line breaks of the text stay; HTML and reference definitions
+are shown as they are written; an image shows its description and address; a link shows its text and
 address, and is no terminal hyperlink; headings stand on the left; code has no box and no
 background; numbered items keep their dot.
 """
@@ -42,7 +42,7 @@ _STYLES = {
     "s": "strike",
 }
 _PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
-"""A first asterisk within a word, as in 2*3: it can't close emphasis, and hardly opens any."""
+"""A first asterisk within a word, as in 2*3: it can't close emphasis, and rarely opens it."""
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
@@ -59,7 +59,7 @@ class MarkdownLayout:
     """Lays out Markdown.
 
     Args:
-        colours: whether to use colours, and not only weights.
+        colours: whether to use colours, or only bold and the like.
         color_system: the colours that the terminal has, as rich names them; None for none.
     """
 
@@ -84,8 +84,8 @@ class MarkdownLayout:
         """The rows of a text: its blocks, with an empty row between them.
 
         With `soft`, paragraphs and code are wrapped by the terminal; see `cut_line`. A draft is a
-        text that goes on: emphasis that is open in its last block is closed, and of a table there
-        the rows are counted.
+        text that is still growing: open emphasis in its last block is closed, and a table there
+        is shown as the number of its rows.
         """
         blocks = parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -131,7 +131,7 @@ class MarkdownLayout:
 
 
 def parse(source: str) -> list[list[Token]]:
-    """The tokens of each block of a text; the first has its range of lines in `map`."""
+    """The Markdown tokens of each block; a block's first token has its range of lines in `map`."""
     blocks: list[list[Token]] = []
     for token in _parser().parse(source):
         if token.level == 0 and token.nesting >= 0:
@@ -141,9 +141,9 @@ def parse(source: str) -> list[list[Token]]:
 
 
 def finished_lines(source: str) -> int:
-    """How many lines belong to blocks that later text can't change: all but the last block.
+    """Number of lines in blocks that later text can't change: in all blocks but the last.
 
-    The last line may be unfinished, but must have more than what could be markup.
+    The last line may be unfinished, but must not consist only of what could be markup.
     """
     last = source.rfind("\n") + 1
     if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
@@ -159,7 +159,7 @@ def _parser() -> MarkdownIt:
 
 
 def _open_emphasis(block: list[Token]) -> str:
-    """The mark that closes the emphasis, code or link that is open at the end, or ""."""
+    """The mark that closes the emphasis, code or link that is open at the block's end, or ""."""
     last = next((token for token in reversed(block) if token.nesting == 0), None)
     if last is None or last.type != "inline":
         return ""
@@ -181,9 +181,9 @@ def _is_marked(token: Token) -> bool:
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The block with one line in place of the table that ends it, if one does.
+    """The block; a table at its end, if any, is replaced by one line that counts the rows.
 
-    Its columns may still change, so that each row would have to be written again.
+    The table's columns may still change, and then every row would have to be written again.
     """
     ends = [i for i, token in enumerate(block) if token.nesting >= 0]
     opens = [i for i, token in enumerate(block) if token.type == "table_open"]
@@ -206,7 +206,7 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
 
 
 def _shown(tokens: Sequence[Token]) -> list[Token]:
-    """Tokens that rich shows whole: addresses as text, line breaks as they were written."""
+    """Change tokens so that rich hides nothing: addresses become text, line breaks stay."""
     shown = []
     for token in tokens:
         if token.type == "inline":
@@ -240,7 +240,7 @@ def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
 
 
 def _address(address: str, title: str, text: str) -> Iterator[Token]:
-    """Where a link leads, unless its text says so."""
+    """The tokens of a link's address in brackets; none if the link's text is the address."""
     if address in (text, f"mailto:{text}") and not title:
         return
     yield Token("text", "", 0, content=" (")
@@ -262,14 +262,14 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 
 @cache
 def _parameters(style: Style, colors: ColorSystem) -> str:
-    """The parameters of the sequence that sets a style."""
+    """The SGR parameters of the escape sequence that sets a style."""
     return (
         style.render("x", color_system=colors).partition("m")[0].removeprefix("\x1b[").rstrip("x")
     )
 
 
 class _Flow(markdown.TextElement):
-    """A paragraph or code: in lines without end if it `flows`, as on top; else wrapped."""
+    """A paragraph or code; its lines are not wrapped if it `flows`, as at the top level."""
 
     style_name = "markdown.paragraph"
 
@@ -356,7 +356,7 @@ def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]
 
 
 class _Blocks(markdown.Markdown):
-    """rich's layout of some tokens."""
+    """rich's `Markdown`, for tokens that are parsed already, with the elements above."""
 
     elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
         **markdown.Markdown.elements,

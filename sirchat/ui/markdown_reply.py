@@ -1,9 +1,9 @@
 """A reply as Markdown while it is generated: what to write as it grows.
 
-Blocks that are finished are laid out once and left alone. The block under way stands below them as
-far as it is settled, so that little changes when it ends: emphasis shows from its first word on, a
-table as it was written. Rows that have left the window are never touched: where later text would
-change them, they stay, and the rest of the block follows as it was written.
+Finished blocks are laid out once and not changed again. The unfinished block is shown below them,
+without an end that may be markup, so that little changes later: emphasis shows from its first word
+on, a table as the number of its rows. Rows that have left the window are never changed: where later
+text would change them, they stay, and the rest of the block follows as it was written.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MarkdownReply:
     Args:
         layout: draws Markdown.
         below: whether something is drawn in the rows below the reply, which then ends with a line
-            break; without, paragraphs are wrapped by the terminal.
-        fold: what becomes of the reasoning at the beginning: "show", "fold" or "hide".
-        is_open: whether the reply begins amid reasoning, for the template wrote its tag.
-        only_reasoning: whether what follows the reasoning is left to the caller, as `rest`.
+            break; if not, the terminal wraps paragraphs.
+        fold: how the reasoning at the beginning is shown: "show", "fold" or "hide".
+        is_open: whether the reply begins inside reasoning, as the template wrote the first tag.
+        only_reasoning: whether only reasoning is shown; the caller then shows the `rest`.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class MarkdownReply:
         self._tokens = 0  # of the reply up to the end of its reasoning
         self._soft = not below
         self._painter = Painter(below=below)
-        self._source = ""  # from the first block that is not for good
-        self._shown = 0  # characters of it that the terminal shows
+        self._source = ""  # text from the first block on that is not final
+        self._shown = 0  # number of its characters that the terminal shows
         self._plain_from: int | None = None  # from here on, the first block stays as written
-        self._lead: list[StyledRow] = []  # the empty row after what is for good
+        self._lead: list[StyledRow] = []  # the empty row after the final rows, if any
         self._thinks: bool | None = is_open or None  # None: not known yet
         self._width = 0
 
     @property
     def is_above_panel(self) -> bool:
-        """Whether the cursor is left in the row below the reply."""
+        """Whether the cursor is left in the row below the reply, where a panel is drawn."""
         return not self._soft
 
     @property
@@ -72,24 +72,24 @@ class MarkdownReply:
 
     @property
     def has_gap(self) -> bool:
-        """Whether an empty row is to follow what is shown, before the rest."""
+        """Whether an empty row belongs between what is shown and the rest."""
         return bool(self._lead)
 
     @property
     def is_past_reasoning(self) -> bool:
-        """Whether what is not shown yet is no reasoning."""
+        """Whether the reasoning has ended, or the reply has none."""
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add filtered text; `tokens` is how many the reply has with it."""
+        """Add filtered text; `tokens` is the number of the reply's tokens, this text included."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """What to write so that a window of this size shows the text so far; all if it `is_end`.
+        """What to write so that a window of this size shows the text so far; all at the end.
 
-        `height` are the rows that are surely there for the reply.
+        `height` is the number of rows that the reply surely has.
         """
         written = ""
         if width != self._width:
@@ -107,7 +107,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """What to write before anything else than the next frame."""
+        """The text that ends the style; write it before anything other than the next frame."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
@@ -119,7 +119,7 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """Show the reasoning as it is, dimmed, or folded; the reply follows it as Markdown."""
+        """What to write to show the reasoning so far, dimmed: as it is written, or folded."""
         end = self._source.find(CLOSE)
         stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
@@ -136,14 +136,14 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """One line in place of the reasoning; nothing is left of it if it is to be hidden."""
+        """The line shown in place of the reasoning; empty at the end if `fold` is "hide"."""
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
-        """Lay out the blocks that are finished and the one under way."""
+        """What to write to show the finished blocks, and the unfinished one so far."""
         stop = len(self._source) if is_end else _settled(self._source)
         lines = finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
@@ -164,7 +164,7 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks, and those of the rest with the empty row before it."""
+        """The rows of the finished blocks, and those of the rest, with an empty row between."""
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
         if not length:
@@ -173,7 +173,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part that begins a block, or goes on with one as it is written."""
+        """The rows of a part of the source: as Markdown, or plain if a block goes on as written."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -182,10 +182,10 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """These rows, but as they are where they can't change any more; None if they differ there.
+        """`target`, but with the present rows where they can't change; None if the text differs.
 
-        They may be broken elsewhere, as after a change of the window; then what follows the text
-        that stays begins a new row.
+        The rows may be broken elsewhere, as after a change of the window; then what follows the
+        text that stays begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -203,7 +203,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from a cell on, which begins a row; a line that goes on is broken anew."""
+        """The rows from a cell on, which begins a new row; the rest of its line is broken anew."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:
@@ -212,7 +212,7 @@ class MarkdownReply:
         return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
 
     def _flush(self, length: int, rows: int) -> None:
-        """What so many characters and rows show is for good."""
+        """Make so many characters of the source, and so many rows, final."""
         self._painter.commit(rows)
         self._source = self._source[length:]
         self._shown = max(0, self._shown - length)
@@ -222,13 +222,13 @@ class MarkdownReply:
 
 
 def _settled(source: str) -> int:
-    """Where the part of a draft ends that can be shown."""
+    """The index up to which a draft can be shown; what follows may be markup."""
     undecided = _UNDECIDED.search(source)
     return undecided.start() if undecided else len(source)
 
 
 def _word_start(text: str, position: int) -> int:
-    """Where the word begins that a position stands in; the position itself between words."""
+    """The start of the word that `position` is in; `position` itself if it is between words."""
     if text[position : position + 1].isspace():
         return position
     while position and not text[position - 1].isspace():

@@ -1,7 +1,7 @@
-"""Turns the rows on a terminal into others with few bytes, and without touching what scrolled off.
+"""Redraws rows of a terminal with few bytes, and never changes rows that scrolled off.
 
-The painter knows the rows that it has written and that may still change. It writes only cells that
-differ; where nothing but the end grows, as in a paragraph, that is the new text alone.
+The painter remembers the rows that it wrote and that may still change. It writes only cells that
+differ: where only the end grows, as in a paragraph, it writes only the new text.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Sequence
 from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
 
 _BLANK = (" ", "")
-_GAP = 5  # blanks from which on they are skipped rather than written
-_BACK = 5  # columns up to which the cursor goes back step by step
+_GAP = 5  # so many blanks or more are skipped, not written
+_BACK = 5  # up to so many columns, the cursor goes back step by step
 
 
 class Painter:
-    """Rows of a terminal, from the cursor's row at the beginning on downward.
+    """Paints rows of a terminal, from the row where the cursor stood at first downward.
 
     Attributes:
-        rows: those that are shown and may still change.
-        gone: so many of the first of them can't change any more.
-        width: of the window.
+        rows: the rows that are shown, without the committed ones.
+        gone: how many of the first `rows` can't change any more.
+        width: of the window, in columns.
 
     Args:
-        below: leave the cursor in the row below the last one, for what is drawn beneath; without,
-            behind the last character, with its style on. It must be there again, and the style as
-            it was left, when the next rows are painted; `end_style` ends the style.
+        below: whether the cursor is left in the row below the last one, for what is drawn there;
+            otherwise behind the last character, whose style stays on. When the next rows are
+            painted, cursor and style must be as they were left; `end_style` ends the style.
     """
 
     def __init__(self, *, below: bool) -> None:
@@ -36,16 +36,16 @@ class Painter:
         self.width = 0
         self._below = below
         self._y, self._x = 0, 0
-        self._existing = 1  # rows from the first on that the cursor can reach
+        self._existing = 1  # number of rows, from the first on, that the cursor can reach
         self._out: list[str] = []
         self._style = ""
 
     def can_paint(self, target: Sequence[StyledRow]) -> bool:
-        """Whether these rows leave alone the rows that can't change any more."""
+        """Whether `target` keeps the rows that can't change any more as they are."""
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """What to write so that the terminal shows these rows in place of the present ones."""
+        """The text to write so that the terminal shows `target` in place of the present rows."""
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -64,18 +64,18 @@ class Painter:
         return "".join(self._out)
 
     def commit(self, count: int) -> None:
-        """The first `count` rows are for good."""
+        """Make the first `count` rows final: they never change again, and are taken off `rows`."""
         self.rows = self.rows[count:]
         self.gone = max(0, self.gone - count)
         self._y -= count
         self._existing -= count
 
     def scroll(self, reachable: int) -> None:
-        """Only the last rows, so many, are surely in the window."""
+        """Fix all rows but the last `reachable`, which alone are surely in the window."""
         self.gone = max(self.gone, len(self.rows) - reachable)
 
     def begin_anew(self) -> str:
-        """What to write after the window has changed: no row that is there is changed again."""
+        """The text to write after the window's width changed; the present rows are fixed then."""
         self.gone = len(self.rows)
         if self._below or not self.rows:
             return ""
@@ -84,7 +84,7 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """What to write before anything else than the next rows."""
+        """The text that ends the style; write it before anything other than the next rows."""
         self._out = []
         self._set_style("")
         return "".join(self._out)
@@ -92,7 +92,7 @@ class Painter:
     def _write_row(
         self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
     ) -> None:
-        """Change one row, from the first cell that differs on."""
+        """Write one row, from the first cell on that differs from `old`."""
         cells = new.cells
         before = old.cells if old is not None else ()
         old_width, new_width = cells_width(before), cells_width(cells)
@@ -120,7 +120,7 @@ class Painter:
             if not self._is_at(y - 1, above):
                 self._go(y - 1, cells_width(above[:-1]))
                 self._write(above[-1:])
-            self._existing, self._y, self._x = y + 1, y, 0  # by the next character
+            self._existing, self._y, self._x = y + 1, y, 0  # the next character wraps into this row
         else:
             self._go(y, x)
 
@@ -131,7 +131,7 @@ class Painter:
         self._x += cells_width(cells)
 
     def _write_on_blank(self, cells: Sequence[Cell], start: int) -> None:
-        """Write cells where nothing stands from column `start` on: gaps are skipped."""
+        """Write cells into a row that is blank from column `start` on; long gaps are skipped."""
         at = 0
         while at < len(cells):
             end = at
@@ -202,7 +202,7 @@ TIME_SHARE = 1 / 50
 
 
 class Pace:
-    """When the next frame is due: fewer come if frames are large or slow.
+    """Decides when the next frame is due; the larger or slower the frames, the fewer are drawn.
 
     Args:
         seconds: least time between two frames.

@@ -114,7 +114,7 @@ def _label(turn: int, role: str, theme: Theme) -> Text:
 
 
 def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
-    """The lines, with the label before the first and its width before the others."""
+    """The lines, with the label before the first line, and blanks before the others."""
     blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
     return [
         (blank if number else label).copy().append_text(line) for number, line in enumerate(lines)
@@ -122,7 +122,7 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 
 
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """The held tokens of highest score, and the next to leave."""
+    """Draw the held tokens of highest score, and the tokens that are evicted next."""
     leaving = set(snapshot.next_to_go)
     strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
     weakest = sorted(
@@ -139,9 +139,10 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
-    """What the rankings say of each token, by position, and its name; none without scores.
+    """The title of the rankings' last column, and its text for each token, by position.
 
-    A score in nats as it is. A score without a unit may span decades: its rank is said instead.
+    A score with a unit is shown as it is. Scores without a unit may span decades, so ranks are
+    shown. Without any scores there are no texts.
     """
     known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
     if snapshot.unit:
@@ -159,7 +160,7 @@ def _ranked_by(snapshot: Snapshot) -> str:
 
 
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Surprisal of held and evicted tokens, and all turns."""
+    """Draw the histogram of surprisal of held and evicted tokens, and the table of all turns."""
     half = _half(width)
     turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
     if snapshot.histogram is None:
@@ -174,7 +175,7 @@ def _half(width: int) -> int:
 
 
 def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Side by side if they fit, else one below the other."""
+    """Draw both side by side if they fit, else one below the other."""
     half = _half(width)
     if half == width:
         return Group(left, Text(), right)

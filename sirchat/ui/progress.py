@@ -20,7 +20,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
-    """One row: `reading ████▌      512 of 4,096 tokens`."""
+    """A progress bar in one row: `reading ████▌      512 of 4,096 tokens`."""
     head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
     room = max(4, min(40, width - 1 - len(head) - len(tail)))
     eighths = 8 * room * min(done, total) // max(1, total)
@@ -34,7 +34,7 @@ def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text
 
 @contextmanager
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
-    """Show a bar for loading `name`; yields the progress callback, or None without a bar."""
+    """Context manager: show a bar while `name` loads; yields its callback, None without a bar."""
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
         return
@@ -55,7 +55,7 @@ _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 @contextmanager
 def pull_progress(console: Console) -> Iterator[Progress]:
-    """Yields the function that shows the progress of a download."""
+    """Context manager that yields the function that shows the progress of a download."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield _Log(console)
         return
@@ -77,7 +77,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
 
 
 class _Log:
-    """Writes a line when something has come, then every few seconds, and at the end."""
+    """Writes a line when the first bytes have arrived, then every few seconds, and at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

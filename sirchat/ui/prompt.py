@@ -30,7 +30,7 @@ _PROMPT = FormattedText([("class:prompt", "> ")])
 _EDIT = FormattedText([("class:prompt", "edit> ")])
 
 _CLOSED = "Event loop is closed"
-"""What asyncio says to a Ctrl-C in the instant in which a prompt closes."""
+"""Text of the error that asyncio raises for a Ctrl-C at the moment when a prompt closes."""
 
 _STYLE = Style.from_dict(
     {
@@ -47,7 +47,7 @@ class Line:
     """One input: a command, slash included, or a message.
 
     `is_stopped`: Ctrl-C came after Enter, before the prompt had closed. `pasted_signs` are the
-    indices of each `@` in the text that was pasted, not typed.
+    indices in `text` of each `@` that was pasted, not typed.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Line:
 
     @property
     def ends_chat(self) -> bool:
-        """Whether it is a command that needs no session."""
+        """Whether this is a command that ends the chat, which needs no session."""
         return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
@@ -106,13 +106,13 @@ class Prompt:
         self._prompt.default_buffer.on_text_changed += self._changed
 
     def serve(self, completer: Completer, toolbar: Callable[[], str]) -> None:
-        """Complete with this from now on, and show below the prompt what `toolbar` returns."""
+        """From now on, use `completer`, and show below the prompt what `toolbar` returns."""
         self._prompt.completer = completer
         self._toolbar = toolbar
 
     @property
     def completer(self) -> Completer:
-        """What completes now."""
+        """The completer in use."""
         return self._prompt.completer or DummyCompleter()
 
     def read(
@@ -124,7 +124,7 @@ class Prompt:
 
         A `suggested` line is shown until something is typed, and Enter takes it. `meanwhile` runs
         in the prompt's event loop until the line is entered. Raises KeyboardInterrupt for Ctrl-C at
-        an empty prompt, and what `give_up` is called with.
+        an empty prompt, and the error that `give_up` is called with.
         """
 
         def begin() -> None:
@@ -154,7 +154,7 @@ class Prompt:
                 return replace(line, is_stopped=stopped, pasted_signs=signs)
 
     def edit(self, text: str) -> str:
-        """A message, given as `text`, as the user changes it; empty if the user gives it up."""
+        """Let the user change the message `text`, and return it; empty if the user cancels."""
         self._pasted = self._entered = None
         self._suggested = ""
         self._signs.begin()
@@ -165,7 +165,7 @@ class Prompt:
             return self._entered or ""
         finally:
             self._is_editing = False
-            self._prompt.message = _PROMPT  # the session would keep the other
+            self._prompt.message = _PROMPT  # else the prompt session keeps the other one
 
     def redraw(self) -> None:
         """Draw the prompt again, soon; any thread may ask for it."""
@@ -183,7 +183,7 @@ class Prompt:
         self.redraw()
 
     def give_up(self, error: BaseException) -> None:
-        """Let `read` raise this; what is typed goes into the history, and stays to be seen."""
+        """Make `read` raise `error`; typed text stays on the screen, and goes into the history."""
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
             return
@@ -207,7 +207,7 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Text that was pasted and then edited no longer counts as pasted, but each `@` in it."""
+        """Pasted text that is edited no longer counts as pasted, but each pasted `@` in it does."""
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
@@ -221,7 +221,7 @@ class Prompt:
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
     def _placeholder(self) -> FormattedText:
-        """The suggestion; not on the line of a user who leaves."""
+        """The suggested line; empty once the prompt is done, so that it does not stay there."""
         is_shown = not self._prompt.app.is_done
         return FormattedText([("class:placeholder", self._suggested if is_shown else "")])
 
@@ -255,11 +255,11 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            event.current_buffer.open_in_editor()  # the edited text comes back to the prompt
+            event.current_buffer.open_in_editor()  # the prompt then has the edited text
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:
-            """What reads like a mouse's report is part of an escape sequence that was typed."""
+            """Do nothing: what looks like a mouse event is part of a typed escape sequence."""
 
         @keys.add(Keys.BracketedPaste, filter=typing)
         def _paste(event: KeyPressEvent) -> None:
@@ -268,7 +268,7 @@ class Prompt:
         return keys
 
     def _enter(self, buffer: Buffer) -> None:
-        """Submit; or insert a line break, after a backslash and inside triple quotes."""
+        """Submit the text; but after a backslash or inside triple quotes, insert a line break."""
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
         text = buffer.text
@@ -285,7 +285,7 @@ class Prompt:
     def _cancel(self, event: KeyPressEvent) -> None:
         """Empty the line, and keep it in the history; if it is empty, raise KeyboardInterrupt.
 
-        Where a message is edited, the message stays as it was.
+        In `edit`, always raise KeyboardInterrupt: the message stays as it was.
         """
         buffer = event.current_buffer
         if not buffer.text or self._is_editing:
@@ -311,7 +311,7 @@ class Prompt:
 
 
 def _leave_signals_alone() -> None:
-    """Let a signal that ends the program in one of the prompt's tasks do so without a traceback."""
+    """Print no traceback when a signal ends the program in one of the prompt's tasks."""
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 
@@ -338,9 +338,9 @@ _WORD = re.compile(r"@\S+")
 
 
 class PastedSigns:
-    """Follows a text as it is edited, and knows which of its `@` signs were pasted.
+    """Follows a text while it is edited, and knows which of its `@` signs were pasted.
 
-    A pasted word that comes back at once, from the history, by undo or by yank, stays pasted.
+    A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
     """
 
     def __init__(self) -> None:
@@ -348,17 +348,17 @@ class PastedSigns:
         self.begin()
 
     def begin(self) -> None:
-        """The text is empty, and a new one begins."""
+        """Start anew with an empty text; words that were pasted before stay known."""
         self._text = ""
         self._signs = frozenset[int]()
 
     @property
     def indices(self) -> frozenset[int]:
-        """Where in the text the pasted signs are."""
+        """Indices of the pasted signs in the text."""
         return self._signs
 
     def changed(self, text: str, *, pasted: bool = False) -> None:
-        """Note the text as it is now; what is new in it was typed, or `pasted`."""
+        """Record the text as it is now; its new part was typed, or was `pasted`."""
         old = self._text
         start = _common_length(old, text)
         tail = _common_length(old[start:][::-1], text[start:][::-1])
@@ -374,12 +374,12 @@ class PastedSigns:
         self._text, self._signs = text, frozenset(stay)
 
     def _was_pasted(self, word: str) -> bool:
-        """Whether a word was pasted before, or more or less of it."""
+        """Whether a word was pasted before, or a longer or shorter form of it was."""
         return any(word.startswith(one) or one.startswith(word) for one in self._words)
 
 
 def _common_length(left: str, right: str) -> int:
-    """Length of the common prefix; by halves, as texts may be long."""
+    """Length of the common prefix, found by bisection, as texts may be long."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

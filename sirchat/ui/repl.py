@@ -68,7 +68,7 @@ class Chat:
         )
 
     def run(self, first: Line | None = None) -> None:
-        """Read lines, after a `first` one, and act on them until the user leaves."""
+        """Act on the line `first`, if given, and then on each line read, until the user leaves."""
         line = first
         while True:
             try:
@@ -107,7 +107,7 @@ class Chat:
         self._have_compiled(session)
 
     def greet(self, events: Iterable[Event]) -> None:
-        """Show the events of the session's start, and what it is."""
+        """Show the events of the session's start, and a line with its model, policy and budget."""
         with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
@@ -122,7 +122,7 @@ class Chat:
             greet_again(self._session, self._screen)
 
     def _act_on(self, line: Line) -> bool:
-        """Run a command or a turn; an error keeps the conversation. False if the user leaves."""
+        """Run a command or a turn, and show any error; returns False if the user leaves."""
         try:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
@@ -160,7 +160,7 @@ class Chat:
         return True
 
     def _retry(self, settings: dict[str, Any]) -> None:
-        """Another reply to the last message; `settings` are in force for it alone."""
+        """Draw another reply to the last message; `settings` hold for this reply only."""
         session = self._session
         with temporarily(session, "/retry", settings):
             if session.profile.temperature == 0:
@@ -170,7 +170,7 @@ class Chat:
             self._turn(session.retry)
 
     def _edit(self) -> None:
-        """Change the last message, and go on from there."""
+        """Let the user change the last message, and go on from there."""
         text = self._session.last_said
         if command := editor():
             with self._keyboard.lent():
@@ -185,7 +185,7 @@ class Chat:
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _send(self, text: str, line: Line) -> None:
-        """Send a message; the line that was typed differs from it where it names a file."""
+        """Send the message `text`; it differs from the typed `line` if that names a file."""
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
@@ -205,7 +205,7 @@ class Chat:
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """A function that returns whether the user wants to stop the reply; it stays true."""
+    """A function that returns whether the user has asked to stop the reply."""
 
     def stops() -> bool:
         nonlocal wanted

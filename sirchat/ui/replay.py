@@ -17,7 +17,7 @@ from sirchat.ui.status_line import describe_turn
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """`feed` reads the transcript's replies; `json` prints records; `name` is for messages."""
+    """`feed`: read the recorded replies; `json`: print events as JSON; `name`: for messages."""
 
     feed: bool = False
     json: bool = False
@@ -46,7 +46,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session, and `show` each event, the session's end included.
+    """Run the turns through the session, and call `show` with each event, from start to end.
 
     Raises as `replay` does.
     """
@@ -98,7 +98,7 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Each turn with the next one; without look-ahead each at once, for typed input."""
+    """Yield each turn with the next one; without `look_ahead`, at once with None (typed input)."""
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
         return
@@ -114,7 +114,7 @@ def _with_next(
 class _Dialogue:
     """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr.
 
-    On a quiet screen only the replies.
+    On a quiet screen it prints only the replies and notices.
     """
 
     def __init__(self, screen: Screen, session: Session) -> None:
@@ -143,7 +143,7 @@ class _Dialogue:
 
 
 def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -> None:
-    """Ask `text` and print the reply while it is generated; or, `as_json`, the events.
+    """Send `text` and print the reply while it is generated; with `as_json`, print the events.
 
     Unless `thinking` is `show`, the reply's reasoning is left out, and with `fold` a note says so.
     Raises KeyboardInterrupt after Ctrl-C, which ends the reply.

@@ -1,4 +1,4 @@
-"""The current chat as a saved session: autosave, `/save`, `/load`, and what `rm` says of one."""
+"""The current chat as a saved session: autosave, `/save`, `/load`, and what `rm` removes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 
 _FIRST = "main"
-"""What the chat that all its branches come from is called, besides its name."""
+"""A second name for the first chat of a family: all branches come from it."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Of the settings in `FIXED`, those that belong to a session; the others belong to the program."""
+"""Settings in `FIXED` that belong to a session; the others in it belong to the program."""
 
 
 class SavedChat:
@@ -71,7 +71,7 @@ class SavedChat:
 
     @property
     def not_written(self) -> Path | None:
-        """The file of this chat, if it is not written any more and so holds what it held."""
+        """The chat's file if saving was given up, so that its contents are old; else None."""
         if self._is_on or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
@@ -87,29 +87,29 @@ class SavedChat:
             self._saving.abandon()
 
     def say_where(self) -> None:
-        """Say where the chat is kept, once it is closed, and how to come back to it."""
+        """Say where the chat is kept, once it is closed, and how to resume it."""
         if self._is_on and self._saving.id and self._screen.is_interactive:
             self._screen.remark(f"saved; sirchat --resume {self._handle} goes on with it")
 
     def save(self, name: str | None) -> None:
         """Save the chat now, with keys and values, and from now on; optionally under a name.
 
-        Raises SessionError for an invalid name, which changes nothing, and where nothing can be
+        Raises SessionError, with nothing changed, for an invalid name, and if the chat can't be
         written.
         """
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
         self._begin()
         former = self._saving.name
-        if name is not None:  # asked again: an old file that was given up keeps its name
+        if name is not None:  # checked again: a file given up meanwhile keeps its name
             self._saving.name = free_name(sessions_dir(), name, self._saving.id)
             self._saving.update()
         self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
-        """Leave the chat for a saved one, and return its session; None if it is this chat.
+        """Leave this chat for a saved chat, whose session is returned; None if it is this chat.
 
-        `last` passes over damaged ones, and names them. Raises SessionError or SettingError; the
+        `last` skips damaged chats, and names them. Raises SessionError or SettingError; the
         current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
@@ -134,9 +134,9 @@ class SavedChat:
         return session
 
     def branch(self, name: str, back: int) -> None:
-        """Go on in a copy of this chat called `name`, `back` turns of the user's earlier.
+        """Go on in a copy of this chat called `name`, without the last `back` user turns.
 
-        The chat stays on disk as it is now. Raises SessionError or UndoError; it then goes on.
+        This chat stays on disk as it is. Raises SessionError or UndoError; this chat then goes on.
         """
         name = free_name(sessions_dir(), name, "")
         if not self._is_on or not self._session.turns:
@@ -200,7 +200,7 @@ class SavedChat:
             self._screen.error(str(refused))
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Drop the chat's name if it contains `text`, or is `text` if `whole`; True if it did."""
+        """Drop the chat's name if it contains `text` (is `text` if `whole`); True if dropped."""
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
             self._screen.note(
@@ -243,7 +243,7 @@ class SavedChat:
 
     @property
     def _handle(self) -> str:
-        """What the chat is found by: its name, else its id."""
+        """What the user types to find this chat: its name, or its id if it has no name."""
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
@@ -279,9 +279,9 @@ class SavedChat:
         return session
 
     def _leave(self, otherwise: str) -> None:
-        """Save the current chat as at its end, if it is to be saved; its file stays open.
+        """If the settings say so, save this chat with keys and values; its file stays open.
 
-        Where that fails, the error begins with what is not done then.
+        If that fails, raises SessionError, whose message begins with `otherwise`.
         """
         if not self._session.profile.save:
             return
@@ -302,11 +302,11 @@ def _name_part(saving: Autosave) -> str:
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
 _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
-"""Settings that change replies and are not in the first line."""
+"""Settings that change replies and are not in the first line that a chat shows."""
 
 
 def greet_again(session: Session, screen: Screen) -> None:
-    """Show the last turns, how much is held, and how replies are drawn, if not as usual."""
+    """Show the last turns, how much is held, and settings of replies that are not the default."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)

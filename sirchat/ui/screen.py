@@ -19,7 +19,7 @@ from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
 LEAST_ROWS, LEAST_COLUMNS = 14, 50
-"""Least window for drawings; a smaller one gets plain text."""
+"""Least size of a window for drawings; a smaller window gets plain text."""
 
 
 class Screen:
@@ -105,7 +105,7 @@ class Screen:
         self._out.flush()
 
     def line(self, text: str = "") -> None:
-        """Print the rest of a line of a reply, and end it."""
+        """Print `text` as the rest of a reply's line, and end the line."""
         self._filter = DisplayFilter()
         self._out.write(DisplayFilter().push(text) + "\n")
         self._out.flush()
@@ -121,9 +121,9 @@ class Screen:
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing; in the pager if it is taller than three windows.
+        """Print a drawing; use the pager if the drawing is taller than three windows.
 
-        A pager takes what is typed next for itself, so it is for what nobody would scroll back to.
+        A pager catches what is typed next, so it is not used where scrolling back is easy.
         """
         options = self.console.options
         rows = len(self.console.render_lines(drawing, options, pad=False))
@@ -161,7 +161,7 @@ _WINDOWS = 3
 
 def _paged(pager: list[str], text: str) -> bool:
     """Show a text in the pager, which handles Ctrl-C; False if it can't be started."""
-    # Colours, the text stays on the screen, and the last line says how to leave.
+    # `less` shows colours, leaves the text on the screen, and says in its last line how to leave.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ}
     try:
         with left_to_child():

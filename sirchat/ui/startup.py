@@ -55,8 +55,8 @@ def chat(
     The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
     `trusted` are the `module:Class` policies that profiles and saved chats may name.
 
-    A new chat on a terminal shows its prompt at once. Elsewhere, and before a saved chat, whose
-    last turns come first, the loading is shown. Raises what goes wrong in loading. An error in a
+    A new chat on a terminal shows its prompt at once. Elsewhere, a progress bar is shown first; a
+    saved chat shows one, too, and then its last turns. Errors in loading are raised. An error in a
     turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
     """
     with line_input(screen) as entry:
@@ -118,7 +118,7 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """Completes names of files at once; commands, once the session is open."""
+    """Completes file names at once, and commands once the session is open."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt
@@ -131,7 +131,7 @@ class _EarlyCompleter(Completer):
         self, document: Document, event: CompleteEvent
     ) -> AsyncGenerator[Completion, None]:
         if path_begun(document.text_before_cursor) is None:
-            with suppress(Exception):  # the prompt says it
+            with suppress(Exception):  # the prompt shows the error
                 await asyncio.wrap_future(self._loader.session)
         now = self._prompt.completer
         if now is self:
@@ -143,11 +143,11 @@ class _EarlyCompleter(Completer):
 
 
 THREAD = "opening a session"
-"""Name of the thread."""
+"""Name of the thread that loads the model and opens the session."""
 
 _SWITCH_SECONDS = 0.0005
-"""How long the thread may keep Python's lock while a key waits: the prompt takes it many times for
-each key."""
+"""How long the thread may keep Python's lock (GIL) while a key waits: the prompt needs
+the lock many times for each key."""
 
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
 
@@ -156,7 +156,7 @@ class SessionLoader:
     """Opens a session in a thread that ends with the program.
 
     Attributes:
-        session: becomes the session and the events of its start, or the error.
+        session: a future of the session and the events of its start, or of the error.
         step: what is being done, such as `Loading weights 3/30`; empty before that is known.
     """
 
@@ -171,13 +171,13 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread. Not before the prompt is drawn: libraries that load hold it up."""
+        """Start the thread; call this after the prompt is drawn, which loading would delay."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
-        """The session, when it is open, and the events of its start; shows a progress bar.
+        """Wait, with a progress bar, for the session; returns it and the events of its start.
 
         Raises the error of opening it, and KeyboardInterrupt for Ctrl-C.
         """
@@ -212,10 +212,10 @@ class SessionLoader:
 
 
 def preload_torch() -> None:
-    """Load torch's largest library, on Linux; `import torch` then finds it loaded.
+    """On Linux, load torch's largest library, so that `import torch` finds it loaded.
 
-    An import, and ctypes' own loading, hold the lock for some tenths of a second: no key would be
-    echoed. A call of a C function does not. Whatever fails here is left to the import.
+    An import, or loading by ctypes itself, holds Python's lock for some tenths of a second, in
+    which no key is echoed; a call of the C function `dlopen` does not. Errors are ignored here.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return

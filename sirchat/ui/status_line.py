@@ -13,9 +13,9 @@ _CELLS, _WIDE = 8, 80
 
 
 def toolbar(session: Session, width: int) -> str:
-    """Model, policy, held tokens and budget, decay, and the speed of the last reply.
+    """The line of model, policy, held tokens and budget, decay, and speed of the last reply.
 
-    `width`: of the window, in columns; a narrow one has no room for the gauge.
+    `width`: of the window, in columns; in a narrow window the gauge is left out.
     """
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
@@ -46,7 +46,7 @@ _ENDINGS = {
 
 
 def describe_turn(turn: TurnDone, budget: int) -> str:
-    """Tokens in and out of one turn, speed, evicted tokens, held tokens."""
+    """A line about one turn: tokens read and generated, speed, evicted tokens, held tokens."""
     parts = [f"turn {turn.index}: {turn.tokens_in:,} read"]
     if turn.tokens_out:
         parts.append(f"{turn.tokens_out:,} said, {_speed(turn)}")
@@ -56,9 +56,9 @@ def describe_turn(turn: TurnDone, budget: int) -> str:
 def describe_round(
     user: TurnDone | None, reply: TurnDone, budget: int, evicted_words: Sequence[str] = ()
 ) -> str:
-    """Tokens in and out of a user turn and its reply, speed, evicted tokens, held tokens.
+    """A line about a user turn and its reply: tokens in and out, speed, evicted, held tokens.
 
-    `evicted_words` are words of the user's that were evicted.
+    `evicted_words` are evicted words that the user said.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)

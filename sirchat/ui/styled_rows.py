@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 Cell = tuple[str, str]
-"""A character with the combining ones after it, and the parameters of its style (SGR)."""
+"""A character with the combining characters after it, and its style as SGR parameters."""
 
 
 class StyledRow(NamedTuple):
@@ -18,7 +18,7 @@ class StyledRow(NamedTuple):
 
     Attributes:
         cells: the characters, without spaces at the end.
-        continues: the terminal itself wrapped the row above into this one: no line break between.
+        continues: whether the terminal itself wraps the row above into this one (no line break).
     """
 
     cells: tuple[Cell, ...] = ()
@@ -44,7 +44,7 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 
 
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
-    """The rows of a text that is shown as it is; see `cut_line`."""
+    """The rows of a text that is shown as it is, without Markdown; for `soft` see `cut_line`."""
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
 
@@ -52,8 +52,9 @@ def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[St
 def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
     """The rows of one line in a window `width` columns wide.
 
-    With `soft` the terminal wraps it, so that it is copied as one line; else, and where the
-    terminal's own widths can't be predicted, it is broken between words, one column short.
+    With `soft` the terminal wraps the line, so that it is copied as one line. Without `soft`, or
+    where the terminal's character widths can't be predicted, the line is broken between words,
+    into rows of at most `width` - 1 columns.
     """
     cells = _ended(line)
     if cells_width(cells) < width:
@@ -73,7 +74,7 @@ def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]
 
 
 def cells_width(cells: Iterable[Cell]) -> int:
-    """Columns that the cells take."""
+    """Number of columns that the cells take."""
     text = "".join(char for char, _ in cells)
     return len(text) if text.isascii() else sum(map(cell_len, text))
 
@@ -84,7 +85,7 @@ def has_known_widths(cells: Iterable[Cell]) -> bool:
 
 
 def _ended(line: Sequence[Cell]) -> list[Cell]:
-    """The cells without spaces at the end; a space takes the style before it if none shows."""
+    """The cells without final spaces; a space takes the previous style unless it shows there."""
     cells: list[Cell] = []
     length = 0
     for char, style in line:
@@ -97,7 +98,7 @@ def _ended(line: Sequence[Cell]) -> list[Cell]:
 
 
 def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
-    """Rows as a terminal wraps them: a wide character that doesn't fit gets a line break."""
+    """Rows as a terminal wraps them; a line break precedes a wide character that doesn't fit."""
     rows: list[StyledRow] = []
     row: list[Cell] = []
     used, continues = 0, False
@@ -125,10 +126,10 @@ def _has_no_width(char: str) -> bool:
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """The full rows of a line, and the rest; concatenated, they are the line.
+    """Split a line into its full rows and the rest; joined, they are the line again.
 
-    Rows end after a space if they contain one. A line that ends with a line break is all rows, the
-    last with the break.
+    A row ends after a space if it contains one. All text up to a line break goes into rows, the
+    last of which keeps the break.
     """
     *finished, rest = line.split("\n")
     rows: list[str] = []

@@ -30,13 +30,13 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
 
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
-"""Settings that another profile leaves alone unless it names them."""
+"""Settings that `/profile` does not change unless the profile names them."""
 
 _CACHE_SETTINGS = (
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 )
-"""Settings that can change what is held; a report of it follows their change."""
+"""Settings that can change what is held; after a change, evicted tokens are reported."""
 
 
 class Switching:
@@ -79,7 +79,8 @@ class Switching:
     def profile(self, name: str) -> None:
         """Apply a whole profile; settings it does not name go back to the user's default.
 
-        Settings fixed for the conversation stay, with a note; so do those of the screen, without.
+        Settings fixed for the conversation stay, with a note. Screen settings that the
+        profile does not name stay, too, without a note.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -101,7 +102,7 @@ class Switching:
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
         """Pin or unpin the tokens that `target` names, and report what was evicted or restored.
 
-        `around`: so many tokens beside them are meant, too.
+        `around`: so many tokens on either side of them are pinned or unpinned, too.
         """
         evicted = restored = 0
         for event in self._session.pin(target, pinned, around):
@@ -171,17 +172,17 @@ class Switching:
 
 
 _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
-"""Settings that follow the model as long as they are what they would be for it."""
+"""Settings that change with the model, as long as they have the model's own defaults."""
 
 
 @dataclass(frozen=True)
 class _Former:
-    """The session before the last change of the model, and what is compared with it.
+    """The session before the last change of the model, and how the new session began.
 
     Attributes:
-        session: it, as it was.
-        profile: the settings of the session that replaced it, at its beginning.
-        stamp: epoch and erasures of that session.
+        session: the session before, as it was.
+        profile: the settings of the new session at its beginning.
+        stamp: `epoch` and `erasures` of the new session at its beginning.
     """
 
     session: Session
@@ -203,15 +204,16 @@ class ModelSwitching:
         self._former: _Former | None = None
 
     def show(self, session: Session) -> None:
-        """Say which model it is, and which others are here."""
+        """Print the name of the model in use, and of the other models on this machine."""
         name = session.model.name
         others = ", ".join(one for one in model_names() if one != name)
         self._screen.note(f"model is {name}; here are: {others}; sirchat models pull gets more")
 
     def switch(self, session: Session, name: str) -> Session | None:
-        """The session that goes on with the model of that name; None if it is the present one.
+        """Load the model `name`, and return a session in which it has read the chat.
 
-        Raises SirchatError if it can't be loaded or can't hold the chat; nothing has changed then.
+        Returns None if it is in use already. Raises SirchatError, with nothing changed, if it can't
+        be loaded or can't hold the chat.
         """
         if name == session.model.name:
             self._screen.note(f"model is {name} already")
@@ -226,9 +228,9 @@ class ModelSwitching:
         return new
 
     def go_back(self, session: Session) -> Session | None:
-        """The session before the last change of the model, if it is still kept, else None.
+        """Return to the session before the last change of the model; None if it is not kept.
 
-        Settings that were changed since are changed there, too. Raises SettingError if they can't.
+        Settings changed since then are changed there, too; SettingError if that is not possible.
         """
         if self._former is None:
             return None
@@ -246,13 +248,13 @@ class ModelSwitching:
         return former
 
     def drop_former(self) -> None:
-        """Give up the former session, and its memory."""
+        """Drop the former session, and free its memory."""
         if self._former is not None:
             self._former = None
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Give up the former session if something was erased from `session`, or all of it."""
+        """Drop the former session if `session` was reset, or something was erased from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
             self.drop_former()
 
@@ -262,7 +264,7 @@ class ModelSwitching:
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The settings of the chat; those that followed the old model follow the new one."""
+        """The chat's settings; the old model's defaults are replaced by the new model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
@@ -273,7 +275,7 @@ class ModelSwitching:
         return profile.model_copy(update=updates)
 
     def _replace_session(self, session: Session) -> None:
-        with Interrupt():  # all or nothing of it
+        with Interrupt():  # Ctrl-C does not stop it halfway
             self._saved_chat.replace_session(session)
 
     def _report(self, before: Session, now: Session) -> None:
@@ -300,7 +302,7 @@ class ModelSwitching:
 
 
 def _weight_bytes(model: LoadedModel) -> int:
-    """Bytes of all weights; those that several layers share count once."""
+    """Bytes of all weights; weights that several layers share count once."""
     tensors = (*model.module.parameters(), *model.module.buffers())
     storages = [one.untyped_storage() for one in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())

@@ -22,11 +22,11 @@ from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
-"""Most cells of a ranking; narrow, so that a token is near its numbers."""
+"""Largest width of a ranking, in cells; narrow, so that a token is near its numbers."""
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """All columns of the rows except the arrival key; attention only if it is tracked."""
+    """A table of tokens with ids, surprisal, scores and flags; attention only if it is tracked."""
     tracked = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -52,7 +52,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
     """Each token's score, the factors it is made of, and its rank among the held tokens.
 
-    What is wider than `width` becomes several tables, so that no number is cut.
+    Columns that don't fit into `width` cells go into further tables, so that no number is cut.
     """
     factors = list(token_ranks[0].factors) if token_ranks else []
     numbers = {
@@ -83,7 +83,7 @@ def _rank_table(
     numbers: Mapping[str, Sequence[str]],
     above: Sequence[Table],
 ) -> Table:
-    """The tokens, and some columns of numbers; turn and state are in the first table only."""
+    """A table of the tokens with these numbers; only the first table has turn and state."""
     table, short = _table(theme), bool(above)
     _columns(table, "position", *["turn"] * (not short))
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -106,7 +106,7 @@ def _width(table: Table) -> int:
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """The tokens recalled for the last round, by falling recall score."""
+    """A table of the tokens recalled for the last round, the highest recall score first."""
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -127,7 +127,7 @@ def draw_ranking(
 ) -> RenderableType:
     """A few tokens in the given order: position, turn, surprisal and, if any, `scores`.
 
-    `scores` are by position, and `name` is their column's.
+    `scores` has a text for each position, and `name` is the title of that column.
     """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
@@ -142,7 +142,7 @@ def draw_ranking(
 
 
 def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
-    """All turns: held tokens, and mean surprisal in nats."""
+    """A table of all turns: their tokens, how many are held, and the mean surprisal in nats."""
     table = _table(theme)
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
@@ -183,7 +183,7 @@ def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> Rend
 def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
-    """One row per bin of surprisal; the bar's heavy part is held tokens, its light part evicted."""
+    """One bar per bin of surprisal: its heavy part is held tokens, its light part evicted ones."""
     lines = [line_of([StyledRun(_bin("nats", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))

@@ -34,7 +34,7 @@ class DisplayFilter:
         return "".join(char for char in text if self._shows(char))
 
     def _shows(self, char: str) -> bool:
-        """Advance by one character; whether it is shown."""
+        """Advance by one character; returns whether the character is shown."""
         state = self._state
         if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
             self._state = _State.TEXT

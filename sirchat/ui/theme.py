@@ -1,6 +1,6 @@
 """Colours and weights: the styles of tokens, labels and bars.
 
-A token's hue shows its surprisal, its brightness the share of it that is left after decay. High
+A token's hue shows its surprisal; its brightness shows how much surprisal is left after decay. High
 surprisal is also bold or underlined, so that it shows without colour. The 256-colour numbers are
 chosen so that each hue stays recognizable on a terminal with 16 colours.
 """
@@ -20,7 +20,7 @@ LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 """Upper limits of the surprisal buckets, in nats."""
 
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""Least share of the surprisal left after decay, for each intensity."""
+"""For each intensity, strong first: the least share of surprisal left after decay."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
@@ -74,13 +74,13 @@ def bucket(surprisal: float) -> int:
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """0 strong, 1 fading, 2 faint: by the share of surprisal left after decay, both in nats."""
+    """Intensity by the share of surprisal (nats) left after decay: 0 strong, 1 fading, 2 faint."""
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none"; "auto" reads COLORFGBG, else dark."""
+    """The theme "dark", "light" or "none"; "auto" follows COLORFGBG, and is dark without it."""
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]
         name = "light" if background in ("7", "15") else "dark"
@@ -100,7 +100,7 @@ def _shades(numbers: tuple[int, int, int], *, bold: bool, underline: bool) -> Sh
 
 
 def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """Shades by bucket; the last two stand out by weight too."""
+    """The shades of each bucket; the last two buckets are also bold, the last one underlined."""
     last = len(LIMITS) - 1
     return tuple(
         _shades(numbers, bold=index >= last - 1, underline=index == last)

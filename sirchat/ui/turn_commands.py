@@ -25,9 +25,9 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Take back the last user turn and all after it, and say so.
 
-    After a resume, and where something is gone that was held then, the turns before it are read
-    anew in another session, which is returned and goes on in the same file. Raises UndoError,
-    changing nothing, where nothing was said.
+    After a resume, or if tokens that the turn evicted are no longer archived, another session reads
+    the turns before it anew; that session is returned, and is saved in the same file. Raises
+    UndoError, with nothing changed, if the user has said nothing.
     """
     try:
         events = session.undo()
@@ -45,7 +45,7 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
     said = next(turn.text for turn in reversed(session.turns) if turn.role == "user")
     with loading_bar(screen, session.model.name) as progress:
         before = read_before_last(session, progress)
-    with Interrupt():  # all or nothing of it
+    with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
     _report(said, before, screen, f"; {before.seen:,} tokens before it were read anew")
     if pins := own_pins(session):
@@ -59,7 +59,7 @@ def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
 
 
 def sampling_settings(words: str) -> dict[str, Any]:
-    """The settings in `--temperature 0.9 --top-p=0.8`: how the tokens of a reply are drawn.
+    """Parse settings that say how tokens are drawn, such as `--temperature 0.9 --top-p=0.8`.
 
     Raises UsageError for other settings; whether the values are allowed is not checked.
     """
@@ -89,9 +89,9 @@ def editor() -> list[str]:
 
 
 def edited(command: list[str], text: str) -> str:
-    """A text as the editor leaves it; it is kept in a private file meanwhile.
+    """Open a text in the editor, in a private file; returns the text that the user saved.
 
-    Raises UsageError if the editor can't be started, fails, or leaves what is no text.
+    Raises UsageError if the editor can't be started or fails, or if its file is not text.
     """
     number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
     path = Path(name)

@@ -1,6 +1,6 @@
 """`sirchat tutorial`: a chat whose lines are suggested and explained, and their effects checked.
 
-The replies and the commands are real. What is said of an effect is said only where it has shown.
+The replies and the commands are real. An effect is described only after it was really observed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ SETTINGS: Final[dict[str, Any]] = {
     "temperature": 0.0,
     "panel": "off",
 }
-"""What the tutorial starts with: a memory so small that it is full after two messages."""
+"""The tutorial's settings at first: a budget so small that it is full after two messages."""
 
 COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
     *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
 }
-"""Commands that may be tried: they change this chat's memory, or show it, and write no file."""
+"""Commands that the user may try: they change or show this chat's memory, and write no file."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Where a word should be found once a step is done, and where not; None for either.
+    """Where `word` should be found once a step is done, and where not; None: not checked.
 
-    `word` in the model's reply, and in the text of the tokens that are held.
+    `in_reply`: in the model's reply; `in_memory`: in the text of the tokens that are held.
     """
 
     word: str
@@ -56,13 +56,13 @@ class Effect:
 
 @dataclass(frozen=True)
 class TutorialStep:
-    """One step.
+    """One step of the tutorial.
 
     Attributes:
-        before: said first.
+        before: text that is shown first.
         line: the message or command that Enter sends.
-        after: said when all effects have shown.
-        effects: what should come of the line.
+        after: text that is shown if all effects were observed.
+        effects: what the line should bring about.
         shows_panel: whether `after` speaks of the compact panel.
     """
 
@@ -181,7 +181,7 @@ MORE: Final = {
     "/model NAME": "goes on with another model; sirchat models lists them",
     "/help": "lists all commands",
 }
-"""Named at the end."""
+"""Commands, and what they do; listed at the end of the tutorial."""
 
 
 if TYPE_CHECKING:
@@ -191,16 +191,16 @@ _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
 
 Read = Callable[[str], Line | None]
-"""The user's line, given the one that is suggested; None if the user leaves."""
+"""Takes the suggested line, and returns the line that the user enters; None if the user leaves."""
 
 Stops = Callable[[Interrupt], Interrupted]
-"""What stops a reply, given the flag for Ctrl-C."""
+"""Takes the flag for Ctrl-C, and returns a function that says whether to stop the reply."""
 
 
 def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
-    """Load the model and run all steps; False if an effect did not show.
+    """Load the model and run all steps; returns False if an effect was not observed.
 
-    `waits`: for the user to press Enter at each step, which needs a terminal. Raises
+    `waits`: whether each step waits until the user presses Enter, which needs a terminal. Raises
     KeyboardInterrupt for Ctrl-C.
     """
     if not waits:
@@ -226,7 +226,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 
 
 def _echo(screen: Screen) -> Read:
-    """Takes each suggestion, and prints it as if it had been typed."""
+    """Returns a function that takes each suggested line, and prints it like a typed line."""
 
     def read(suggested: str) -> Line:
         screen.line(f"> {suggested}")
@@ -245,7 +245,7 @@ class _Tutorial:
         self._has_own_lines = False
 
     def run(self) -> bool:
-        """Run all steps until the end, or until the user leaves; False if an effect is missing."""
+        """Run the steps until the end or the user leaves; False if an effect was not observed."""
         self._explain(WELCOME)
         missing = 0
         try:
@@ -266,7 +266,7 @@ class _Tutorial:
         self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
 
     def _take(self, step: TutorialStep) -> bool:
-        """Send what the user sends, until it is the step's own line; False if the user leaves."""
+        """Send each line of the user, up to the step's own line; False if the user leaves."""
         while True:
             line = self._read(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -278,7 +278,7 @@ class _Tutorial:
             self._has_own_lines = True
 
     def _send(self, line: Line) -> Action | None:
-        """Run a command, or a turn; returns what the command asks for."""
+        """Run a command or a turn; returns the action that a command asks for, if any."""
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
@@ -300,8 +300,8 @@ class _Tutorial:
         return self._commands.run(text)
 
     def _conclude(self, step: TutorialStep) -> bool:
-        """Say what to look at, or that it is not to be seen; False in that case."""
-        if step.shows_panel and self._screen.is_plain:  # where replies come without it
+        """Explain the effects; or, if some were not observed, name them and return False."""
+        if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
         wrong = [fault for effect in step.effects if (fault := self._fault(effect))]
@@ -313,7 +313,7 @@ class _Tutorial:
         return not wrong
 
     def _fault(self, effect: Effect) -> str:
-        """How what happened differs from the effect; empty if it does not."""
+        """How the outcome differs from the expected effect, in words; empty if it does not."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
             ("reply", reply, effect.in_reply),

@@ -22,7 +22,7 @@ _ROUND = 2_000  # tokens
 
 @dataclass(frozen=True)
 class ArchiveUse:
-    """The most bytes that the archive of a conversation took at the end of any round.
+    """The most memory and disk space that the archive of a conversation took, after any round.
 
     Attributes:
         place: where the archive was, `ram` or `disk`.
@@ -46,9 +46,9 @@ class ArchiveUse:
 
 
 def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
-    """Read `tokens` random ids under the entropy policy at budget 1,024.
+    """Measure the archive over `tokens` random ids, under the entropy policy at budget 1,024.
 
-    Once with the archive in memory and once on disk; `limit` is its limit in bytes.
+    Yields the use of an archive in memory, then of one on disk; each may take `limit` bytes.
     """
     for place in ("ram", "disk"):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What decoding is compared with: a static cache, no lookup, reading the weights once."""
+"""What decoding is compared with: a static cache, no prompt lookup, one read of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sirchat.models.model import LoadedModel
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped there
-    """Notes when each token comes; the first call is for the prompt."""
+    """Records the time of each token; the first call of `put` is for the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -32,10 +32,10 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds per token of blocks of greedy generation that end at the cache's length.
+    """Yield seconds per token for blocks of greedy generation, each until the cache is full.
 
-    The prompt and the first token do not count. transformers compiles the step where it thinks that
-    this pays: on a GPU.
+    The prompt and the first token do not count. On a GPU, transformers chooses to compile the
+    step.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -65,9 +65,9 @@ _TURN = TurnRef(turn=0, round=0)
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
-    """Seconds per token of blocks of a reply that says again what has just been read.
+    """Yield seconds per token for blocks of a reply that repeats the text just read.
 
-    `engine` has read nothing yet. The text fills a quarter of the cache.
+    `engine` must not have read anything yet. The text fills a quarter of the cache.
     """
     text = some_ids(model, options.cache // 4)
     for _ in engine.feed(text, [Role.USER] * len(text), _TURN):
@@ -86,14 +86,14 @@ def repeated_blocks(
 
 
 class _Reciting(Sampler):
-    """Draws the ids of a text over and over, whatever the logits."""
+    """A sampler that returns the ids of a text over and over, whatever the logits are."""
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__(Sampling())
         self._ids = cycle(ids)
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        super().pick(logits, said_ids, position)  # takes its time
+        super().pick(logits, said_ids, position)  # only for the time it takes
         return next(self._ids)
 
 
@@ -101,9 +101,9 @@ _COLUMNS = 1024
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Bytes of the weights that a step for one token reads: all, as they are kept.
+    """Bytes of the weights that a decode step reads: all of them, as they are stored.
 
-    An embedding counts only where the output head shares it. Of a mixture of experts, all count.
+    An embedding counts only if the output head shares it. All experts of a mixture count.
     """
     module = model.module
     head = module.get_output_embeddings()
@@ -113,15 +113,15 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _sizes(module: nn.Module) -> dict[int, int]:
-    """Bytes of each tensor of a module by its address, so that a shared one counts once."""
+    """Bytes of each tensor of a module by its address, so that a shared tensor counts once."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds to read so many bytes on the model's device, without end: the limit of a step.
+    """Yield, without end, the seconds to read `size` bytes on the device: the limit of a step.
 
-    A float32 matrix of that size is multiplied with a vector, which takes one pass over it.
+    A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
     """
     rows = max(1, size // (4 * _COLUMNS))
     matrix = torch.ones(rows, _COLUMNS, device=model.device)

@@ -1,4 +1,4 @@
-"""Decode and prefill, with everything on, against a bare transformers loop with DynamicCache.
+"""Decode and prefill, with all features on, against a bare transformers loop with DynamicCache.
 
 Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
 tokenizer, flags sentence ends and decodes to text. The bare side only picks the next id.
@@ -43,19 +43,19 @@ def bench_decode(
     peer: LlamaCpp | None = None,
     sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
-    """Measure decode (against its limit, too), prefill, the archive, and a long stream.
+    """Measure decode (also against its limit), prefill, the archive, and decode late in a stream.
 
-    The last one for each number of `options.seen` that is above the first.
+    The last is measured after each number of tokens in `options.seen` that is above the first.
 
     Args:
-        model: what is measured.
+        model: the model that is measured.
         options: sizes.
-        bare: the model of the bare loop, if not the same one.
-        peer: llama.cpp with the same model, to be compared too.
-        sirllm: SirLLM's released code, to be compared too.
+        bare: the model for the bare loop; None for the same model.
+        peer: llama.cpp with the same model, if it is compared too.
+        sirllm: SirLLM's released code, if it is compared too.
     """
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
-    if sirllm is not None:  # what is wrong with it is said before minutes have passed
+    if sirllm is not None:  # its errors appear at once, not after minutes
         sirllm.load(plain, options.cache)
     yield compare(
         f"decode{other}",
@@ -123,7 +123,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """The same blocks, each without the compiled step."""
+    """Run the same blocks, each with the compiled step switched off."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -134,7 +134,7 @@ def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
 
 
 def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
-    """A decode step against reading its weights once."""
+    """Compare a decode step with reading its weights once."""
     size = weight_bytes(model)
     measured = compare(
         "decode against reading the weights once",
@@ -175,7 +175,7 @@ def generated_blocks(
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
 ) -> Iterator[float]:
-    """Seconds per token of blocks of generation that contain one eviction each, without end.
+    """Yield, without end, the seconds per token of blocks of generation with one eviction each.
 
     `seen` tokens are read first (twice the cache, by default); `archive` is a limit in bytes.
     """
@@ -204,7 +204,7 @@ def generated_blocks(
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds per token of blocks of a plain greedy loop that ends at the same cache length."""
+    """Yield seconds per token for blocks of a plain greedy loop, each until the cache is full."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
@@ -224,7 +224,7 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
-    """Seconds per token of reading `count` ids, by default a full cache, with all that we do."""
+    """Yield seconds per token for reading `count` ids (0: as many as the cache) with sirchat."""
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
@@ -237,7 +237,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds per token of blocks of turns, read at a full cache, without end."""
+    """Yield, without end, the seconds per token for reading blocks of turns into a full cache."""
     engine, number = _engine(model, options), 0
 
     def read(count: int) -> None:
@@ -253,7 +253,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Seconds per token of reading the same ids in one pass, with the last token's logits only."""
+    """Yield seconds per token for reading the same ids in one pass, with the last logits only."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         cache = DynamicCache(config=model.module.config)

@@ -1,9 +1,9 @@
 """Searching an archive through an index, against scoring every row: speed and recall.
 
-The archive is like that of a long chat. Its conversations are generated ones, as the bundled model
-was trained on. They are read in batches by plain forward passes, each from position 0, and all of
-their rows but the sinks are archived. So keys, values and surprisals are real, and no chat has to
-run. The queries are user turns of other conversations, read after the turns before them.
+The archive is like that of a long chat. Its conversations are generated, like those that the
+bundled model was trained on. They are read in batches by plain forward passes, each from position
+0, and all of their rows but the sinks are archived. So keys, values and surprisals are real, and no
+chat has to run. The queries are user turns of other conversations, read after their earlier turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Searched:
     recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
-        """The scores of all rows, or with `index` of those that the index proposes."""
+        """Score all rows or, with `index`, only the rows that the index proposes."""
         archive, rotations = self.archive, self.model.rotations
         search = ArchiveSearch(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
@@ -57,7 +57,7 @@ class _Searched:
         return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Seconds of one search after the other, without end; appends what each found to `best`."""
+        """Yield, without end, the seconds of each search; append the rows it found to `best`."""
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
             ranked = self.search(query, index=index)
@@ -72,9 +72,9 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Seconds of a search through an index over those of an exact search, for each retriever.
+    """Compare the time of a search through an index with an exact search, for each retriever.
 
-    The archive has `rows` rows. Raises UsageError where faiss is not installed, or the model is not
+    The archive has `rows` rows. Raises UsageError if faiss is not installed, or the model is not
     `tiny`.
     """
     if not is_available():
@@ -139,7 +139,7 @@ Surprisal = NDArray[np.float64]
 
 
 def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Surprisal]:
-    """An archive of `count` rows of generated conversations; their surprisals [count] in nats."""
+    """An archive of `count` rows of generated conversations, and their surprisals [count], nats."""
     archive, scores = Archive(), np.zeros(count)
     done, renderer, rng = 0, Renderer(model.tokenizer), Random(f"archived/{seed}")
     while done < count:
@@ -179,7 +179,7 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """Index of the first id of the last user turn that has a reply, and of that reply."""
+    """The indices where the last user turn with a reply begins, and where that reply begins."""
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 
@@ -188,7 +188,7 @@ def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
 def _read(
     model: LoadedModel, ids: Tensor, start: int
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
-    """Read conversations [B, TOKENS]; the rows of each and their surprisals, in nats.
+    """Read conversations [B, TOKENS]; yield the rows of each with their surprisals, in nats.
 
     The rows are numbered from stream position `start` on.
     """

@@ -1,9 +1,9 @@
-"""Runs llama-cpp-python for `llama_cpp.py`, in another process and maybe another Python.
+"""Runs llama-cpp-python for `peers.py`, in another process and maybe another Python.
 
-It stands alone: nothing of sirchat is imported. Reads commands, a JSON list a line, from stdin, and
-answers each with a number of seconds: ["load", path, threads, rows, rearranges], ["read", ids] into
-an empty cache, ["decode", ids] behind what is there, each id by itself; and ["resident"] with the
-process's memory in bytes, ["peak"] with the most it ever was.
+It imports nothing of sirchat. It reads commands from stdin, one JSON list per line, and answers
+each with a number. Seconds: ["load", path, threads, rows, rearranges]; ["read", ids], into an empty
+cache; ["decode", ids], one by one after those in the cache. Bytes: ["resident"], the memory of the
+process; ["peak"], the most that it ever had.
 """
 
 import json
@@ -14,8 +14,9 @@ from typing import Any
 
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
-    """A model with room for so many rows; `rearranges` weights for special instructions."""
-    sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]  # its llama_cpp.py
+    """Load a model with room for `rows` rows; `rearranges`: whether to rearrange the weights."""
+    # No module of this folder may be imported instead of one that llama_cpp needs.
+    sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]
     import llama_cpp
 
     usual = llama_cpp.llama_cpp.llama_model_default_params
@@ -33,7 +34,7 @@ def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
 
 def main() -> None:
     """Answer commands until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # lest the library writes between answers
+    answers, sys.stdout = sys.stdout, sys.stderr  # the library may print
     model: Any = None
     pages, status = Path("/proc/self/statm"), Path("/proc/self/status")
     for line in sys.stdin:

@@ -28,9 +28,9 @@ BLOCK_SECONDS = 1.0
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Seconds per token with the panel over those without; the note says how much both wrote.
+    """Compare seconds per token with the panel and without; the note says how much each wrote.
 
-    Raises UsageError where the terminal is too plain for a panel, or the model has no tokenizer.
+    Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"the panel shows text, and {model.name} has no tokenizer")
@@ -53,7 +53,7 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Seconds per token of each block of a reply that never ends."""
+    """Yield the seconds per token of each block of a reply that never ends."""
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()
@@ -67,7 +67,7 @@ def _blocks(
             now = time.perf_counter()
             if begun and now - begun >= BLOCK_SECONDS:
                 yield (now - begun) / (session.seen - seen)
-                now = time.perf_counter()  # meanwhile the other side ran
+                now = time.perf_counter()  # the other side ran in between
             elif begun:
                 continue
             begun, seen = now, session.seen

@@ -1,6 +1,6 @@
-"""Other programs as the other side of a ratio: llama.cpp, and SirLLM's released code.
+"""Other programs that sirchat is compared with: llama.cpp, and SirLLM's released code.
 
-Each runs in a process of its own, with this Python or another one that has it. llama.cpp reads the
+Each runs in its own process, with this Python or another one. llama.cpp reads the
 same GGUF file through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
 github.com/Zoeyyao27/SirLLM) needs transformers 4.33. It has no loop that generates token by token:
 it reads whole turns, with the surprisal of each token, and evicts before each of them.
@@ -27,7 +27,7 @@ from sirchat.models.names import locate
 
 
 class Worker:
-    """A running program that reads commands, a JSON list a line, and answers each with a number.
+    """A running program that reads commands, a JSON list per line, and answers with numbers.
 
     A context manager. Raises SettingError if it can't be started.
 
@@ -50,7 +50,7 @@ class Worker:
             raise SettingError(f"{self._command[0]!r} can't be run: {error.strerror}") from None
 
     def ask(self, *command: object) -> float:
-        """The answer to a command; raises ChildProcessError if the process ends at it."""
+        """Send a command and return the answer; raises ChildProcessError if the process ends."""
         pipes = self._process
         assert pipes.stdin is not None
         assert pipes.stdout is not None
@@ -90,19 +90,19 @@ _PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
 class LlamaCpp(Worker):
     """One process of llama-cpp-python with a loaded model; a context manager.
 
-    Some builds crash in the matrix instructions (AMX) of CPUs that have them; then it runs without
-    the rearranged weights that need these, and `note` says so.
+    Some builds crash on CPUs with matrix instructions (AMX). Then the process runs without the
+    rearranged weights that need these instructions, and `note` says so.
 
     Args:
         path: a GGUF file.
-        rows: room in its cache.
+        rows: number of rows for which its cache has room.
         python: a Python that has llama-cpp-python.
-        tries: whether to load with rearranged weights; what is tried, in turn.
+        tries: whether to rearrange the weights when loading; the values are tried in turn.
 
     Raises SettingError if it can't be run.
 
     Attributes:
-        note: what is unusual about it, as text.
+        note: what is unusual about this process, as text.
         load: seconds that loading took.
     """
 
@@ -137,7 +137,7 @@ class LlamaCpp(Worker):
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Seconds per token of blocks that end at the cache's length, without end."""
+        """Yield, without end, the seconds per token of decoding blocks that fill the cache."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
@@ -145,7 +145,7 @@ class LlamaCpp(Worker):
             yield self.ask("decode", block) / options.block
 
     def reading(self, ids: Sequence[int]) -> Iterator[float]:
-        """Seconds per token of reading ids into an empty cache, without end."""
+        """Yield, without end, the seconds per token of reading ids into an empty cache."""
         while True:
             yield self.ask("read", list(ids)) / len(ids)
 
@@ -157,9 +157,10 @@ def gguf_of(name: str) -> Path | None:
 
 
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
-    """llama.cpp with a model, run by `python`; None if that is None and this Python lacks it.
+    """Context manager: llama.cpp with the model `name`, run by `python` (None: this Python).
 
-    Raises SettingError when a Python is named but the model is no GGUF file.
+    If `python` is None, it may give None: the model is no GGUF file, or this Python lacks
+    llama-cpp-python. Raises SettingError if `python` is given and the model is no GGUF file.
     """
     path = gguf_of(name) if name not in SHAPES else None
     if python is None and (path is None or find_spec("llama_cpp") is None):
@@ -183,7 +184,7 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""Settings of transformers 4.33, too, on which time depends."""
+"""Settings of a model on which time depends; transformers 4.33 has them, too."""
 
 
 class SirLLM(Worker):
@@ -202,7 +203,7 @@ class SirLLM(Worker):
         self._python = python
 
     def load(self, model: LoadedModel, held: int) -> None:
-        """Make a model of the same shape, on the same device, which holds so many tokens.
+        """Make a model of the same shape on the same device; its cache holds `held` tokens.
 
         Raises SettingError if the model is no Llama, or SirLLM can't be run.
         """
@@ -223,19 +224,19 @@ class SirLLM(Worker):
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Seconds per token of blocks of turns, read at a full cache, without end; after `load`."""
+        """After `load`: yield, without end, seconds per token for reading turns at a full cache."""
         self.ask("read", turns(model, options, options.cache))
         while True:
             yield self.ask("read", turns(model, options, options.block)) / options.block
 
 
 def turns(model: LoadedModel, options: BenchOptions, count: int) -> list[list[int]]:
-    """So many ids, in turns of at most 32."""
+    """`count` random ids, split into turns of at most 32 ids."""
     size = min(32, options.block)
     ids = some_ids(model, count)
     return [ids[start : start + size] for start in range(0, count, size)]
 
 
 def sirllm_by(python: str | None) -> AbstractContextManager[SirLLM | None]:
-    """SirLLM's code, run by `python`; None without one."""
+    """Context manager: SirLLM's code, run by `python`; None if `python` is None."""
     return nullcontext() if python is None else SirLLM(python)

@@ -1,4 +1,4 @@
-"""A ratio of two sides that run in turn, block by block, in one process.
+"""Compares the time of two sides that run in turn, block by block, in one process.
 
 A change of the machine's speed then affects both sides. What counts is the ratio of each pair of
 blocks, ours over the other side (below 1: ours is faster).
@@ -39,8 +39,8 @@ class Ratio:
         ours_ms: our side's median time in milliseconds per `unit`.
         other_ms: the other side's median time in milliseconds per `unit`.
         median: median of the pairs' ratios.
-        low: their lower quartile.
-        high: their upper quartile.
+        low: lower quartile of the pairs' ratios.
+        high: upper quartile of the pairs' ratios.
         pairs: number of pairs.
         note: anything else that was measured, as text.
         unit: what a time is for: a token, or a search.
@@ -64,7 +64,7 @@ class BenchOptions:
     Attributes:
         cache: rows held in the cache while decoding.
         rounds: pairs of blocks that are timed.
-        seen: tokens read before decode's last comparisons: each later number against the first.
+        seen: tokens read before decode is timed; each later number is compared with the first.
     """
 
     cache: int = 1024
@@ -73,7 +73,7 @@ class BenchOptions:
 
     @property
     def block(self) -> int:
-        """Tokens timed at once: those between two evictions, so that a block contains just one."""
+        """Tokens in a timed block: as many as between two evictions, so each block has just one."""
         return max(8, self.cache // 16)
 
 
@@ -98,7 +98,8 @@ def compare(
 ) -> Ratio:
     """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
 
-    `make_ours` and `make_other` start a side: an iterator over the seconds per token of its blocks.
+    `make_ours` and `make_other` start a side: they return an iterator over the seconds per token of
+    its blocks.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -132,7 +133,7 @@ def some_ids(model: LoadedModel, count: int) -> list[int]:
 
 
 def timed(block: Callable[[], None], model: LoadedModel) -> float:
-    """Seconds that a call takes, until the device has finished its work."""
+    """Seconds that a call of `block` takes, until the device has finished its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -63,7 +63,7 @@ def print_archive(
 
 
 def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
-    """Print what starting `model` took, to stdout."""
+    """Print to stdout the measurements of starting `model`."""
     if as_json:
         _print_json({"model": model, "results": [asdict(one) for one in measured], "note": note})
         return

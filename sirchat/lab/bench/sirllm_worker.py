@@ -1,11 +1,11 @@
-"""Runs SirLLM's released code for `sirllm.py`, in another process and another Python.
+"""Runs SirLLM's released code for `peers.py`, in another process and another Python.
 
-It stands alone: nothing of sirchat is imported, and nothing of theirs is copied. Reads commands, a
-JSON list a line, from stdin, and answers each with a number of seconds: ["load", configuration,
-device, dtype, threads, tokens held, decay], and ["read", turns] behind what is there, where a turn
-is a list of ids.
+It imports nothing of sirchat, and copies nothing of SirLLM. It reads commands from stdin, one JSON
+list per line, and answers each with a number of seconds: ["load", configuration, device, dtype,
+threads, tokens held, decay]; and ["read", turns], after what the cache holds, where a turn is a
+list of ids.
 
-The loop is that of their `streaming_inference_token_entropy`, with one option a question.
+The loop is that of SirLLM's `streaming_inference_token_entropy`, with one option per question.
 """
 
 import json
@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 START = 4
-"""Sinks, the default of their program."""
+"""Number of sinks, the default of SirLLM's program."""
 
 
 class Loop:
     """A Llama model with random weights, read turn by turn.
 
-    `configuration` is of transformers' LlamaConfig, `dtype` a name of torch, `decay` the factor of
-    each turn.
+    `configuration` holds arguments of transformers' LlamaConfig; `dtype` is a name in torch; every
+    turn multiplies the stored entropies by `decay`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Loop:
         self._entropy: Any = None
 
     def read(self, turns: list[list[int]]) -> None:
-        """Read turns, making room before each."""
+        """Read turns; before each, evict tokens to make room for it."""
         import numpy as np
 
         for ids in turns:
@@ -69,7 +69,7 @@ class Loop:
 
 def main() -> None:
     """Answer commands until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # theirs prints
+    answers, sys.stdout = sys.stdout, sys.stderr  # SirLLM prints
     loop: Any = None
     for line in sys.stdin:
         name, *arguments = json.loads(line)

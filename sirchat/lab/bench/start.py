@@ -1,4 +1,4 @@
-"""From the start of a program to its prompt and its first token, in fresh processes."""
+"""Times the start of a program in fresh processes, until its prompt and its first token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sirchat.lab.bench.ratio import SHAPES
 from sirchat.lab.bench.start_worker import StartFigures
 
 SHORT, LONG = 32, 1_000
-"""Tokens of the first message, and of a paste."""
+"""Number of tokens in the first message, and in a long pasted text."""
 
 
 @dataclass(frozen=True)
 class StartMeasure:
-    """One figure of a start.
+    """One measurement of a start.
 
     Attributes:
         name: what was measured.
@@ -57,11 +57,11 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 def bench_start(
     model: str, device: str, dtype: str, quantize: str, rounds: int, peer: LlamaCpp | None
 ) -> list[StartMeasure]:
-    """Start sirchat, and llama.cpp if there is a `peer`, in turn; `rounds` times after a first one.
+    """Start sirchat, and llama.cpp if there is a `peer`, in turn, `rounds` times after a warm-up.
 
-    The first pair warms the disk's cache and does not count. A chat is started, too, where the
-    system has pseudo-terminals and the model a tokenizer. Raises ModelError, in one line, when the
-    model can't be started.
+    The warm-up fills the disk's cache and does not count. A chat is started, too, if the system has
+    pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of one line, if
+    the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     for _ in range(rounds + 1):

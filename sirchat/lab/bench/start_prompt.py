@@ -1,4 +1,4 @@
-"""Opens a chat in a pseudo-terminal, types while the model loads, and times what one sees."""
+"""Opens a chat in a pseudo-terminal, types while the model loads, and times what appears."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sirchat.errors import ModelError
 from sirchat.paths import models_dir
 
 _KEY = b"%"
-"""What is typed: it stands nowhere else on the screen, and completes nothing."""
+"""The key that is typed: it is nowhere else on the screen, and triggers no completion."""
 
 _KEYS_APART = 0.05  # seconds
-_PATIENCE = 600.0  # seconds for each thing that is waited for
+_PATIENCE = 600.0  # seconds that each wait may take
 _SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\s")
 _PROMPT_OPENS, _PROMPT_ENDS, _CURSOR_ON = b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[?25h"
 _WHERE_IS_CURSOR, _CURSOR_IS_HERE = b"\x1b[6n", b"\x1b[1;1R"
@@ -30,7 +30,7 @@ _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tok
 
 
 class PromptFigures(TypedDict):
-    """What a chat's start took, in seconds: from the start of the process, and of keys."""
+    """Seconds since the start of a chat's process; for `echo`, `echo_most`: since a key press."""
 
     prompt: float
     ready: float
@@ -42,8 +42,8 @@ class PromptFigures(TypedDict):
 def time_prompt(settings: Sequence[str]) -> PromptFigures:
     """Time a chat's start under these flags.
 
-    The line is entered as soon as the model is there, so that `reply`, until the first text of the
-    reply is seen, has nothing to wait for. Raises ModelError, in one line, where the chat ends.
+    The line is entered as soon as the model is loaded; `reply` is the time when the first text of
+    the reply appears. Raises ModelError, with a message of one line, if the chat ends early.
     """
     with TemporaryDirectory() as home:
         if models_dir().exists():
@@ -97,11 +97,11 @@ class _Chat:
         os.close(its)
 
     def send(self, keys: bytes) -> None:
-        """Type."""
+        """Type these keys."""
         os.write(self._ours, keys)
 
     def echo(self) -> float:
-        """Type a key; seconds until it is seen."""
+        """Type a key; returns the seconds until it appears on the screen."""
         begun, before = time.perf_counter(), self.raw.count(_KEY)
         self.send(_KEY)
         self.until(lambda: self.raw.count(_KEY) > before)
@@ -121,7 +121,7 @@ class _Chat:
         return time.perf_counter() - self._begun
 
     def read(self, seconds: float) -> bool:
-        """Take what is written within this time; False once the chat has ended."""
+        """Read what the chat writes within this time; returns False once the chat has ended."""
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Starts a model for `start.py`, in a process of its own, and says in JSON what that took."""
+"""Starts a model for `start.py`, in a process of its own; prints time and memory as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypedDict
 
 
 class StartFigures(TypedDict):
-    """What a start took: seconds, and bytes of memory."""
+    """The time, in seconds, and the memory, in bytes, that a start took."""
 
     load: float
     first: float
@@ -19,7 +19,7 @@ class StartFigures(TypedDict):
 
 
 def main() -> None:
-    """Load the model of the arguments, answer a short message, then read a long paste."""
+    """Load the model named by the arguments, answer a short message, then read a long paste."""
     from sirchat.errors import SirchatError
 
     try:

@@ -25,7 +25,7 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
 
     Compares a dense mask with none and, on a GPU, a block mask with the dense one.
     """
-    model.module.float()  # as `sirchat train anchor` holds weights
+    model.module.float()  # as in `sirchat train anchor`
     on_gpu = model.device.type == "cuda"
     pairs: list[tuple[Mask, Mask]] = [("dense", "none")]
     pairs += [("blocks", "dense")] if on_gpu else []
@@ -43,7 +43,7 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
 
 
 def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
-    """Seconds per token of one training step after the other, without end."""
+    """Yield, without end, the seconds per token of one training step after another."""
     module = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     ids = torch.tensor([some_ids(model, tokens)], device=model.device)

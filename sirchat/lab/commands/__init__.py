@@ -1,1 +1,1 @@
-"""The laboratory's commands, which the command line finds in `sirchat.cli.registry`."""
+"""The commands of `sirchat.lab`; `sirchat.cli.registry` lists them for the command line."""

@@ -1,4 +1,4 @@
-"""The `sirchat bench` commands: speed and memory, measured side by side with something else."""
+"""The `sirchat bench` commands: speed and memory, measured side by side with a baseline."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +28,7 @@ _MOVED = {
 
 
 class _BenchGroup(TyperGroup):
-    """Refuses the flags that are gone, with an error that names the subcommand."""
+    """Refuses removed flags, with an error that names the subcommand to use instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for flag in (one.partition("=")[0] for one in args):
@@ -100,7 +100,7 @@ def bench(
 ) -> None:
     """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster).
 
-    Without a command, `decode` is measured.
+    Without a subcommand, this runs `decode`.
     """
     if context.invoked_subcommand is None:
         how = device, dtype, quantize, compile
@@ -129,11 +129,11 @@ def decode(
 ) -> None:
     """Measure decode and prefill, with an archive and without, early and late in a stream.
 
-    Decode also against `generate` with a static cache, and against reading the weights once.
+    Decode is also compared with `generate` with a static cache, and with reading the weights once.
 
-    Also compiled against not, where there is a program (--compile on makes it).
-    With a GGUF model also against llama.cpp, where llama-cpp-python is there; with --sirllm reading
-    also against SirLLM's released code.
+    A compiled model (see --compile) is also compared with itself, not compiled. With a GGUF model,
+    llama.cpp is measured too if llama-cpp-python is installed. With --sirllm, reading is also
+    compared with SirLLM's released code.
     """
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
@@ -168,7 +168,7 @@ def start(
 ) -> None:
     """Measure a start in a fresh process: loading, the first token, a long paste, memory.
 
-    With a GGUF model also against llama.cpp, where llama-cpp-python is there.
+    With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     from sirchat.lab.bench.peers import peer_for
@@ -228,7 +228,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure searches of the archive by index, against exact ones; by `tiny`."""
+    """Measure searching the archive of `tiny` with an index, against exact search."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions
@@ -246,7 +246,7 @@ def archive(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what the archive takes over so many tokens, in memory and on disk."""
+    """Measure the memory and disk space that the archive takes over a number of tokens."""
     profile = _profile(model, device, dtype)
     profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
     from sirchat.lab.bench.archive import bench_archive
@@ -267,7 +267,7 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a training step with anchors, its masks against none."""
+    """Measure a training step with anchors: its attention masks against no mask."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training
@@ -278,7 +278,7 @@ def training(
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings, with these; raises SettingError for one that is not allowed."""
+    """The user's default settings with these values; raises SettingError if one is not allowed."""
     return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
 
 
@@ -301,7 +301,7 @@ def _load(profile: Profile) -> "LoadedModel":
 
 
 def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
-    """The model with float32 weights, for a bare loop; None if it is just that, or on a GPU."""
+    """The model with float32 weights for the bare loop; None if it has them, or is on a GPU."""
     if model.device.type != "cpu" or model.precision == "float32":
         return None
     return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

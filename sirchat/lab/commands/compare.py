@@ -64,13 +64,13 @@ def compare(
 ) -> None:
     """Replay a transcript under several settings: answers, retention, agreement with full.
 
-    Ctrl-C ends it after the round under way, and shows what was compared until then.
+    Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
     """
     profile = repeatable(profile_of(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)
     if html is not None:
-        _write(html, "", "a")  # a path that can't be written costs no run
+        _write(html, "", "a")  # an unwritable path fails before the run
     model = load(profile, trust_remote_code)
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
@@ -108,7 +108,7 @@ def _settings(
 
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
-    """The transcript's rounds, and the name that messages give the file."""
+    """The transcript's rounds, and the file's name as error messages show it."""
     from sirchat.lab.studies.side_by_side.compared import rounds_of
     from sirchat.text.transcript import one_conversation, parse_transcript
 
@@ -124,7 +124,7 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
-    """The comparison, and whether Ctrl-C ended it; shows a progress bar on a terminal."""
+    """Run the comparison, with a progress bar; returns it, and whether Ctrl-C ended it."""
     from rich.console import Console
     from rich.progress import Progress
 

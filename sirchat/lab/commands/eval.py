@@ -1,6 +1,6 @@
-"""The `sirchat eval` commands, and those that measure what a model under a policy remembers.
+"""`sirchat eval`, and its commands that measure what a model under a policy remembers.
 
-Each function builds a study from its own options; the flags of all studies are added to it.
+Each function builds a study from its own options; `study` adds the flags that all studies have.
 """
 
 from pathlib import Path
@@ -150,7 +150,7 @@ def topics(
     facts: Annotated[int, typer.Option(help="Facts told of each.", min=1)] = 4,
     between: Annotated[int, typer.Option(help="Rounds of small talk after the facts.", min=0)] = 20,
 ) -> "Study":
-    """Change the topic: the share of exact answers about the last one, and the first."""
+    """Change the topic: the share of exact answers about the last topic, and the first."""
     from sirchat.lab.studies.facts import Topics
 
     return Topics(**compared, topics=topics, facts=facts, between=between)
@@ -176,7 +176,7 @@ def facts_in_dialogue(
     ] = "1000",
     facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
 ) -> "Study":
-    """Tell facts amid real talk, ask for each: right of four, nats, tokens held."""
+    """Tell facts amid real talk, ask for each: right choices among four, nats, tokens held."""
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
     return FactsInDialogue(
@@ -239,7 +239,7 @@ def perplexity(
         int, typer.Option(help="How often to read it, each time from a later start.", min=1)
     ] = 1,
 ) -> "Study":
-    """Read a long text: what a token costs, in nats, as the text goes on."""
+    """Read a long text: the surprisal per token, in nats, as the text goes on."""
     from sirchat.lab.studies.perplexity import Perplexity
 
     return Perplexity(**compared, text=text, readings=readings)

@@ -1,4 +1,4 @@
-"""The `sirchat eval` commands that study one mechanism: anchors, attention, draws or recall."""
+"""The `sirchat eval` commands for one mechanism: anchors, attention, random choice or recall."""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -55,7 +55,7 @@ def demonstrations(
         ),
     ] = "",
 ) -> "Study":
-    """Ask behind demonstrations that are read once: accuracy, cache and speed of anchors."""
+    """Ask after demonstrations that are read once: accuracy, cache and speed of anchors."""
     from sirchat.lab.studies.demonstrations import Demonstrations
 
     put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
@@ -85,7 +85,7 @@ def attention(
         str | None, typer.Option(help="A file with a text a line; else talk of our own.")
     ] = None,
 ) -> "Study":
-    """SirLLM's Figure 3: what attention tokens get, by how much they surprise."""
+    """SirLLM's Figure 3: how much attention tokens receive, by their surprisal."""
     from sirchat.lab.studies.attention import AttentionStudy
 
     return AttentionStudy(profile, limit=limit, tokens=tokens, text=text)
@@ -165,7 +165,7 @@ def privacy(
         str, typer.Option(help="How many tokens are restored; 0 for none.", metavar="N,M,...")
     ] = "0,10,20,50,100,200",
 ) -> "Study":
-    """Bring back more and more: how much of an old turn is let out, and what it is good for."""
+    """Restore more and more tokens: how much of an old turn they reveal, and how much they help."""
     from sirchat.lab.studies.retrieval import Privacy
 
     if profile.recall == "off":

@@ -1,4 +1,4 @@
-"""The flags that every study has: settings to compare, repeats, where results and work go."""
+"""The flags that every study has: settings to compare, repeats, results folder, workers."""
 
 import inspect
 import shlex
@@ -60,7 +60,7 @@ _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
 
 
 class Compared(TypedDict):
-    """The fields that every study has that compares settings."""
+    """The fields of every study that compares settings."""
 
     settings: tuple[Profile, ...]
     limit: int
@@ -69,7 +69,7 @@ class Compared(TypedDict):
 
 
 class Defaults(NamedTuple):
-    """Default values of the flags that choose what a study compares; `of` is the help of limit."""
+    """Default values of the flags that choose what a study compares; `of`: help of `--limit`."""
 
     policies: str = "entropy,sink"
     budgets: str = "256"
@@ -83,9 +83,9 @@ def study(
 ) -> Callable[[Callable[..., "Study"]], None]:
     """Register a function that builds a study as the command `name` of `app`.
 
-    The function's first parameter gets the settings to compare, with `compares` as the defaults of
-    their flags, or the profile where that is None. Its other parameters are the command's options.
-    It can also be run by its `former` name, which prints the new one.
+    The function's first parameter gets the settings to compare, whose flags have the defaults
+    `compares`; if that is None, it gets the profile. Its other parameters are the command's
+    options. The command also runs under its `former` name, with a note that tells the new name.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -118,9 +118,9 @@ def study(
 
 
 def repeatable(profile: Profile) -> Profile:
-    """The profile of a study: whether an earlier chat compiled the model changes no number of it.
+    """The profile without a compiled model, unless asked for, so that results can be repeated.
 
-    A compiled step rounds otherwise than the model. It is used where it was asked for.
+    A compiled step rounds differently, and whether there is one depends on earlier chats.
     """
     if "compile" in profile.model_fields_set:
         return profile
@@ -153,7 +153,7 @@ def settings_of(
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
-    """The name and the values in `recent=16,32`; the name may be a policy option's."""
+    """The name and the values in a text like `recent=16,32`: of a setting or a policy option."""
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
@@ -163,7 +163,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings of one row that its policy uses, with its policy options among `shared`."""
+    """The settings of one row that its policy uses, with the `shared` options that it has."""
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
@@ -179,7 +179,7 @@ def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[
 
 
 def _lacks(key: str, policy: str) -> bool:
-    """Whether a policy does not use a setting that is for policies, or has no such option."""
+    """Whether `key` is a setting or option for policies, but not for this policy."""
     kind = policy_class(policy)
     known = {*kind.uses, *(field.name for field in fields(kind))}
     return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
@@ -225,7 +225,7 @@ def _run(
 
 
 def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel":
-    """Load the model in another process, where policies that were typed are to be found, too."""
+    """Load the model in another process, after importing the policies `typed` by the user."""
     for name in typed:
         import_typed(name)
     return load(profile, trust)

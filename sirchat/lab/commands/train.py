@@ -44,7 +44,7 @@ def train_tiny_anchor(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model on, to gather each round in one token, as `tiny-anchor` was."""
+    """Train the bundled model further, to gather each round in one token, as `tiny-anchor` was."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
 
@@ -119,7 +119,7 @@ def train_anchor(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model on to gather each sentence, or round, in one token (AnSAN).
+    """Train a model further, to gather each sentence, or round, in one token (AnSAN).
 
     The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
     all GPUs, or machines, take part.

@@ -1,8 +1,8 @@
 """Which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
 
 The user states several facts, each in its own round, and asks for one of them. The conversation is
-read in one forward pass under the mask of equation (4). Of the attention weights that the question
-and its answer put on anchors, which share goes to the anchors of the round that stated the fact?
+read in one forward pass under the mask of equation (4). The question and its answer attend to
+anchors: which share of these weights goes to the anchors of the round that stated the fact?
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sirchat.text.template import Template
 
 @dataclass(frozen=True)
 class AnchorAttention(ExtendedByLimit):
-    """The study.
+    """The study of attention to anchors.
 
     Attributes:
         profile: its seed draws the conversations.
@@ -58,15 +58,15 @@ class AnchorAttention(ExtendedByLimit):
         return "anchor-attention"
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
 
     def keys(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation: shares of attention by layer and round.
+        """A function that reads a conversation, and records shares of attention by layer and round.
 
         Raises SettingError for a model without anchors.
         """
@@ -78,7 +78,7 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds, question and answer last, and the number of the round with that fact."""
+        """The rounds, the last asking for a fact, and the number of the round that states it."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
@@ -87,7 +87,7 @@ class AnchorAttention(ExtendedByLimit):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of the right round by layer; and the weights of the first conversation."""
+        """The right round's share by layer, and the weights of the first conversation."""
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
         rows: list[tuple[Value, ...]] = [
@@ -116,7 +116,7 @@ class AnchorAttention(ExtendedByLimit):
 
 
 def _first_conversation(one: Record) -> Table:
-    """The weights from each token of question and answer to the anchors of each round."""
+    """A table: attention of each token of question and answer to the anchors of each round."""
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)

@@ -3,7 +3,7 @@
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
 (a sink) and the last (which receives no attention), are divided into four segments by surprisal,
 lowest first. The attention that a token receives is the mean weight over all later tokens and all
-heads; that of a segment is the mean over its tokens.
+heads; the attention of a segment is the mean over its tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionStudy(ExtendedByLimit):
-    """The study.
+    """The study of surprisal and attention.
 
     Attributes:
         profile: its seed draws the texts.
@@ -66,7 +66,7 @@ class AttentionStudy(ExtendedByLimit):
         return "attention"
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
@@ -75,15 +75,15 @@ class AttentionStudy(ExtendedByLimit):
         }
 
     def keys(self) -> list[str]:
-        """One unit for each text: its number."""
+        """One unit per text, named by the text's number."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a text: by layer, attention to the first token and each segment."""
+        """A function that reads a text and returns, by layer, attention to token 1 and segments."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean weight and rank of each segment over layers, as in the paper; a plot by layer."""
+        """Mean weight and rank of each segment over all layers, as in the paper; and a plot."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
@@ -140,8 +140,8 @@ class AttentionStudy(ExtendedByLimit):
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
     """Attention received by the first token, then by each segment on average [1 + SEGMENTS].
 
-    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; that of the
-    first token is not used.
+    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; the
+    surprisal of the first token is not used.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -149,7 +149,7 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 
 
 def attention_received(weights: Tensor) -> Tensor:
-    """The mean weight that each token receives from later ones [n - 1]; weights are [H, n, n]."""
+    """The mean weight [n - 1] that each token receives from later ones; `weights` are [H, n, n]."""
     mean = weights.float().mean(0)  # [n, n]
     later_tokens = torch.arange(len(mean) - 1, 0, -1)
     return mean.tril(-1).sum(0)[:-1] / later_tokens
@@ -174,7 +174,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """The module with eager attention, which returns its weights; restored afterwards."""
+    """Context manager: the module with eager attention, which returns its weights."""
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -30,10 +30,10 @@ class Question:
 
     Attributes:
         text: the question, with its options if they are listed.
-        replies: one for each option, none a prefix of another; a single one leaves no choice.
+        replies: one for each option, none a prefix of another; with only one, nothing is chosen.
         right: index of the right reply.
-        group: the questions that are counted together with this one.
-        stem: the question without listed options, for the scoring `text`; empty for none.
+        group: name of the group of questions that this one is counted with.
+        stem: the question without listed options, for the scoring `text`; empty if there is none.
         texts: the replies to the stem, one for each option; empty without a stem.
     """
 
@@ -51,7 +51,7 @@ class Question:
 
     @property
     def unlisted(self) -> Question:
-        """The question that the scoring `text` asks: no listed options, their texts as replies."""
+        """The question as the scoring `text` asks it: no listed options, their texts as replies."""
         if not self.texts:
             return self
         return replace(self, text=self.stem, replies=self.texts, stem="", texts=())
@@ -75,8 +75,8 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
     """Ask without listed options, and continue with the text of the chosen one.
 
-    Returns the index of the chosen option, by the sum of its tokens' log-probabilities, and that of
-    the best one by their mean, which does not favour short options.
+    Returns two indices: of the chosen option, which has the greatest sum of its tokens'
+    log-probabilities, and of the option with the greatest mean, which does not favour short ones.
     """
     asked = question.unlisted
     scores = _scores(session, asked)
@@ -88,7 +88,7 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
-    """Read the question, and score each reply to it; a single one needs no pass of the model."""
+    """Read the question, and score each reply to it; a single reply needs no forward pass."""
     for _ in session.read_user(question.text):
         pass
     if len(question.replies) == 1:
@@ -97,7 +97,7 @@ def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]
 
 
 def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
-    """The index of the chosen option; the first one among equals."""
+    """The index of the option that `scoring` chooses; the first one among equals."""
     if scoring == "released":
         for number, one in enumerate(scores):
             if one.greedy:

@@ -1,9 +1,9 @@
 """Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
-Demonstrations are questions of the project's question bank with their answers. The tokens held of
-them are reused for every question. C is how much smaller the cache is than the demonstrations. T is
-how much faster a question is answered than by reading the demonstrations again, and than with the
-full cache. `max` is the most tokens held while a reply was generated (MaxKV).
+Demonstrations are questions of the project's question bank with their answers. Their held tokens
+are reused for every question. C is how much smaller the cache is than the demonstrations. T is how
+much faster a question is answered than by reading the demonstrations again, and than with the full
+cache. `max` (MaxKV) is the largest number of tokens held while a reply was generated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The study; `limit` is the number of sets of demonstrations.
+    """The demonstrations study; `limit` is the number of sets of demonstrations.
 
     Attributes:
-        shots: numbers of demonstrations, each one a row of the table.
+        shots: numbers of demonstrations in a set; each makes a row of the table for each setting.
         questions: number of questions asked after each set.
         places: further placements of anchors among the demonstrations (section 7.1), besides the
             model's own.
@@ -73,11 +73,11 @@ class Demonstrations(Grid):
         return cells
 
     def units(self) -> list[str]:
-        """One unit for each set of demonstrations: its number."""
+        """One unit per set of demonstrations, named by the set's number."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """As in any grid; raises SettingError for `places` and a model without anchor token."""
+        """As in `Grid`; raises SettingError for `places` if the model has no anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
                 f"model {model.name!r} has no anchor token that could be put elsewhere",
@@ -86,7 +86,7 @@ class Demonstrations(Grid):
         return super().worker(model)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the demonstrations, then ask and undo each question."""
+        """Read the demonstrations, then ask each question and undo it."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
@@ -128,7 +128,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The findings of `full` with as many shots, if it is among the settings."""
+        """The findings of `full` with as many shots as `cell`, if `full` is among the settings."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one
@@ -137,7 +137,7 @@ class Demonstrations(Grid):
     def _uncached_seconds(
         self, session: Session, shots: list[Question], questions: list[Question]
     ) -> list[float]:
-        """Seconds for each question, if the demonstrations are read again for each."""
+        """The seconds that each question takes if the demonstrations are read again before it."""
         seconds = []
         for one in questions:
             session.reset()
@@ -156,7 +156,7 @@ def _chosen(session: Session, one: Question) -> int:
 
 
 def _peak_held(session: Session, one: Question) -> int:
-    """The most tokens held while the question is answered."""
+    """The largest number of tokens held while the question is answered."""
     peak = session.resident
     for _ in session.ask(one.text):
         peak = max(peak, session.resident)

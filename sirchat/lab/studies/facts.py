@@ -3,12 +3,12 @@
 Facts: the user states several, small talk follows, and each is asked for at several distances. The
 facts of a conversation share one cache. A round is read in one piece, user and reply together. A
 question and its answer are undone before the next one, so that no question helps or harms another.
-An answer is wrong if any of its tokens is. The mean surprisal of the rounds after the facts gives
-the perplexity of the text that follows.
+An answer is wrong if any of its tokens is wrong. The mean surprisal of the rounds after the facts
+gives the perplexity of the text that follows.
 
 Topics: each is a few facts, followed by small talk. At the end the facts of the last topic are
-asked for, as after a change of topic, and those of the first one, as in a conversation that returns
-to its beginning. Decay helps the one and harms the other.
+asked for, as after a change of topic, and the facts of the first topic, as in a conversation that
+returns to its beginning. Decay helps to recall the last topic, and harms the first.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ KINDS = tuple(PROBED)
 
 @dataclass(frozen=True)
 class Facts(Grid):
-    """The study; `limit` is the number of questions for each setting, fact count and distance.
+    """The facts study; `limit` is the number of questions for each table cell.
 
     Attributes:
         facts: numbers of facts in a conversation, each of a different kind.
-        between: distances: rounds of small talk between the last fact and the questions.
+        between: distances to test: rounds of small talk between the last fact and the questions.
 
     Raises SettingError for a number of facts or a distance out of range.
     """
@@ -67,7 +67,7 @@ class Facts(Grid):
         return "facts"
 
     def units(self) -> list[str]:
-        """One unit for each conversation: the number of its facts, and its own number."""
+        """One unit per conversation, named by its number of facts and its own number."""
         return [
             f"{count} {number}"
             for count in self.facts
@@ -75,7 +75,7 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation: for each distance, which answers were right."""
+        """Run a conversation; the record says for each distance which answers were right."""
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
@@ -132,8 +132,8 @@ class FactsDialogue:
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
     """The share of right answers in conversations of `count` facts, at one distance.
 
-    Questions of one conversation are not independent, so the interval is the wider one of Wilson's
-    over questions and Student's over conversations.
+    Questions of one conversation are not independent, so the interval covers both Wilson's over
+    questions and Student's over conversations.
     """
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])
@@ -161,7 +161,7 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask a question and undo it: whether every token of the answer was right."""
+    """Ask a question and undo it; returns whether every token of the answer was right."""
     question, answer = one
     checkpoint = engine.checkpoint()
     expected = [*template.assistant(answer.text).ids, template.closing[0]]
@@ -181,7 +181,7 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The study; `limit` is the number of conversations for each setting.
+    """The topics study; `limit` is the number of conversations for each setting.
 
     Attributes:
         topics: number of topics.
@@ -208,7 +208,7 @@ class Topics(Grid):
         return "topics"
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
@@ -224,7 +224,7 @@ class Topics(Grid):
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation: which answers about the last and the first topic were right."""
+        """Run a conversation; returns which answers on the last and first topic were right."""
         rounds, questions = self.conversation(int(unit))
         model = session.model
         template = Template(model.tokenizer, model.anchors)
@@ -239,7 +239,7 @@ class Topics(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting: the last topic, the first one, and both."""
+        """The share of right answers by setting: last topic, first topic, and both."""
         rows: list[tuple[Value, ...]] = []
         for one in self.findings(found):
             last, first = ([each[key] for each in one.records] for key in ("last", "first"))

@@ -1,7 +1,7 @@
 """Conversations like those of SirLLM's released files, generated from the project's question bank.
 
-They use words that the bundled model knows, so that everything runs offline. The letter of an
-option follows it, in question and reply, because a small model copies what follows a word.
+They use words that the bundled model knows, so that everything runs offline. In questions and
+replies the letter follows its option, because a small model copies what follows a word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def dailydialog(seed: int, number: int) -> list[Question]:
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """A conversation: what to buy, 20 questions with five options, and which of four it was."""
+    """A request to buy an item, 20 questions with five options, and then: which of four was it?"""
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
     target = rng.randrange(4)
@@ -35,7 +35,7 @@ def grocery(seed: int, number: int) -> list[Question]:
 
 
 def question(rng: Random, count: int, group: str) -> Question:
-    """A question of the bank with `count` options, or fewer if its topic has fewer."""
+    """Draw a question from the bank, with `count` options, or fewer if its topic has fewer."""
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]
     rng.shuffle(options)

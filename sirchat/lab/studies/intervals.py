@@ -33,7 +33,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean of `values` with its 95 % interval (Student's t).
 
     The interval is infinite for fewer than two values, and the mean of no values is NaN. The
-    quantile is Abramowitz and Stegun's expansion 26.7.5, right to 0.005 from six values on.
+    quantile is Abramowitz and Stegun's expansion 26.7.5, accurate to 0.005 for six values or more.
     """
     if not values:
         return math.nan, -math.inf, math.inf
@@ -78,7 +78,7 @@ def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 def paired_interval(
     values: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
 ) -> Estimate:
-    """The mean of the differences, value less other, of the same questions by conversation."""
+    """The mean of `values` minus `others`, with its interval; both are grouped by conversation."""
     return clustered_mean(
         [
             [a - b for a, b in zip(one, other, strict=True)]
@@ -88,12 +88,12 @@ def paired_interval(
 
 
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, where both clusters and the values of each are drawn again.
+    """The mean of all values, with an interval from resampling clusters, then values in each.
 
-    For a few clusters of many values, which are themselves a sample: of a single cluster its values
-    are drawn again, so that there is an interval. (The hierarchical bootstrap; Davison and Hinkley,
-    Bootstrap Methods and their Application, 1997, section 3.8.) Of paired settings, give the
-    differences. The interval is infinite for fewer than two values, and the mean of none is NaN.
+    Use it for a few clusters of many values that are themselves a sample: even a single cluster
+    gets an interval, since its values are resampled. (The hierarchical bootstrap; Davison and
+    Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.) For paired settings, give
+    the differences. The interval is infinite for fewer than two values; the mean of none is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)
@@ -104,7 +104,7 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The means of the bootstrap samples: [RESAMPLES]."""
+    """The mean of each sample of the hierarchical bootstrap [RESAMPLES]."""
     rng = np.random.default_rng(0)
     sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
     for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):

@@ -2,13 +2,13 @@
 
 (Maharana et al. 2024, https://arxiv.org/abs/2402.17753; Lee et al. 2025,
 https://arxiv.org/abs/2502.13270.) A conversation is read once under each setting. Then each of its
-questions is asked and undone: how well the reply fits, how surprising the right answer would be,
-how much of the turns with the evidence is still held, and how much of the rest each retriever
-would restore. The files are not part of sirchat; see `long_talk` for where they are from.
+questions is asked and undone, to measure how well the reply fits, how surprising the right answer
+would be, how much of the turns with the evidence is still held, and how much of the missing
+evidence each retriever would restore. The files are not part of sirchat; `long_talk` names them.
 
-In the tables a value belongs to a question of a conversation; of several seeds it is the mean. The
-intervals are those of `intervals`: conversations are drawn again, then questions of each.
-Adversarial questions have no right answer and count only in their own column.
+The tables show means over questions; with several seeds, a question's value is its mean over them.
+Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions in
+each. Adversarial questions have no right answer and count only in their own column.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from sirchat.memory.policies import policy_class
 
 @dataclass(frozen=True)
 class Locomo(Grid):
-    """The study; `limit` is the number of questions about each conversation, drawn by the seed.
+    """The LoCoMo study; `limit` is the number of questions drawn for each conversation.
 
     Attributes:
         data: LoCoMo's file, or a file or a folder of Realtalk's.
-        conversations: their numbers in the data, from 0; none for all.
-        reply_tokens: most tokens of a reply; 0 for no replies, and so no F1.
+        conversations: numbers of the conversations to run, from 0 in the data; empty for all.
+        reply_tokens: largest number of tokens of a reply; 0 for no replies, and so no F1.
         retrievers: retrievers to search with, after the replies.
         counts: numbers of tokens that are restored.
 
@@ -84,7 +84,7 @@ class Locomo(Grid):
                 )
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
@@ -98,7 +98,7 @@ class Locomo(Grid):
         return "locomo"
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(n) for n in self.conversations or range(len(self.talks))]
 
     def questions(self, talk: LongTalk) -> list[TalkQuestion]:
@@ -113,8 +113,8 @@ class Locomo(Grid):
         """Read a conversation and ask about it.
 
         The record has `fits`, false if the model's context is too short for a policy that evicts
-        nothing; else also the number of `tokens` read, the `seconds` for `reading` and `asking`,
-        and a record for each of the `questions`; see `ReadTalk`.
+        nothing. If true, it also has the number of `tokens` read, the `seconds` for `reading` and
+        `asking`, and a record for each of the `questions`; see `ReadTalk`.
         """
         talk, start = self.talks[int(unit)], time.perf_counter()
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
@@ -165,10 +165,10 @@ def _count(conversations: Sized) -> str:
 
 
 Values = Mapping[tuple[int, int], float]
-"""A value for each question: by the conversation's place and the question's number."""
+"""A value for each question, by (place of its conversation, number of the question)."""
 
 Measured = Callable[[Record], float | None]
-"""What counts of a question's record; None if it has no such value."""
+"""Takes one value from a question's record; returns None if the record has no such value."""
 
 
 def tables_of(
@@ -177,9 +177,9 @@ def tables_of(
     retrievers: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
-    """The tables; `findings` and `settings` [n] belong together.
+    """The tables of the report; `settings[n]` is the setting of `findings[n]`.
 
-    Without replies there is nothing about F1, with a single row no table of differences.
+    Without replies nothing is said about F1; with a single row there is no table of differences.
     """
     measured = {
         "token F1": f1,
@@ -219,7 +219,7 @@ def nats(question: Record) -> float | None:
 
 
 def nats_a_token(question: Record) -> float | None:
-    """The same for one of its tokens, on average."""
+    """Surprisal of the right answer, in nats per token."""
     return None if question["nats"] is None else question["nats"] / question["answer_tokens"]
 
 
@@ -230,18 +230,18 @@ def f1(question: Record) -> float | None:
 
 
 def held(question: Record) -> float | None:
-    """Share of the evidence that is held, of a question that has an answer."""
+    """Share of the evidence that is held; None for an adversarial question."""
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
 def abstains(question: Record) -> float | None:
-    """Whether the reply to an adversarial question says that nothing was mentioned."""
+    """1 if the reply to an adversarial question says that nothing was mentioned, 0 if not."""
     value: float | None = question["abstains"]
     return value
 
 
 def per_question(one: Findings, measured: Measured) -> Values:
-    """The mean over the seeds for each question that has a value."""
+    """For each question that has a value, the mean of its values over the seeds."""
     values: dict[tuple[int, int], list[float]] = {}
     for records in one.by_seed:
         for place, record in enumerate(records):
@@ -253,7 +253,7 @@ def per_question(one: Findings, measured: Measured) -> Values:
 
 
 def _clusters(values: Values) -> list[list[float]]:
-    """The values of each conversation."""
+    """The values of the questions, in a list for each conversation."""
     found: dict[int, list[float]] = {}
     for (place, _), value in values.items():
         found.setdefault(place, []).append(value)
@@ -267,7 +267,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """Each row less the first one, less `sink` of the same budget, and less `full`."""
+    """Table: each row minus the first one, minus `sink` of the same budget, and minus `full`."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):
@@ -282,7 +282,7 @@ def _differences(
 
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The first row of a policy at a budget, which `full` does not have; None if there is none."""
+    """The index of the first row with this policy and budget, or None; `full` has any budget."""
     for at, one in enumerate(settings):
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at
@@ -290,7 +290,7 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
 
 
 def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """The paired difference of two rows; None for a row less itself, or without any pair."""
+    """The mean paired difference of two rows; None if they are the same, or share no question."""
     if other is None or other == at:
         return None
     mine, theirs = values[at], values[other]
@@ -299,7 +299,7 @@ def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | No
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A score by the category of the question."""
+    """A table of one value by the category of the question."""
 
     def of(category: int) -> Measured:
         return lambda question: measured(question) if question["category"] == category else None
@@ -314,7 +314,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """By setting and retriever: what is restored of the evidence that is not held."""
+    """A table by setting and retriever: how much of the missing evidence is restored."""
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (

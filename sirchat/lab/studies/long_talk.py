@@ -1,15 +1,15 @@
-"""Conversations over weeks between two people, with questions about them, from the files of others.
+"""Conversations over weeks between two people, with questions: reads LoCoMo's and Realtalk's files.
 
 LoCoMo (https://arxiv.org/abs/2402.17753; `locomo10.json`, a list of conversations) and Realtalk
 (https://arxiv.org/abs/2502.13270; a file `Chat_*.json` for each conversation, or a folder of them).
-Both name the turns that hold the evidence for each question. What a picture shows is part of a
-turn's text, by the caption that the files give.
+Both name the turns that hold the evidence for each question. A turn with a picture has the
+picture's caption, which the files give, in its text.
 
-As rounds of a chat: whoever speaks first is the user, whoever else speaks gives the replies.
-Messages of the same side in a row make one turn, a line each. Every message begins with its
-speaker's name, because questions name people. The first turn of a session begins with its date,
-since questions ask for dates. A session is a whole number of rounds: if a reply comes first, the
-user's turn is the date alone; if the user has the last word, the reply is empty.
+A conversation becomes rounds of a chat: whoever speaks first is the user, anyone else gives the
+replies. Successive messages of the same side make one turn, one line each. Every message begins
+with its speaker's name, because questions name people. The first turn of a session begins with the
+session's date, since questions ask for dates. A session is a whole number of rounds: if a reply
+comes first, the user's turn is only the date; if the user speaks last, the last reply is empty.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class TalkSession:
-    """The turns of one meeting, at least one, and its date in words."""
+    """One meeting: its date in words, and its turns (at least one)."""
 
     date: str
     turns: tuple[Utterance, ...]
@@ -72,10 +72,10 @@ class TalkQuestion:
     Attributes:
         number: its place in the file, from 0.
         text: the question.
-        answer: the right answer; of category 1 several, with commas; '' of an adversarial question.
+        answer: the right answer; in category 1 several, with commas; '' if there is none.
         category: a key of CATEGORIES.
         evidence: ids of the turns with the evidence; ids that no turn has are left out.
-        adversarial: of an adversarial question, the answer that it tempts to give; else ''.
+        adversarial: the wrong answer that an adversarial question suggests; '' for any other one.
     """
 
     number: int
@@ -101,9 +101,9 @@ class LongTalk:
 
 
 def long_talks(path: Path) -> list[LongTalk]:
-    """The conversations of a file, or of all `Chat_*.json` in a folder, by their numbers.
+    """The conversations of a file, or of all `Chat_*.json` in a folder, sorted by number.
 
-    Raises SettingError if there are none, or a file can't be read as either format.
+    Raises SettingError if there are none, or a file can't be read in either format.
     """
     files = [path]
     if path.is_dir():
@@ -132,7 +132,7 @@ def _of_file(path: Path) -> list[LongTalk]:
 
 
 def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
-    """One conversation: LoCoMo keeps the sessions apart under `conversation`."""
+    """The conversation of one entry; LoCoMo has its sessions under the key `conversation`."""
     said = entry.get("conversation", entry)
     names = sorted(filter(re.compile(r"session_\d+").fullmatch, said), key=_numbers)
     sessions = tuple(
@@ -170,10 +170,10 @@ def _question(number: int, one: Mapping[str, Any], ids: Sequence[str]) -> TalkQu
 
 
 def _evidence(given: Sequence[str], ids: Sequence[str]) -> tuple[str, ...]:
-    """The turns that are named, in order, each once.
+    """The ids of the turns that are named as evidence, in order, each once.
 
     The files spell some ids carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk
-    names runs of turns (`D12:3-D12:5`). A run is of one session.
+    names runs of turns (`D12:3-D12:5`). A run stays within one session.
     """
     order = {one: at for at, one in enumerate(ids)}
     found: set[str] = set()
@@ -195,7 +195,7 @@ def _same_session(first: str, last: str) -> bool:
 
 
 def _in_words(date: str) -> str:
-    """Realtalk's `29.12.2023, 22:42:04` as `22:42 on 29 December, 2023`; others as they are."""
+    """Realtalk's `29.12.2023, 22:42:04` as `22:42 on 29 December, 2023`; others unchanged."""
     try:
         at = datetime.strptime(date, "%d.%m.%Y, %H:%M:%S")
     except ValueError:
@@ -204,7 +204,7 @@ def _in_words(date: str) -> str:
 
 
 def _numbers(name: str) -> list[int]:
-    """The numbers in a name, so that `session_10` follows `session_9`."""
+    """The numbers in a name: a sort key that puts `session_10` after `session_9`."""
     return [int(one) for one in re.findall(r"\d+", name)]
 
 
@@ -213,7 +213,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """The text of one turn, and where each message is in it: (id, first character, end)."""
+    """The text of one turn, and the place of each message in it: (id, first character, end)."""
 
     text: str = ""
     messages: tuple[tuple[str, int, int], ...] = ()
@@ -228,7 +228,7 @@ class TalkRound(NamedTuple):
 
 @dataclass
 class _Draft:
-    """A turn that grows line by line."""
+    """The text of a turn while it is built line by line."""
 
     text: str = ""
     messages: list[tuple[str, int, int]] = field(default_factory=list)
@@ -260,12 +260,12 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
-    """Read a whole conversation; returns the stream positions of each message's tokens, by its id.
+    """Read a whole conversation; returns the stream positions of each message's tokens, by id.
 
-    After the first round, each is read in one piece, user and reply together, which takes a third
-    of the time; nothing is recalled while reading. The session then continues as if the rounds had
-    been read one by one, except that turns before it can't be undone. Names and dates are not among
-    the tokens of a message.
+    After the first round, user turn and reply are read in one piece, which takes a third of the
+    time; nothing is recalled while reading. The session is then in the same state as if the rounds
+    had been read one by one, except that they can't be undone. Names and dates are not among the
+    tokens of a message.
 
     Raises ContextFullError under a policy that evicts nothing, if the conversation does not fit.
     """
@@ -285,7 +285,7 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 
 
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
-    """Read further rounds in an engine of their own, and let the session take over its state."""
+    """Read further rounds in a separate engine, and load its state into the session."""
     engine, template, now = _continued(session), session.template, session.conversation
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
@@ -297,14 +297,14 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
         engine.close_round()
     saved = engine.save()
     for number, (start, end) in enumerate(pairwise(bounds), len(now.turns)):
-        saved.rows["turn"][start:end] = number  # the engine took each round for one turn
+        saved.rows["turn"][start:end] = number  # in the engine, each round was one turn
     attention = engine.ledger.attention.checkpoint(engine.store.reachable())
     now = replace(now, turns=turns, round=now.round + len(rounds))
     session.load(saved, now, engine.store.rows(), attention)
 
 
 def _continued(session: Session) -> Engine:
-    """An engine in the state of the session's own."""
+    """A new engine in the same state as the session's engine."""
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.attention(np.arange(session.seen))
@@ -313,10 +313,10 @@ def _continued(session: Session) -> Engine:
 
 
 def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
-    """The positions of each message of a turn whose text is spelled by these tokens, in order.
+    """The stream positions of each message of a turn; `rows` are the turn's tokens, in order.
 
-    A token with parts of two messages belongs to both. Where a tokenizer changes the text, so that
-    a message is not found in it, all tokens of the turn count as that message.
+    A token with parts of two messages belongs to both. If the tokenizer changed the text, so that a
+    message is not found in it, all tokens of the turn count as that message.
     """
     text = "".join(row.text for row in rows)
     at = np.array([row.position for row in rows], np.int64)

@@ -36,15 +36,15 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class MultipleChoice(Grid):
-    """The study; `limit` is the number of conversations for each setting.
+    """The multiple-choice study; `limit` is the number of conversations for each setting.
 
     Attributes:
         task: `dailydialog` or `grocery`.
         scoring: how an option is chosen.
-        shots: numbers of shots of the few-shot rows, which follow those of the settings.
+        shots: numbers of shots of the few-shot rows, which follow the rows of the settings.
         data: a folder with the released files, or a file like them; None for generated
             conversations.
-        answered: give the right answers to the questions of general knowledge.
+        answered: read the right replies to questions of general knowledge; no option is chosen.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -87,13 +87,13 @@ class MultipleChoice(Grid):
         ]
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation: by group, whether each chosen option was the right one.
+        """Run a conversation; the record says by group whether each chosen option was right.
 
-        Under the scoring `text`, also whether the best option by the mean per token was.
+        Under the scoring `text`, it also says whether the best option by the mean per token was.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
@@ -118,7 +118,7 @@ class MultipleChoice(Grid):
         return {"right": found, **means, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right options by setting, and its difference from that of `sink`."""
+        """The share of right options by setting, and its difference from the share of `sink`."""
         findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
         sink = next((one for one in findings if one.name.startswith("sink")), None)
@@ -145,7 +145,7 @@ class MultipleChoice(Grid):
         return Report(header, tables, self._plots(findings, groups), details=self.parameters())
 
     def _paper_tables(self) -> tuple[Table, ...]:
-        """The results that the paper prints."""
+        """The results that the paper prints for this task."""
         if self.task == "dailydialog":
             return (paper_tables.dailydialog(),)
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
@@ -166,7 +166,7 @@ class MultipleChoice(Grid):
 
 
 def _with_answer(one: Question) -> Question:
-    """A question of general knowledge with its right reply alone; any other one unchanged."""
+    """A question of general knowledge with only its right reply; any other question unchanged."""
     if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)

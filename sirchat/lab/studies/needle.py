@@ -28,8 +28,8 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""Number of stories, of which one is asked for (stories); of rounds of small talk after one fact
-(facts); of facts in a row (items); of numbered lines, each with a number to recall (lines)."""
+"""Each task's size: the number of stories, of which one is asked for (stories); of rounds of small
+talk after one fact (facts); of successive facts (items); of lines with a number each (lines)."""
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -58,7 +58,7 @@ class NeedleDialogue:
         return scored_part(reply) == scored_part(self.answer)
 
     def may_become_right(self, prefix: str) -> bool:
-        """Whether a reply with this prefix can still be right."""
+        """Whether a reply that begins with `prefix` can still be right."""
         return self.substring or scored_part(self.answer).startswith(scored_part(prefix))
 
 
@@ -99,7 +99,7 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
 
 def scored_part(text: str) -> str:
-    """The part of a whole or partial answer that is compared: for a story, from its hero on.
+    """The part of an answer, complete or not, that is compared: in a story, from the hero on.
 
     The number of a story is not scored: it precedes the hero, and the bundled model copies only
     what follows a word.
@@ -125,7 +125,7 @@ def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Facts of different kinds in a row; one of them, except the last two, is asked for."""
+    """Facts of different kinds in a row; one of them, never one of the last two, is asked for."""
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
@@ -135,7 +135,7 @@ def _items(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _lines(rng: Random, count: int) -> NeedleDialogue:
-    """Lines such as `Line 3: 270328`; one of them, except the last two, is asked for."""
+    """Lines such as `Line 3: 270328`; one of them, never one of the last two, is asked for."""
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
     target = rng.randrange(count - 2)
     return NeedleDialogue(
@@ -166,5 +166,5 @@ def _answer(question: str, lines: list[str]) -> str:
 
 
 def _normalised(text: str) -> str:
-    """In lower case, with single blanks and no full stop at the end, for comparison."""
+    """The text in lower case, with single blanks and without full stop at the end, to compare."""
     return " ".join(text.lower().split()).rstrip(".")

@@ -19,7 +19,7 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# By model: ACCc and ACCg under the same; the paper has only two rows for two of the models.
+# By model: ACCc and ACCg under the same policies; for two models the paper has only two of them.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),
@@ -67,7 +67,7 @@ _RETRIEVAL = (("cosine-pairwise", 0, 0, 0), ("cosine", 0, 0, 0), ("mips", 0, 0, 
 
 
 def dailydialog() -> Table:
-    """SirLLM, Table 1: 512 tokens, 4 of them sinks."""
+    """SirLLM's results for DailyDialog (Table 1): budget 512 tokens, 4 of them sinks."""
     rows: list[tuple[Value, ...]] = []
     for model, (every, decay) in _DAILYDIALOG.items():
         for policy, right in zip(_POLICIES, every, strict=True):
@@ -77,7 +77,7 @@ def dailydialog() -> Table:
 
 
 def grocery() -> Table:
-    """SirLLM, Table 2: 1,024 tokens, 4 of them sinks, decay 1."""
+    """SirLLM's results for Grocery Shopping (Table 2): budget 1,024, 4 of them sinks, decay 1."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _GROCERY.items():
         for policy, both in zip(_POLICIES, every, strict=True):
@@ -87,7 +87,7 @@ def grocery() -> Table:
 
 
 def few_shot() -> Table:
-    """SirLLM, Table 4: the same under sink and entropy, and few-shot rows."""
+    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 shots."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _FEW_SHOT.items():
         for name, both in zip(_SHOTS, every, strict=True):
@@ -96,7 +96,7 @@ def few_shot() -> Table:
 
 
 def rock_paper_scissors() -> Table:
-    """SirLLM, Table 3: rounds won, 1,024 tokens, 4 of them sinks."""
+    """SirLLM's shares of rounds won (Table 3): budget 1,024 tokens, 4 of them sinks."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _ROCK_PAPER_SCISSORS.items():
         for policy, ((paper, rock, scissors, average), decay) in zip(_POLICIES, every, strict=True):

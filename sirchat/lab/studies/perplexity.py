@@ -1,12 +1,12 @@
 """Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
 
 The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
-chat. The surprisal of a token is given the tokens held when it was read. `full` reads on beyond the
-context length of the model, as in the paper. Anchor tokens that a model asks for are inserted, and
-do not count.
+chat. The surprisal of a token depends on the tokens held when it was read. `full` reads on beyond
+the context length of the model, as in the paper. Anchor tokens that a model asks for are inserted,
+but not counted.
 
 Some parts of a text are harder than others. Several readings even this out: each starts further
-into the same text and ends with the part before its start, so that parts take turns in each place.
+into the same text, and then reads the part before its start, so that a part's place varies.
 
 `Context` is the perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4):
 synthetic conversations are read from their beginning, and the perplexity at a length is that of all
@@ -44,11 +44,11 @@ _ROUNDS = 40
 
 @dataclass(frozen=True)
 class Perplexity(Grid):
-    """The study; `limit` is the number of tokens to read, without inserted anchor tokens.
+    """The perplexity study; `limit` is the number of tokens to read, not counting anchor tokens.
 
     Attributes:
         text: a UTF-8 file; None for synthetic dialogue.
-        readings: number of readings, each with another start.
+        readings: number of readings, each from another start in the text.
 
     Raises SettingError when the file can't be read.
     """
@@ -68,7 +68,7 @@ class Perplexity(Grid):
         return "perplexity"
 
     def units(self) -> list[str]:
-        """One unit for each reading: its number."""
+        """One unit per reading, named by the reading's number."""
         return [str(number) for number in range(self.readings)]
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
@@ -84,7 +84,7 @@ class Perplexity(Grid):
             yield from self._chunks(model, reading)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the text: the mean surprisal, in nats, of each hundredth of it."""
+        """Read the text; the record has the mean surprisal, in nats, of each hundredth of it."""
         model = session.model
         rounds = list(self.rounds(model, int(unit)))
         if cell.setting.policy == "full":
@@ -98,7 +98,7 @@ class Perplexity(Grid):
         return {"nats": nats, "tokens": len(found)}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean surprisal, the last tenth against the second one, and a plot over the text."""
+        """Mean surprisal of the text, of its second tenth and its last tenth; and a plot."""
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
         size = max(1, self.limit // _POINTS)
@@ -154,7 +154,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts from the start of this reading on, then those before it."""
+    """The parts from the start of this reading on, then the parts before that start."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
@@ -170,7 +170,7 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The ids up to the `count`-th that is no anchor, and an anchor behind it."""
+    """The ids up to the `count`-th one that is not an anchor, and an anchor that follows it."""
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 
@@ -187,7 +187,7 @@ def round_ids(template: Template, user: str, reply: str, *, first: bool = False)
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
-    """The surprisal, in nats, of each token [n] read under a setting; NaN for the first one."""
+    """The surprisal [n], in nats, of each token of rounds read under a setting; first one NaN."""
     engine = open_engine(model, setting)
     for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)
@@ -214,7 +214,7 @@ def _load_text(path: str) -> str:
 
 @dataclass(frozen=True)
 class Context(Grid):
-    """The study; `limit` is the number of conversations.
+    """The study of perplexity by context length; `limit` is the number of conversations.
 
     Attributes:
         lengths: context lengths in tokens, ascending.
@@ -235,11 +235,11 @@ class Context(Grid):
         return "context"
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation: the sum of surprisals, in nats, and the token count, by length."""
+        """Read a conversation; returns for each length the summed nats and the token count."""
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))

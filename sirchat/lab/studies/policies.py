@@ -25,26 +25,26 @@ from sirchat.models.model import LoadedModel
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
 
-_ROUNDS = 60  # of each game
+_ROUNDS = 60  # rounds of each game
 
 _EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 
 
 @dataclass(frozen=True)
 class Policies:
-    """The study.
+    """The study that compares policies, in several parts.
 
     Attributes:
         settings: profiles, one for each row of a table.
-        limit: number of questions for each cell of a table; of rounds, for all games together.
+        limit: number of questions for each cell of a table, and of rounds for all games together.
         seed, repeats: as in `Grid`.
         parts: which of `PARTS` to run.
         facts, between: as in `Facts`.
         at: budget of lists, games and ablation, in tokens.
-        data: a folder with SirLLM's released files, or the file of the only part that
-            takes one; None for generated lists and random moves.
+        data: a folder with SirLLM's released files, or one file, if only one part needs a file;
+            None for generated lists and random moves.
 
-    Raises SettingError for an unknown part, and whatever the parts raise.
+    Raises SettingError for an unknown part or budget `at`, and any error that the parts raise.
     """
 
     settings: tuple[Profile, ...]
@@ -93,22 +93,22 @@ class Policies:
         return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model: every field."""
+        """Everything that the results depend on, except the model: every field of the study."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
 
     def shared(self) -> Record:
-        """The parameters that every unit depends on; see `reuse`."""
+        """The parameters that all units depend on, which the results log begins with."""
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: the part, and its own name there."""
+        """The name of a unit in the results log: its part, then its name within that part."""
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The units of all parts."""
+        """The keys of the units of all parts."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
@@ -133,7 +133,7 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """The setting once for each switch that its policy has on, with that switch off."""
+    """Copies of the setting: in each, one switch that its policy has on is turned off."""
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

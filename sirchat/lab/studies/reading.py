@@ -1,7 +1,7 @@
 """Conversations that a study reads: rounds in a session, or ids in an engine of its own.
 
 An engine reads ids round by round under one setting, without archive and recall. A session reads or
-answers rounds as a chat does, and its settings may be switched between them.
+answers rounds as a chat does, and its settings may be switched between rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """A new engine, which archives nothing."""
+    """Create an engine that archives nothing."""
     settings = replace(build_cache_settings(setting), archive=0, folder=None)
     return build_engine(model, settings, setting.seed)
 
@@ -35,10 +35,10 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, which stays open, with room for `to_come` more.
+    """Read ids [n] as round `number`, which stays open, and make room for `to_come` more ids.
 
-    `roles` [n] are those of the ids, by default all of them the user's. Raises ContextFullError
-    when they do not fit under a policy that evicts nothing.
+    `roles` [n] are the roles of the ids, by default the user's. Raises ContextFullError when the
+    ids do not fit under a policy that evicts nothing.
     """
     turn = TurnRef(number, number)
     for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
@@ -48,16 +48,17 @@ def read_ids(
 
 
 def read_round(engine: Engine, template: Template, user: str, reply: str, number: int) -> None:
-    """Read a round, user and reply in one piece; round number 1 begins the chat."""
+    """Read a user turn and its reply in one piece, as round `number`; round 1 begins the chat."""
     whole = whole_round(template, user, reply, first=number == 1)
     read_ids(engine, whole.ids, number, roles=whole.roles)
     engine.close_round()
 
 
 def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
-    """Read the setting's system prompt, pinned if it says so; the ids of the first user turn.
+    """Read the setting's system prompt, and return the ids of the first user turn.
 
-    Without a system prompt nothing is read; the chat template may then put its own into the turn.
+    The prompt is pinned if the setting says so. Without a prompt nothing is read; the chat template
+    may then put its own prompt into the user turn.
     """
     system, turn = template.opening(user, setting.system)
     if system is not None:
@@ -68,7 +69,7 @@ def read_system(engine: Engine, template: Template, user: str, setting: Profile)
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
-    """The ids of a round: user turn, reply and closing tokens; `first` begins the chat."""
+    """The ids of a round: user turn, reply and closing tokens; a `first` round begins the chat."""
     user_turn = template.opening(user)[1] if first else template.user(user)
     return followed_by_reply(template, user_turn, reply)
 
@@ -81,7 +82,7 @@ def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> Tur
 
 
 def read(session: Session, user: str, reply: str) -> None:
-    """Read a round with a given reply."""
+    """Read a user turn and a given reply; nothing is generated."""
     for _ in session.read_user(user):
         pass
     for _ in session.read_reply(reply):
@@ -98,7 +99,7 @@ def ask(session: Session, user: str) -> str:
 
 @contextmanager
 def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
-    """Place anchors by `per` within this block; None leaves them where the model has them."""
+    """Context manager: place anchors as `per` says; None keeps the model's own places."""
     original, anchors = session.template, session.model.anchors
     if per is None or anchors is None:
         yield
@@ -111,5 +112,5 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
 
 
 def switch(session: Session, **settings: object) -> None:
-    """Switch settings of a session at once."""
+    """Change settings of a session, all together."""
     session.switch("eval", **settings)

@@ -1,8 +1,8 @@
 """Recall: the user states a fact, other rounds follow, and the user asks for it, word for word.
 
 The conversations come from the generator of synthetic dialogue, with seeds that the training of the
-bundled model never used. Values are partly listed words, partly invented ones. The rounds between
-are multiple-choice questions of about sixty tokens, with given or with generated replies.
+bundled model never used. Values are words from a list or invented ones. The rounds between fact and
+question are multiple-choice questions of about sixty tokens, with given or with generated replies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sirchat.lab.synthetic.rounds import Style, quiz
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 Ask = Literal["told", "corrected", "untold"]
-"""What is asked for: see `RecallStudy.ask`."""
+"""What the question asks for; see `RecallStudy`."""
 
 KIND_NAMES = tuple(PROBED)
 
@@ -33,14 +33,14 @@ _CHOICES = 5
 
 @dataclass(frozen=True)
 class RecallStudy(Grid):
-    """The study; `limit` is the number of conversations for each setting.
+    """The recall study; `limit` is the number of conversations for each setting.
 
     Attributes:
-        between: distances: numbers of rounds between the fact and the question.
+        between: distances to test: numbers of rounds between the fact and the question.
         before: number of rounds before the fact.
-        kinds: kinds of fact; conversations take turns in kinds and distances.
+        kinds: kinds of fact; successive conversations go through all kinds and distances.
         ask: `told` asks for the fact; `corrected` changes the fact half-way and asks for the newer
-            value; `untold` asks for a fact that was not stated, often one that resembles it.
+            value; `untold` asks for a fact that was not stated, often one like the stated fact.
         generate: let the model answer the rounds between, instead of giving the right replies.
 
     Raises SettingError for an unknown kind or ask.
@@ -63,13 +63,13 @@ class RecallStudy(Grid):
 
     @property
     def asked_kinds(self) -> tuple[str, ...]:
-        """The kinds of fact that `ask` allows, since not every kind can be corrected."""
+        """The kinds of fact to ask for; under `corrected`, only kinds that can be corrected."""
         if self.ask != "corrected":
             return self.kinds
         return tuple(kind for kind in self.kinds if PROBED[kind].updates)
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
@@ -80,7 +80,7 @@ class RecallStudy(Grid):
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation: the reply, whether it was right, and how much was held."""
+        """Run a conversation; returns the reply, whether it was right, and how much was held."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:
@@ -103,7 +103,7 @@ class RecallStudy(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting and by kind of fact; all wrong replies."""
+        """The share of right answers by setting and by kind of fact; and all wrong replies."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -151,7 +151,7 @@ class RecallDialogue:
         kind: the kind of fact.
         between: number of rounds after the fact.
         rounds: user message and reply of each round.
-        quizzes: for each round, whether it is a multiple-choice question; others state the fact.
+        quizzes: for each round, whether it is a multiple-choice question; else it states the fact.
         question, answer: the last user message, and the only right reply.
     """
 

@@ -40,12 +40,12 @@ class Estimate:
 
 
 Value = Estimate | float | int | str | None
-"""What a cell of a table holds; None for an empty cell, NaN for one without any data."""
+"""The content of a table cell; None for an empty cell, NaN for a cell without any data."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns; the first column names the row. `digits` follow the decimal point."""
+    """A table whose first column names the row; numbers have `digits` decimals."""
 
     name: str
     columns: tuple[str, ...]
@@ -70,7 +70,7 @@ class Report:
     """The results of a study.
 
     Attributes:
-        header: what was run, in a few words each, for the first line of the report.
+        header: short texts that say what was run, for the first line of the report.
         tables, plots: the results.
         details: further entries of the JSON record.
     """
@@ -100,12 +100,12 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
 
 
 def revision(model: LoadedModel) -> str:
-    """The hub's commit of a model, or a fingerprint of a model that is not from the hub."""
+    """The commit of a model from the hub, or a fingerprint of any other model."""
     return getattr(model.module.config, "_commit_hash", None) or fingerprint(model)
 
 
 def setting_names(settings: Sequence[Profile]) -> list[str]:
-    """Each setting in a few words, such as `entropy 256 decay 0.8`, with all that differs."""
+    """A short name for each setting, such as `entropy 256 decay 0.8`, that says how they differ."""
     differ = [
         key
         for key in Profile.model_fields
@@ -132,7 +132,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
 
 
 def record_of(report: Report, head: Record) -> Record:
-    """The report as one JSON object, after the entries of `head`."""
+    """The report as one JSON object, which begins with the entries of `head`."""
     tables = {table.name: _plain_table(table) for table in report.tables}
     return {**head, "tables": tables, **report.details}
 
@@ -161,9 +161,9 @@ def print_report(report: Report, head: Record) -> None:
 
 
 def _widths(columns: list[list[str]], room: int | None) -> list[int]:
-    """The width of each column, such that all columns fit `room`, if they can; None for no limit.
+    """The width of each column, so that all columns fit into `room`, if possible; None: no limit.
 
-    No word or number is cut, and no row's name wrapped, so the rows may still be wider than `room`.
+    Words, numbers and the rows' names are never broken, so rows may still be wider than `room`.
     """
     most = [max(map(cell_len, cells)) for cells in columns]
     if room is None:
@@ -252,7 +252,7 @@ def _text(value: Value, digits: int) -> str:
 
 
 def _is_empty(value: Value) -> bool:
-    """Whether this is NaN: a share or mean of no values."""
+    """Whether a value is NaN, which is the share or mean of no values."""
     number = value.value if isinstance(value, Estimate) else value
     return isinstance(number, float) and math.isnan(number)
 
@@ -291,7 +291,7 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """A row in which `expand` gives three values for each of the wide columns."""
+    """The row, with each value in a `wide` column replaced by the three that `expand` returns."""
     return [
         one
         for number, value in enumerate(row)

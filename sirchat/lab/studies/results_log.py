@@ -1,7 +1,7 @@
 """The results of an evaluation so far, on disk: one JSON line for each finished unit.
 
 An interrupted run resumes from this file, and its results equal those of an uninterrupted run. A
-run that has further units extends it; see `reuse`.
+run with further units extends the file; see `study.Extensible`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Record = dict[str, Any]
 """The result of one unit, or any other JSON object."""
 
 _FORMAT = 2
-"""Of the file; in the first one, keys were numbers of rows."""
+"""Version of the file format; in version 1, keys were row numbers."""
 
 
 class ResultsLog:
     """The records of finished units by key, in memory and, with a `path`, in a file.
 
-    `about`, what all units share, is the file's first line. Raises SettingError, naming what
-    differs, for a file whose first line is another one: it belongs to another run.
+    `about` has what all units share, and becomes the file's first line. Raises SettingError, saying
+    what differs, for a file with another first line: it belongs to another run.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -57,7 +57,7 @@ class ResultsLog:
 
 
 def _difference(there: Record, here: Record) -> str:
-    """What differs first between the first lines of two logs; empty if they are equal."""
+    """The first difference between two logs' first lines, in words; empty if they are equal."""
     if there.get("format") != here["format"]:
         return "it was written by another version of sirchat"
     for name in {**here, **there}:
@@ -68,7 +68,7 @@ def _difference(there: Record, here: Record) -> str:
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """The lines of a file, without a last line that was cut off by an interruption."""
+    """The lines of a file, except a last line that an interruption cut off."""
     if not path.exists():
         return []
     text = path.read_text("utf-8")

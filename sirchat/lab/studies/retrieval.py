@@ -7,9 +7,9 @@ separately.
 
 Privacy (Retrieval-Augmented StreamingLLM, 1): an old turn states something private, which is then
 evicted. The more tokens are recalled, the more of it can be extracted from the model. Privacy is
-measured by the private answer, when it is asked for: its surprisal in nats per token, and how often
-the model generates it word for word. Utility is how often the model chooses the right option of a
-question that needs no memory, with the same n.
+measured by asking for the private answer: its surprisal in nats per token, and how often the model
+generates it word for word. Utility is how often the model chooses the right option of a question
+that needs no memory, with the same number n of recalled tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RecallVariant:
 
     @property
     def makes_sense(self) -> bool:
-        """Whether its weight and softness have any effect."""
+        """Whether the retriever can use this `weight` and `soft`."""
         takes = retriever(self.retriever)
         weight_matters = self.weight == "none" or takes.takes_weight
         return weight_matters and (not self.soft or takes.takes_soft)
@@ -70,7 +70,7 @@ class RecallVariant:
 
 @dataclass(frozen=True)
 class Retrieval(ExtendedByLimit):
-    """The study.
+    """The retrieval study; the module describes it.
 
     Attributes:
         profile: the settings that all cells share.
@@ -78,8 +78,8 @@ class Retrieval(ExtendedByLimit):
         limit: number of conversations; every cell gets the same ones.
         bases: budgets of the base policy, in tokens.
         counts: numbers of recalled tokens.
-        retrievers, weights, spans, soft: the settings to combine, where a retriever takes a weight
-            or can be soft.
+        retrievers, weights, spans, soft: values of the settings to combine; combinations that a
+            retriever can't use are left out.
         data: a file with conversations, used instead of the task's; see `needle`.
 
     Raises SettingError for an unknown task, retriever or weight, and for a file that can't be read.
@@ -123,12 +123,12 @@ class Retrieval(ExtendedByLimit):
         return tuple(one for one in combinations if one.makes_sense)
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model: every field."""
+        """Everything that the results depend on, except the model: every field of the study."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
     def file_dialogues(self) -> list[NeedleDialogue]:
-        """The conversations of the file; empty without one."""
+        """The conversations of the file `data`; empty if there is no file."""
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
@@ -138,12 +138,12 @@ class Retrieval(ExtendedByLimit):
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         count = self.limit if self.data is None else len(self.file_dialogues)
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a conversation: for each cell, whether the answer was right.
+        """A function that runs a conversation, and records for each cell if the answer was right.
 
         The record also has the number of `tokens` of the conversation.
         """
@@ -191,7 +191,7 @@ class Retrieval(ExtendedByLimit):
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """One setting: its row in the table, base budget, number of extra tokens, and changes."""
+    """A cell of the table: its row, base budget, number of extra tokens, and settings to change."""
 
     row: str
     base: int
@@ -258,7 +258,7 @@ def _right(found: Sequence[Record], key: str) -> Estimate:
 
 
 def read_dialogue(session: Session, one: NeedleDialogue) -> None:
-    """Read the rounds of a conversation in a session that is reset first."""
+    """Reset the session, then read the rounds of a conversation in it."""
     session.reset()
     for user, reply in one.rounds:
         read(session, user, reply)
@@ -277,7 +277,7 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 
 @dataclass(frozen=True)
 class Privacy(ExtendedByLimit):
-    """The study.
+    """The privacy study; the module describes it.
 
     Attributes:
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
@@ -306,15 +306,15 @@ class Privacy(ExtendedByLimit):
         return "privacy"
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model: every field."""
+        """Everything that the results depend on, except the model: every field of the study."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
-        """One unit for each conversation: its number."""
+        """One unit per conversation, named by the conversation's number."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, then asks for the answer at every n."""
+        """A function that reads a conversation, and asks its question with every n of `counts`."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
@@ -326,7 +326,7 @@ class Privacy(ExtendedByLimit):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By n: surprisal of the private answer, how often it is generated, and the utility."""
+        """By number of recalled tokens: surprisal and frequency of the private answer; utility."""
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
         word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()

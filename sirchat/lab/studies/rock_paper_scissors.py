@@ -40,13 +40,13 @@ REPLIES = tuple(f"I choose {move}." for move in MOVES)
 
 @dataclass(frozen=True)
 class RockPaperScissors(Grid):
-    """The study; `limit` is the number of matches against each player.
+    """The rock-paper-scissors study; `limit` is the number of matches against each player.
 
     Attributes:
         rounds: number of rounds of each match.
         scoring: how a move is chosen.
-        data: a folder with the released files, each match a part of one; players without a file are
-            left out. Or a file like them: a player of its name. None for moves drawn at random.
+        data: a folder with the released files of players (a player without a file is left out), or
+            one such file, named after its player; None for moves drawn at random.
 
     Raises SettingError for an unknown scoring, and when no file can be read.
     """
@@ -63,7 +63,7 @@ class RockPaperScissors(Grid):
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
-        """The players, with their moves from the released files; with none if they are drawn."""
+        """The players, each with the moves of its file, or none if they are drawn at random."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
         if Path(os.path.expanduser(self.data)).is_file():
@@ -83,7 +83,7 @@ class RockPaperScissors(Grid):
         return "rock-paper-scissors"
 
     def units(self) -> list[str]:
-        """One unit for each match: the player and a number."""
+        """One unit per match, named by the player and a number."""
         return [f"{player} {number}" for number in range(self.limit) for player in self.players]
 
     def moves(self, unit: str) -> Sequence[str]:
@@ -97,7 +97,7 @@ class RockPaperScissors(Grid):
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Play a match: shares of rounds won, tied and lost, and rounds without a move (lost)."""
+        """Play a match; returns the shares of rounds won, tied and lost; `silent` ones are lost."""
         won = tied = silent = 0
         moves, user = self.moves(unit), game_opening()
         for theirs in moves:
@@ -123,9 +123,9 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of rounds won by player, and its difference from the last setting.
+        """The share of rounds won against each player, and its difference from the last setting.
 
-        The difference is over pairs of matches against the same moves.
+        The difference is a mean over pairs of matches against the same moves.
         """
         findings = self.findings(found)
         columns = (
@@ -166,6 +166,6 @@ class RockPaperScissors(Grid):
 
 
 def chosen_move(reply: str) -> str | None:
-    """The first move that a reply names."""
+    """The first move that a reply names; None if it names none."""
     found = re.search("|".join(MOVES), reply.lower())
     return found[0] if found else None

@@ -21,7 +21,7 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""Runs units of a study on other machines; yields (key, record) as they finish."""
+"""Runs the units with these keys on other machines; yields (key, record) as they finish."""
 
 
 def run(
@@ -35,9 +35,9 @@ def run(
 ) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
-    With `out`, a folder, a run uses the results of an earlier one, interrupted or smaller, and the
-    report is also written there. With `remote` the units run on a cluster. Raises SettingError when
-    the folder holds the results of another run.
+    With a folder `out`, units that an earlier run (interrupted or smaller) wrote there are not run
+    again, and the report is also written there. With `remote` the units run on a cluster. Raises
+    SettingError when the folder holds the results of another run.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)
@@ -56,7 +56,7 @@ def run_units(
     out: Path | None = None,
     remote: RemoteRunner | None = None,
 ) -> dict[str, Record]:
-    """The record of every unit, by key; units in the results log in `out` are not run again."""
+    """The record of every unit, by key; units whose results are in `out` are not run again."""
     about = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
     keys = study.keys()

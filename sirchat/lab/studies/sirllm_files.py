@@ -3,7 +3,7 @@
 The files are found in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`), side by side in
 one folder, or by their own paths.
 
-One JSON object a line, `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
+A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
 In DailyDialog the id is `CONVERSATION_TURN`. In Grocery Shopping `key_N` says what to buy,
 questions `N` follow, and `answer_N` asks what it was. In rock-paper-scissors `user_choice` is the
 player's move.
@@ -31,13 +31,13 @@ MOVES_OF = "rock_paper_scissors_dominant_"
 
 
 def move_files(player: str) -> tuple[str, ...]:
-    """Where the moves of a player may be, in a folder."""
+    """The paths within a folder at which the file of a player's moves may be."""
     name = f"{MOVES_OF}{player}.jsonl"
     return f"rock_paper_scissors/{name}", name
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is no folder, else the first of these files in it, if there is one.
+    """The path `data` if it is not a folder, else the first of these files in it, or None.
 
     Looks into the folder's own `data/`, too, as in a copy of the authors' repository.
     """
@@ -49,7 +49,7 @@ def find(data: str, names: Sequence[str]) -> Path | None:
 
 
 def require(data: str, names: Sequence[str]) -> Path:
-    """As `find`; raises SettingError, saying what was looked for, if no such file is there."""
+    """The path that `find` returns; raises SettingError, naming the files, if it finds none."""
     found = find(data, names)
     if found is None:
         raise no_files(data, names)
@@ -71,7 +71,7 @@ def dailydialog(path: Path) -> list[list[Question]]:
 
 
 def grocery(path: Path) -> list[list[Question]]:
-    """The conversations of Grocery Shopping: what to buy, questions, what it was."""
+    """The conversations of Grocery Shopping: what to buy, other questions, then what it was."""
     return _conversations(
         path,
         lambda name: name.rpartition("_")[2],
@@ -112,7 +112,7 @@ def _question(line: Record, group: str) -> Question:
 
 
 def _lines(path: Path, needed: str) -> Iterator[Record]:
-    """The objects of a file; raises SettingError, naming the line, for anything else."""
+    """The JSON objects of a file; raises SettingError, naming the line, for anything else."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:

@@ -3,9 +3,9 @@
 A grid is a study that runs the same units under each of several settings. `run` runs the units, in
 order or several at once, and resumes where an interrupted run stopped.
 
-The first line of a results log has what all units of a study share, and must be the same in a later
-run. The key of a unit names all else that its result depends on. So a study can be extended by
-further settings, seeds and units, and finds those that are finished.
+The first line of a results log has the parameters that all units share, and must be the same in a
+later run. The name of a unit in the log says everything else that its result depends on. So a study
+can be extended by further settings, seeds and units, and finished units are not run again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RunUnit = Callable[[str], Record]
 
 
 class Study(Protocol):
-    """What `run` needs of a study."""
+    """The interface of a study, as `run` uses it."""
 
     @property
     def name(self) -> str:
         """The study's name, which also names its files."""
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
 
     def keys(self) -> list[str]:
         """The key of each unit, in order."""
@@ -55,7 +55,7 @@ class Study(Protocol):
         """A function that runs a unit with this model."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the records of all units, by key."""
+        """Tables and plots of the results; `found` has the record of every unit, by key."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Cell:
     Attributes:
         name: the row's name.
         setting: the profile.
-        seeds: one run for each; several only where the policy draws at random.
+        seeds: the setting is run once with each; several only if the policy draws at random.
         shots: number of demonstrations, in studies that have some.
-        per: where anchors are placed; None for where the model has them.
+        per: where anchors are placed; None for the model's own places.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Findings:
-    """The records of one setting: for each seed, one for each unit."""
+    """The records of one setting: for each seed, a list with the record of each unit."""
 
     name: str
     by_seed: list[list[Record]]
@@ -90,7 +90,7 @@ class Findings:
         return [one for records in self.by_seed for one in records]
 
     def share(self, key: str, **wanted: object) -> Estimate:
-        """How often `key` is true, among the records that have the `wanted` values."""
+        """The share of records with a true `key`, among the records with the `wanted` values."""
         return share_over_seeds(
             [
                 [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
@@ -105,8 +105,8 @@ class Grid(ABC):
 
     Attributes:
         settings: profiles, one for each row of the table.
-        limit: how much to run for each setting; each study says of what.
-        seed: seed of the units; every setting gets the same ones.
+        limit: amount to run for each setting; each study says what it counts.
+        seed: seed that units are drawn with; every setting gets the same units.
         repeats: number of seeds that a setting is run with, if its policy draws at random.
     """
 
@@ -116,10 +116,10 @@ class Grid(ABC):
     repeats: int = 1
 
     longest_reply: ClassVar[int] = 64
-    """Most tokens that a reply may have."""
+    """The largest number of tokens that a reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
-    """Fields that add units and change none, so that a run with others extends a results log."""
+    """Fields that only add units: a run with other values of them extends the same results log."""
 
     @property
     @abstractmethod
@@ -128,24 +128,24 @@ class Grid(ABC):
 
     @abstractmethod
     def units(self) -> Sequence[str]:
-        """The name of each unit, in order; without a slash."""
+        """The name of each unit, in order; a name contains no slash."""
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a unit in a session that has just been reset."""
+        """Run a unit in a session that has just been reset, and return its record."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the records of all units, by key."""
+        """Tables and plots of the results; `found` has the record of every unit, by key."""
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model: every field."""
+        """Everything that the results depend on, except the model: every field of the study."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
 
     def cells(self) -> list[Cell]:
-        """The rows of the table."""
+        """The rows of the table, one for each setting."""
         names = setting_names(self.settings)
         return [
             Cell(name, setting, self._seeds(setting))
@@ -153,7 +153,7 @@ class Grid(ABC):
         ]
 
     def keys(self) -> list[str]:
-        """Every unit under every setting, with every seed: `ROW/SEED/UNIT`."""
+        """The key of each unit, under each setting and with each seed: `ROW/SEED/UNIT`."""
         return [
             f"{row}/{seed}/{unit}"
             for row, cell in enumerate(self.cells())
@@ -162,7 +162,7 @@ class Grid(ABC):
         ]
 
     def shared(self) -> Record:
-        """The parameters that every unit depends on; see `reuse`."""
+        """The parameters that all units depend on, which the results log begins with."""
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:
@@ -172,7 +172,7 @@ class Grid(ABC):
 
     @cached_property
     def _row_keys(self) -> list[str]:
-        """The name of each row in the results log, which does not depend on the other rows."""
+        """The name of each row in the results log; it does not depend on the other rows."""
         reply = {"longest_reply": self.longest_reply}
         return [
             setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
@@ -212,22 +212,22 @@ class Grid(ABC):
 
 
 def fields_of(study: DataclassInstance) -> Record:
-    """Every field of a study, by name."""
+    """The value of every field of a study, by the field's name."""
     return {field.name: getattr(study, field.name) for field in fields(study)}
 
 
 def share(right: Iterable[bool]) -> Estimate:
-    """The share of values that are true, with its 95 % interval (Wilson's); NaN of no values."""
+    """The share of values that are true, with its 95 % interval (Wilson's); NaN for no values."""
     ones = list(right)
     value = sum(ones) / len(ones) if ones else math.nan
     return Estimate(value, *wilson(sum(ones), len(ones)))
 
 
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of answers that are true, over several seeds or one; NaN of no answers.
+    """The share of true answers, given the answers of each seed; NaN if there are none.
 
-    The interval is the wider one of two: Wilson's over all answers together, and Student's over the
-    shares of the seeds, which shows how far the random draws matter.
+    With several seeds the interval covers two: Wilson's over all answers together, and Student's
+    over the shares of the seeds, which shows how much the random draws matter.
     """
     pooled = share([one for of_seed in answers for one in of_seed])
     shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
@@ -240,7 +240,7 @@ def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean with its 95 % interval (Student's, infinite for one value); NaN of no values."""
+    """The mean with its 95 % interval (Student's, infinite for one value); NaN for no values."""
     return Estimate(*mean_interval(values))
 
 
@@ -266,50 +266,50 @@ WITHOUT_EFFECT = (
     "compile",
     "lookup",
 )
-"""Settings that no result depends on, but for rounding."""
+"""Settings that do not change any result, apart from rounding."""
 
 
 @runtime_checkable
 class Extensible(Protocol):
-    """A study that can be extended with the same results log."""
+    """A study that a later run can extend, adding to the same results log."""
 
     def shared(self) -> Record:
-        """The parameters that every unit depends on."""
+        """The parameters that all units depend on, which the results log begins with."""
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log; it says all else that the unit depends on."""
+        """The name of a unit in the log, which says everything else that the unit depends on."""
 
 
 class ExtendedByLimit:
-    """A study of numbered units that do not depend on `limit`: a greater one adds units."""
+    """A study of numbered units that do not depend on `limit`: a greater `limit` adds units."""
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
         raise NotImplementedError
 
     def shared(self) -> Record:
-        """The parameters that every unit depends on: all but `limit`."""
+        """The parameters that all units depend on: all parameters except `limit`."""
         return without(self.parameters(), ("limit",))
 
     def log_key(self, key: str) -> str:
-        """The number of the unit."""
+        """The name of a unit in the results log: its number."""
         return key
 
 
 def without(parameters: Record, names: tuple[str, ...]) -> Record:
-    """The parameters but those with these names."""
+    """The parameters, except those with these names."""
     return {name: value for name, value in parameters.items() if name not in names}
 
 
 def setting_key(setting: Profile, **more: object) -> str:
-    """A row of a table for people, such as `entropy 256`, and a hash of all that it depends on."""
+    """A setting's name, such as `entropy 256`, then a hash of all that its results depend on."""
     depends = without(setting.model_dump(mode="json"), WITHOUT_EFFECT) | more
     text = json.dumps(depends, sort_keys=True)
     return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def data_name(path: Path) -> str:
-    """A file or folder of data by its name and a hash of its contents, so that a change shows.
+    """The name of a data file or folder, with a hash of its contents to detect a change.
 
     Raises SettingError for a file that can't be read.
     """

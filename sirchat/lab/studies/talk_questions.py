@@ -1,17 +1,17 @@
-"""Asks a question about what a session has read, and undoes it: answer, evidence held and recalled.
+"""Asks a question about what a session has read, scores answer and evidence, and undoes the turn.
 
-A reply is generated greedily, and scored by LoCoMo's token F1. The right answer's surprisal as the
-reply needs no generation. Of an adversarial question, which has no right answer, only the reply
-counts: as in LoCoMo it lists two options, one of which says that nothing was mentioned.
+A reply is generated greedily, and scored by LoCoMo's token F1. The surprisal of the right answer is
+measured without generating. An adversarial question has no right answer, so only its reply counts:
+as in LoCoMo the question lists two options, one of which says that nothing was mentioned.
 
 Token F1 is as in `task_eval/evaluation.py` of https://github.com/snap-research/LoCoMo: texts in
 lower case, without punctuation and the words a, an, the, and; Porter's stems; precision and recall
 over words, counted as often as they occur. The parts of a multi-hop answer are scored one by one;
-of an open-domain answer only what precedes a semicolon counts; an adversarial question is right if
-the reply says that nothing was said about it. LoCoMo stems by NLTK's variant of Porter's algorithm,
-this by the original one, from snowballstemmer (plain Python, no dependencies); as in either's
-programs, words of one or two letters stay. Both sides are stemmed alike, so few scores differ: NLTK
-also puts `hope` and `hopefully` together.
+in an open-domain answer only the part before a semicolon counts; a reply to an adversarial question
+is right if it says that nothing was mentioned. LoCoMo uses NLTK's variant of Porter's algorithm,
+this module the original one, from snowballstemmer (plain Python, no dependencies); in both, words
+of one or two letters are not stemmed. Reply and answer are stemmed alike, so few scores differ: for
+example, only NLTK gives `hope` and `hopefully` the same stem.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class ReadTalk:
     positions: Mapping[str, Positions]
 
     def evidence(self, question: TalkQuestion) -> list[Positions]:
-        """The positions of each message with evidence."""
+        """The stream positions of each message that holds evidence for a question."""
         return [self.positions[one] for one in question.evidence]
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
-        """Ask and undo.
+        """Ask a question, score the answer, and undo the turn.
 
-        Returns, with None for what the question does not have:
-            number, category: of the question.
-            held: share of the evidence's tokens that are held when the question has been read.
+        Returns a record, with None for a value that the question does not have:
+            number, category: the question's number and category.
+            held: share of the evidence's tokens that are held after the question has been read.
             nats, answer_tokens: surprisal of the right answer in nats, and its number of tokens.
             said: the reply, if one is generated.
-            f1: its token F1.
+            f1: token F1 of the reply.
             abstains: 1 if the reply to an adversarial question says that nothing was mentioned.
         """
         text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
@@ -79,16 +79,16 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """What of the evidence each retriever restores, by the question's number.
+        """How much missing evidence each retriever restores, by the question's number.
 
-        As after switching recall on, with as many tokens more in the budget as may be restored: the
-        policy keeps what it kept, or would keep, of all. Each retriever searches once for a
-        question; of its ranking the best n are restored, for each n of `counts`.
+        Recall is switched on, and the budget raised by the largest of `counts`, so that the policy
+        itself holds as many tokens as before, chosen among all. Each retriever searches once for
+        a question; for each n of `counts`, the best n of its ranking count as restored.
 
         Returns:
-            By retriever and n: the share of the missing evidence tokens that are restored, and
-            whether at least half of any message, and of every message, with missing tokens does.
-            Questions without missing evidence are left out.
+            By retriever and n: `share`, the share of the missing evidence tokens that are restored;
+            `any` and `all`, 1 if at least half of the missing tokens of one message, or of every
+            message, are restored. Questions that are adversarial or miss nothing are left out.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -108,7 +108,7 @@ class ReadTalk:
         return found
 
     def _without_name(self, reply: str) -> str:
-        """The reply without a speaker's name before it, as all replies that were read have one."""
+        """Remove a speaker's name at the start of a reply; the replies that were read have one."""
         reply = reply.strip()
         for name in self.talk.speakers:
             reply = reply.removeprefix(f"{name}:").strip()
@@ -116,10 +116,10 @@ class ReadTalk:
 
 
 def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
-    """The user turn that asks a question, and the options that it lists, if it is adversarial.
+    """The user turn that asks a question, and the two options that an adversarial one lists.
 
-    Like LoCoMo's prompts it asks for few words, and of a temporal question for a date. `rng` draws
-    the order of the options.
+    Like LoCoMo's prompts, the turn asks for a few words, or for a date if the question is temporal.
+    `rng` draws the order of the options.
     """
     options = (NOT_MENTIONED, question.adversarial)
     if rng is not None and rng.random() < 0.5:
@@ -132,9 +132,9 @@ def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple
 
 
 def ranked_by_recall(session: Session, text: str) -> Positions:
-    """The positions that the session recalls for a user turn, which is undone, best first.
+    """The positions that the session recalls for a user turn, best first; the turn is undone.
 
-    Of equal scores the newer one is first, as in `memory.recall.choose`.
+    Among equal scores the newer token comes first, as in `memory.recall.choose`.
     """
     for _ in session.read_user(text):
         pass
@@ -151,7 +151,7 @@ def _surprisal(session: Session, question: TalkQuestion) -> Record:
 
 
 def _share(parts: Sequence[Positions], present: Positions) -> float | None:
-    """The share of the positions in `parts` that are `present`; None if there are none."""
+    """The share of the positions in `parts` that are `present`; None if `parts` has none."""
     wanted = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
 
@@ -190,7 +190,7 @@ def require_stemmer() -> None:
 
 
 def stems(text: str) -> list[str]:
-    """The words that are compared, in order, as their stems."""
+    """The stems of the words of a text, in order, without articles and `and`."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     words = re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split()
     stemmed = _stemmer()(words)
@@ -198,14 +198,14 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over stems; 0 if none is the same."""
+    """The harmonic mean of precision and recall over stems; 0 if the texts share no stem."""
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
     return 2 * same / (said.total() + wanted.total()) if same else 0.0
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The mean over the answers, with commas, of the best F1 that a part of the reply has."""
+    """The mean F1 of the comma-separated answers, each compared with the best part of the reply."""
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
 
@@ -222,10 +222,10 @@ def reply_score(question: TalkQuestion, reply: str) -> float:
 
 
 def abstains(reply: str, options: tuple[str, str]) -> bool:
-    """Whether the reply to an adversarial question says that nothing was said about it.
+    """Whether the reply to an adversarial question says that nothing was mentioned about it.
 
-    `options` are those that the question lists as (a) and (b). As in LoCoMo's code, a reply of one
-    or three characters means an option, (b) unless it is `a` or `(a)`.
+    `options` are the two that the question lists as (a) and (b). As in LoCoMo's code, a reply of
+    one or three characters names an option: (a) if it is `a` or `(a)`, else (b).
     """
     said = reply.strip().lower()
     if len(said) in (1, 3):

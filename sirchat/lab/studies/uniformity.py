@@ -27,7 +27,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The study; `limit` is the number of seeds for each setting.
+    """The uniformity study; `limit` is the number of seeds for each setting.
 
     Attributes:
         rounds: number of rounds of the stream, which is the same for every seed.
@@ -41,15 +41,15 @@ class Uniformity(Grid):
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, with all seeds; with one seed if the policy draws nothing."""
+        """A row for each setting, with all seeds; with one if its policy has no random draws."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
-        """The only unit."""
+        """The name of the only unit."""
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream: the number of tokens held of each tenth of it, and its size."""
+        """Read the stream; the record has the size of each tenth and its number of held tokens."""
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
@@ -61,7 +61,7 @@ class Uniformity(Grid):
         return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share held of each tenth, and the p-value of its differences."""
+        """The held share of each tenth, and the p-value of the differences between tenths."""
         findings = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in findings))
         shares = {one.name: _shares(one) for one in findings}
@@ -96,7 +96,7 @@ def _shares(one: Findings) -> list[float]:
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's chi-squared over tenths, and the p-value of all being held equally often.
+    """Pearson's chi-squared over tenths, and the p-value for all tokens being held equally often.
 
     The variance of a sample without replacement is smaller than that of independent draws by the
     factor 1 - share held; the statistic is corrected for that.

@@ -1,8 +1,8 @@
 """Runs the units of a study in several processes, each with its own model.
 
-On this machine they talk to this process through pipes, so nothing listens on the network. If one
-dies, all are started again, and the units that were running are run again, after the others. On a
-Ray cluster a worker that dies is restarted, and its unit is run again.
+On this machine the processes talk to the main one through pipes, so nothing listens on the network.
+If a process dies, all are started again, and the units that were running are run again, after the
+others. On a Ray cluster a worker that dies is restarted, and its unit is run again.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
 _MOST_DEATHS = 3
-"""How often in a row processes may die before any unit is finished."""
+"""The study fails when processes died this many times with no unit finished in between."""
 
 
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units; yields (key, record) as they finish. Each process calls `load` once.
+    """Run units in processes that call `load` once each; yields (key, record) as units finish.
 
-    Raises the error that a unit raised, and SirchatError where processes keep dying.
+    Raises the error that a unit raised, and SirchatError if processes keep dying.
     """
     shared = pickle.dumps((study, load))
     left, deaths = dict.fromkeys(keys), 0
@@ -51,7 +51,7 @@ def run_in_processes(
                 yield key, record
         except BrokenProcessPool:
             deaths += 1
-            for key in list(left)[:workers]:  # those that were running, among them the deadly one
+            for key in list(left)[:workers]:  # these were running; one may be the cause
                 left[key] = left.pop(key)
             if deaths == _MOST_DEATHS:
                 raise SirchatError(
@@ -63,7 +63,7 @@ def run_in_processes(
 def _run_until_one_dies(
     shared: bytes, keys: list[str], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units in new processes; raises BrokenProcessPool, after what is done, if one dies."""
+    """Run units in new processes; if one dies, yield what is done, then raise BrokenProcessPool."""
     spawn = multiprocessing.get_context("spawn")  # a fork would share locks of torch's threads
     usual = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder is imported at their start
@@ -85,7 +85,7 @@ def _run_until_one_dies(
 
 
 def _begin() -> None:
-    """In a new process: Ctrl-C is for the parent, and the process ends with it."""
+    """Set up a new process: it ignores Ctrl-C, and ends when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -103,7 +103,7 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """The study with the model of this process, which computes with one thread."""
+    """Load this process's model; returns the function that runs units with it, on one thread."""
     study, load = pickle.loads(shared)
     model = load()
     torch.set_num_threads(1)
@@ -112,19 +112,19 @@ def _prepared(shared: bytes) -> RunUnit:
 
 
 Load = Callable[[], LoadedModel]
-"""Loads the model, on a worker."""
+"""Loads the model on a worker."""
 
 _ADDRESSES = "auto finds one, local uses processes of this machine without Ray"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that a study runs on.
+    """The Ray cluster that a study runs on.
 
     Attributes:
-        address: Ray's address of it, or `auto`.
+        address: the cluster's address for Ray, or `auto`.
         workers: number of workers, each with one CPU.
-        gpus: number of GPUs for each worker, which may be a fraction.
+        gpus: number of GPUs for each worker; it may be a fraction.
     """
 
     address: str
@@ -135,9 +135,9 @@ class Cluster:
 def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
-    """Run units; yields (key, record) as they finish. Each worker calls `load` once.
+    """Run units on Ray workers that call `load` once each; yields (key, record) as units finish.
 
-    Raises UsageError where Ray is not installed or the cluster can't be reached.
+    Raises UsageError if Ray is not installed or the cluster can't be reached.
     """
     with _connected(cluster) as ray:
         retries = {"max_restarts": -1, "max_task_retries": -1}
@@ -155,7 +155,7 @@ def run_on_ray(
 
 
 class _Worker:
-    """An actor on the cluster, with its own model."""
+    """A Ray actor on the cluster, which runs units with its own model."""
 
     def __init__(self, study: Study, load: Load) -> None:
         self._run_unit = study.worker(load())
@@ -166,7 +166,7 @@ class _Worker:
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[Any]:
-    """Ray, connected to the cluster within this block."""
+    """Context manager: the module `ray`, connected to the cluster inside the `with` block."""
     try:
         import ray
     except ImportError:
@@ -188,7 +188,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Try to connect to `[ray://]HOST:PORT` first, since Ray itself would try for minutes."""
+    """Raise UsageError if `[ray://]HOST:PORT` can't be reached; Ray would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -201,7 +201,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _result(ray: Any, finished: Any) -> Record:
-    """The record of a finished unit; raises the error that it raised on its worker."""
+    """The record of a finished unit; raises the error that the unit raised on its worker."""
     try:
         found: Record = ray.get(finished)
     except ray.exceptions.RayTaskError as error:

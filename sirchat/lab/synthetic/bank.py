@@ -1,4 +1,4 @@
-"""The question bank: general knowledge that the tiny model is asked for by multiple choice.
+"""The question bank: multiple-choice questions about general knowledge, for the tiny model.
 
 A topic asks the same question about many things. Wrong options are other answers of the same topic,
 so that choosing the right one needs knowledge of the thing, not just of the topic.
@@ -17,7 +17,7 @@ from sirchat.lab.synthetic.smalltalk import pairs
 
 @dataclass(frozen=True)
 class Topic:
-    """One kind of question, with `{x}` for the thing; `known` are pairs (thing, answer)."""
+    """One kind of question, in which `{x}` stands for a thing; `known`: pairs (thing, answer)."""
 
     key: str
     questions: tuple[str, ...]
@@ -29,13 +29,13 @@ class Topic:
         return tuple(dict.fromkeys(answer for _, answer in self.known))
 
     def wrong(self, thing: str, right: str) -> list[str]:
-        """Up to four wrong options of a question, always the same ones."""
+        """Up to four wrong options for the question about `thing`; always the same ones."""
         pool = [answer for answer in self.answers if answer not in (right, thing)]
         return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
 
 def grouped(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs (thing, answer) of lines `answer: thing thing ...`; an underscore is a space."""
+    """The pairs (thing, answer) in lines `answer: thing thing ...`; `_` stands for a space."""
     return tuple(_grouped(text))
 
 
@@ -47,7 +47,7 @@ def _grouped(text: str) -> Iterator[tuple[str, str]]:
 
 
 def both_ways(known: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The pairs, and the pairs reversed."""
+    """The pairs, followed by the same pairs reversed."""
     return known + tuple((other, one) for one, other in known)
 
 
@@ -226,5 +226,5 @@ TOPICS: tuple[Topic, ...] = (
 
 
 def facts() -> int:
-    """Number of things in all topics."""
+    """Number of pairs (thing, answer) in all topics together."""
     return sum(len(topic.known) for topic in TOPICS)

@@ -79,12 +79,12 @@ class Fact:
 
     @property
     def answer(self) -> str:
-        """The one right answer to every question for this fact."""
+        """The one right answer to every question about this fact."""
         return self.fill(self.kind.answer)
 
 
 def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
-    """A new fact of `kind`, its words in the case that `style` gives them."""
+    """A random fact of `kind`, in lower case if `style` says so."""
     subject = kind.subject(rng) if kind.subject else ""
     value = kind.value(rng)
     if style.lower:
@@ -93,7 +93,7 @@ def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
 
 
 def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
-    """Another value for a told fact."""
+    """The same fact with another random value."""
     while True:
         other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
         if other.value.lower() != fact.value.lower():
@@ -101,7 +101,7 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 
 
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
-    """A random kind by weight; story sentences, which are long, have their own share."""
+    """A random kind of fact, drawn by weight; stories, which are long, have their own share."""
     if rng.random() < mix.story:
         return STORY
     kinds = KINDS
@@ -123,7 +123,7 @@ class Dialogue:
     jokes: list[str] = field(default_factory=list)
 
     def messages(self, rounds: int) -> Iterator[Message]:
-        """`rounds` rounds, then a question for each fact (six at most) that was never asked."""
+        """Yield `rounds` rounds, then ask for each fact (six at most) not asked for yet."""
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
         if self.mix.apart and self.rng.random() < self.mix.apart:
@@ -141,9 +141,9 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Facts, then other rounds, then a question for each fact and for one never told.
+        """Yield facts, then unrelated rounds, then questions about each fact and one never told.
 
-        In a third of these conversations a fact is corrected on the way.
+        In a third of these conversations a fact is corrected in between.
         """
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             yield from self.tell()
@@ -157,7 +157,7 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Numbered stories one after the other; then some are asked for, and one never told."""
+        """Yield numbered stories, then questions about some of them and at times one never told."""
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
@@ -178,7 +178,7 @@ class Dialogue:
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
-        """One round by the mix, or one game."""
+        """Yield one round, drawn by the mix, or all rounds of a game."""
         roll = self.rng.random()
         for share, make in (
             (self.mix.tell, self.tell),
@@ -197,7 +197,7 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """Tell a new fact or two in one message, or correct an old one."""
+        """Tell one or two new facts in one message, or correct an old fact."""
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
@@ -212,7 +212,7 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """Give a told fact another value, if any can be corrected."""
+        """Tell a new value for an old fact; an unrelated round if no fact can be corrected."""
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
@@ -220,7 +220,7 @@ class Dialogue:
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """A fact not told yet or, a third of the time, one that replaces an old value."""
+        """A random fact, new or sometimes a new value of an old one; None if none is found."""
         for _ in range(8):
             fact = self.draw(style)
             known = (fact.kind.key, fact.subject) in self.facts
@@ -231,7 +231,7 @@ class Dialogue:
         return None
 
     def draw(self, style: Style) -> Fact:
-        """Any fact; some shopping lists are long ones."""
+        """A random fact; a shopping list is sometimes a long one."""
         fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
         may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
         if may_be_long and self.rng.random() < self.mix.long_list:
@@ -266,7 +266,7 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """Ask for a told fact, rarely for one never told; or small talk."""
+        """Ask for a told fact, or rarely for one never told; without facts, mostly small talk."""
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
             return self.ask_untold() if roll < 0.2 else self.small_talk()
@@ -279,7 +279,7 @@ class Dialogue:
         return self.ask(self.rng.choice(keys))
 
     def question(self, fact: Fact) -> str:
-        """One way to ask for a fact; proper names keep the case in which they were told."""
+        """A random question about a fact; a proper name in it keeps its capital letters."""
         style = Style.draw(self.rng)
         if fact.subject != fact.subject.lower():
             style = Style(bare=style.bare)
@@ -317,7 +317,7 @@ class Dialogue:
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
-        """A joke, not told before if any is left."""
+        """A round with a joke: one not told before, as long as there is one."""
         left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
         joke = self.rng.choice(left)
         self.jokes.append(joke)

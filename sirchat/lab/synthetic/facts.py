@@ -1,7 +1,7 @@
 """Kinds of facts that a user may tell: how to tell each, how to ask for it, and the right answer.
 
 A template has `{v}` for the value and `{s}` for the subject (a pet's species, a friend's name).
-There is only one right answer to a fact, so that a reply can be checked word for word.
+A question about a fact has only one right answer, so that a reply can be checked word for word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Draw = Callable[[Random], str]
 
 
 def pick(pool: tuple[str, ...]) -> Draw:
-    """A draw that takes one word of `pool`."""
+    """A function that draws a random word from `pool`."""
     return lambda rng: rng.choice(pool)
 
 
@@ -29,9 +29,9 @@ def made_up(rng: Random) -> str:
 
 
 def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
-    """A draw of a capitalised name: from `pool`, made up, or a common word.
+    """A function that draws a capitalised name: from `pool`, made up, or a common word.
 
-    Unlisted values teach the model to copy, not to prefer listed ones.
+    Names outside `pool` teach the model to copy, not to prefer the names it knows.
     """
 
     def draw(rng: Random) -> str:
@@ -49,7 +49,7 @@ def secret(rng: Random) -> str:
 
 
 def digits(count: int) -> Draw:
-    """A draw of `count` decimal digits."""
+    """A function that draws `count` random decimal digits."""
     return lambda rng: "".join(rng.choice("0123456789") for _ in range(count))
 
 
@@ -64,7 +64,7 @@ def age(rng: Random) -> str:
 
 
 def item_list(items: list[str]) -> str:
-    """`a`, `a and b`, or `a, b and c`."""
+    """Join items as in `a`, `a and b`, or `a, b and c`."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 

@@ -1,6 +1,6 @@
-"""Messages of the generated dialogues, and rounds that need no fact of the user's.
+"""Messages of the generated dialogues, and the rounds that use no fact told by the user.
 
-These are quizzes, common knowledge, repeated words and games.
+These rounds are quizzes, common knowledge, repeated words and games.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Key = tuple[str, str]  # kind and subject of a fact
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `recall` is the kind of fact that a reply must recall.
+    """One message; `recall` says what a reply recalls: a kind of fact, or `two`, `quiz`, ...
 
-    `fact` is the key of the one fact that the user tells here, with the words `value`, or that the
-    reply recalls.
+    `fact` is the key of the single fact that the user tells in this message, or that the reply
+    recalls; `value` is the value that the user tells.
     """
 
     role: Speaker
@@ -44,7 +44,7 @@ def capital(text: str) -> str:
 
 
 def fill(template: str, subject: str, value: str, number: int = 0) -> str:
-    """Fill subject, value (`{v:c}`: capitalised) and number into a template, with `a` or `an`."""
+    """Fill a template's `{s}`, `{v}`, `{v:c}` (capitalised) and `{n}`; use `an` before vowels."""
     for placeholder, word in (("{s}", subject), ("{v}", value)):
         if word[:1].lower() in ("a", "e", "i", "o", "u"):
             template = template.replace(f" a {placeholder}", f" an {placeholder}")
@@ -53,14 +53,14 @@ def fill(template: str, subject: str, value: str, number: int = 0) -> str:
 
 
 def lower_start(template: str) -> str:
-    """A template as the second half of a sentence: `My name` becomes `my name`, `I` stays."""
+    """A template as a sentence's second half: `My name` becomes `my name`; `I` is unchanged."""
     if template.startswith(("I ", "I'", "{")):
         return template
     return template[:1].lower() + template[1:]
 
 
 def spell(rng: Random, text: str) -> str:
-    """American spelling half of the time."""
+    """`text` in American spelling half of the time, else unchanged."""
     if rng.random() < 0.5:
         return text
     return text.replace("favourite", "favorite").replace("colour", "color")
@@ -75,7 +75,7 @@ class Style:
 
     @staticmethod
     def draw(rng: Random) -> Style:
-        """Mostly careful, sometimes hasty."""
+        """A random style: mostly careful, sometimes hasty."""
         return rng.choices(
             (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
         )[0]
@@ -107,10 +107,10 @@ def bank_question(rng: Random) -> tuple[str, str, list[str]]:
 
 
 def quiz(rng: Random, count: int | None = None) -> Round:
-    """A multiple-choice question from the bank: `The answer is library (B).`
+    """A multiple-choice question from the bank, with a reply like `The answer is library (B).`
 
-    With `count` options, at most those of the topic; without `count`, three to five. A letter
-    follows its option, and the answer, because a small model copies what follows a word, not what
+    It has `count` options, by default three to five, but no more than its topic has. The letter
+    follows its option and the answer, because a small model copies what follows a word, not what
     precedes it.
     """
     question, right, wrong = bank_question(rng)
@@ -180,7 +180,7 @@ def outcome(ours: str, theirs: str) -> str:
 def game(rng: Random) -> Iterator[Round]:
     """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply beats the user's most frequent choice; among equals, the last one.
+    The reply beats the user's most frequent choice; among equals, the user's last choice.
     """
     options = list(BEATS)
     rng.shuffle(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs of `text`, which writes each as `one:other`."""
+    """The pairs in `text`, where each is written as `one:other`."""
     parts = (pair.partition(":") for pair in text.split())
     return tuple((one, other) for one, _, other in parts)
 

@@ -115,7 +115,7 @@ PLACES: tuple[str, ...] = (
     "in the enchanted forest", "atop the windy mountains", "amidst the bustling cityscape",
 )  # fmt: skip
 
-# Common words that may serve as names or secret words, so that copying does not need a known name.
+# Common words that also serve as names and secret words: the model must copy more than names.
 COMMON: tuple[str, ...] = pool("""
     river stone cloud window garden candle mirror button ladder pocket rocket basket bottle
     hammer needle pillow ribbon saddle tunnel velvet winter yellow anchor blanket copper dragon

@@ -1,8 +1,8 @@
 """AnSAN: further trains any causal language model to compress each sequence into its anchor token.
 
-Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). The new
-token of the `<AC>` variant starts as the mean of all embeddings. This uses transformers' Trainer
-with our own masks and loss; the model's code is unchanged.
+Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). In the
+`<AC>` variant, the new token's embedding starts as the mean of all others. This uses transformers'
+Trainer with our own masks and loss; the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class AnchorOptions:
         batch: rows in a step.
         steps: number of steps; None for one epoch of the data (synthetic: 1,000) or, with
             `minutes`, for as many as fit.
-        minutes: time that the training may take, in all runs together; data repeats meanwhile.
-            None for any. Saving comes on top.
+        minutes: limit on the training time of all runs together, without saving; until then the
+            data repeats. None for no limit.
         per_device: rows in one forward pass on each device; gradients are accumulated.
         schedule: learning-rate schedule after `warmup` steps.
     """
@@ -108,7 +108,7 @@ class AnchorOptions:
 
     @property
     def resumes_from(self) -> Path | None:
-        """The last checkpoint, if the training goes on from there."""
+        """The last checkpoint, if the training is resumed and there is one; else None."""
         found = self.checkpoints.glob("checkpoint-*") if self.resume else ()
         return max(found, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
 
@@ -128,7 +128,7 @@ def prepare(options: AnchorOptions) -> Training:
     """Load the model and the data.
 
     Raises ModelError when the model can't be loaded, SettingError for settings that can't work
-    together and for data that can't be read, UsageError for a missing extra.
+    together and for data that can't be read, UsageError if accelerate is missing.
     """
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
@@ -155,7 +155,7 @@ def prepare(options: AnchorOptions) -> Training:
 
 @quiet_libraries()
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
-    """The model to train, in float32, and its tokenizer; those of a checkpoint when resuming."""
+    """Load the model, in float32, and its tokenizer; when resuming, those of the checkpoint."""
     checkpoint = options.resumes_from
     source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
@@ -214,25 +214,25 @@ def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
 
 
 def _steps(options: AnchorOptions) -> int | None:
-    """The largest number of steps; None for one epoch."""
+    """The most steps that the training may take; None for one epoch."""
     endless = options.steps is None and options.minutes is not None
     return ENDLESS if endless else options.steps
 
 
 @quiet_libraries()
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
-    """Train, and write model and loss history to the options' `out`; calls `show` for each step."""
+    """Train the model, and write it and its losses to `out`; call `show` after each step."""
     accelerator = _train(training, show)
-    # A process that leaves while another still talks to it may hang or be aborted.
+    # A process that ends while another still communicates with it may hang or be aborted.
     accelerator.wait_for_everyone()
-    # So may one whose threads still talk as Python ends: they live as long as the wrapped model.
+    # So may one with threads that still communicate then; they live as long as the wrapped model.
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()
 
 
 def _train(training: Training, show: Callable[[Step], None]) -> Any:
-    """Train and write everything; returns the trainer's accelerator, by which processes meet."""
+    """Train and write everything; returns the accelerator, which synchronises the processes."""
     options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
     before = checkpoint_losses(checkpoint) if checkpoint else []
@@ -268,7 +268,7 @@ def is_first() -> bool:
 
 
 def rows_at_once(options: AnchorOptions) -> int:
-    """Rows of one forward pass on all devices; raises SettingError if a step is no multiple."""
+    """Rows in one forward pass on all devices; SettingError if `batch` is not a multiple."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     at_once = options.per_device * processes
     if options.batch % at_once:

@@ -1,7 +1,7 @@
 """Training rows of text with anchors: synthetic dialogue, and files of texts or conversations.
 
 A file is plain text, a transcript, or JSON Lines. Documents are packed into rows and do not attend
-to each other; the last one of a row is cut.
+to each other; the last document of a row is cut.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class FileMessage:
 
 
 def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
-    """The plain texts (str) and conversations of a file.
+    """Yield the plain texts (str) and the conversations (lists of messages) in a file.
 
     - `.jsonl`: each line is a text `{"text"}`, a conversation `{"messages"}` or, as in ShareGPT,
-      `{"conversations"}`; lines with `{"role", "content"}` in a row are one conversation.
-    - `.json`: ShareGPT, a list of conversations or one.
+      `{"conversations"}`; successive lines `{"role", "content"}` are one conversation.
+    - `.json`: ShareGPT: one conversation or a list of them.
     - any other: a transcript if it begins with `USER:`, `ASSISTANT:` or `SYSTEM:`, else a text.
 
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
@@ -147,12 +147,12 @@ class MessageLike(Protocol):
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """The text of the message."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Ids [n], which of them are anchors, and the loss weight of each."""
+    """Token ids [n]; for each whether it is an anchor, and its loss weight."""
 
     ids: list[int]
     is_anchor: list[bool]
@@ -160,14 +160,14 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into ids, with anchors unless they are None."""
+    """Turns texts and conversations into token ids; with anchors, unless `anchors` is None."""
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """A conversation as in a chat; a reply before the first user turn is left out."""
+        """The ids of a conversation as in a chat, without replies before the first user turn."""
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template
@@ -189,7 +189,7 @@ class Writer:
         return self._document(ids, weight)
 
     def text(self, text: str) -> Document:
-        """A plain text, after the BOS token if the tokenizer has one."""
+        """The ids of a plain text, after the BOS token if the tokenizer has one."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         ids += plain_text_ids(text, self._anchors, self._encode)
@@ -239,8 +239,8 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    `load_text` says which files. Raises UsageError when one can't be read, SettingError when all of
-    them do not fill one row.
+    `load_text` lists the formats of files, and the errors of a file that can't be read. Raises
+    SettingError if all files together do not fill one row.
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
@@ -267,7 +267,7 @@ class TextRows(Dataset[Row]):
 
 
 def packed(documents: Iterable[Document], tokens: int) -> Row:
-    """One row of `tokens` ids: concatenated documents, the last one cut."""
+    """One row of `tokens` ids: the documents one after another, the last of them cut."""
     ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
     for number, one in enumerate(documents):
         ids += one.ids

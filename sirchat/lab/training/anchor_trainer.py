@@ -24,14 +24,14 @@ Attention = Literal["sdpa", "flex"]
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """Trains on rows in their order, until its clock's time is over.
+    """transformers' Trainer, reading rows in their order until its clock says that time is over.
 
     Args:
-        sinks: first tokens of each document that all its tokens attend to.
+        sinks: number of first tokens of each document that all its tokens attend to.
         attention: how attention is computed.
-        clock: the time of training.
-        schedule: of the learning rate.
-        options: those of transformers' Trainer.
+        clock: counts the seconds of training.
+        schedule: the learning-rate schedule.
+        options: further arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """The learning rate by steps and, with a time limit, by time."""
+        """Create the schedule of the learning rate: by steps and, with a time limit, by time."""
         warmup = self.args.get_warmup_steps(num_training_steps)
 
         def factor(step: int) -> float:
@@ -81,7 +81,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     ) -> Tensor:
         """The weighted mean loss over all tokens of the step, on all devices."""
         is_anchor, document = inputs["is_anchor"], inputs["document"]
-        # Masks are not made with the batches, which all wait in memory for their step.
+        # Masks are made here, not in `collate`: all batches of a step wait in memory together.
         if self.attention == "flex":
             mask = block_mask(is_anchor, document, sinks=self.sinks)
         else:
@@ -114,7 +114,7 @@ def collate(rows: list[Row]) -> Row:
     document = batch["document"]
     batch["position"] = position_in_document(document)
     starts_document = document[:, 1:] != document[:, :-1]
-    batch["weight"][:, 1:][starts_document] = 0.0  # these are not predicted
+    batch["weight"][:, 1:][starts_document] = 0.0  # a document's first token is not predicted
     batch["labels"] = batch["input_ids"][:, 1:].clone()
     return batch
 
@@ -124,8 +124,8 @@ class Step:
     """A finished step.
 
     Attributes:
-        entry: its number, loss and time.
-        steps: number of steps of the training, or an upper bound where time ends it.
+        entry: the number, loss and time of the step.
+        steps: number of steps of the training, or an upper bound if a time limit ends it.
         mean_loss: mean loss of the last steps, in nats per token.
         tokens_per_second: speed since this run began.
     """
@@ -137,9 +137,9 @@ class Step:
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
-    """Keeps the clock and the history, and calls `show` after each step.
+    """Updates the clock and the loss history, and calls `show` after each step.
 
-    The history is of the first process; the others have none.
+    Only the first process has a history and calls `show`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Record a step, and show it."""
+        """Record the loss of a step, and show it."""
         if self._history is None:
             return
         for entry in logged([{**(logs or {}), "step": state.global_step}]):
@@ -177,16 +177,16 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 Schedule = Literal["constant", "cosine"]
 
 ENDLESS = 1_000_000
-"""Steps of a training that only time ends."""
+"""Number of steps of a training that only its time limit ends."""
 
 
 class TrainingClock:
-    """Seconds of training, those before it was resumed included.
+    """Counts the seconds of training, including those before it was resumed.
 
     Args:
-        limit: seconds that the training may take; None for any number.
+        limit: seconds that the training may take; None for no limit.
         before: the time at the end of each step of earlier runs.
-        now: the time in seconds.
+        now: returns the current time in seconds.
     """
 
     def __init__(
@@ -201,13 +201,13 @@ class TrainingClock:
         self.start()
 
     def start(self) -> None:
-        """Begin to count, from the end of the last step."""
+        """Start counting, from the seconds at the end of the last step."""
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Read the time at the end of a step; processes that train together read the first's.
+        """Read the time when a step ends; processes that train together all use the first's time.
 
-        `device` is that of this process.
+        `device` is the device of this process.
         """
         seconds = self._now() - self._start
         if distributed.is_available() and distributed.is_initialized():
@@ -232,7 +232,8 @@ def learning_rate(
 ) -> float:
     """The factor on the learning rate of step `step` (from 0): linear warm-up, then `schedule`.
 
-    `cosine` falls to 0 at the end of `steps`, or of the time, of which `share` has passed.
+    `cosine` falls to 0 at the end of `steps` or of the time, whichever comes first; `share` of the
+    time has passed.
     """
     rising = min(1.0, step / warmup) if warmup else 1.0
     if schedule == "constant":

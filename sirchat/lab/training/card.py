@@ -147,7 +147,7 @@ def anchor_card(
 
 
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
-    """A Markdown table, line by line: rows are kinds, columns distances; the mean last."""
+    """Yield a Markdown table's lines: rows are kinds, columns distances; the mean comes last."""
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
     kinds = list(dict.fromkeys(one.kind for one in recalls))

@@ -60,7 +60,7 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Average the weights with those at the start of the phase, which get this `share`."""
+    """Average the weights with those saved at the phase's start, whose share is `share`."""
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
     for now, then in zip(model.parameters(), before.parameters(), strict=True):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sirchat.lab.training.anchor_trainer import Step
 
 Show = Callable[[float, float, str], None]
-"""Called with what is done, of how much, and what to say of it."""
+"""A function called with the amount done, the total amount, and a text about the progress."""
 
 _COLUMNS = (
     BarColumn(),
@@ -88,12 +88,12 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
 def training_progress(
     console: Console, first: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Show]:
-    """Show progress as a bar in a terminal, as a line now and then in a log file.
+    """Context manager: gives a function that shows progress as a bar, or in a log file as lines.
 
     Args:
-        console: where to.
-        first: what a bar says before there is progress.
-        clock: the time in seconds.
+        console: where progress is shown; a bar if it is a terminal.
+        first: text of the bar before there is progress.
+        clock: returns the time in seconds.
     """
     if not console.is_terminal:
         yield _Lines(console, clock).show
@@ -106,7 +106,7 @@ def training_progress(
 
 
 class _Lines:
-    """Prints progress at the first step, when a line is due, and at the end."""
+    """Prints progress at the first step, whenever enough time has passed, and at the end."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
@@ -122,7 +122,7 @@ class _Lines:
 
 
 def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
-    """Progress in steps; in minutes where only time ends the training."""
+    """Amount done, total and text: in steps, or in minutes if only time ends the training."""
     entry = step.entry
     text = f"loss {step.mean_loss:.3f} (mean of {LAST}), {step.tokens_per_second:,.0f} tok/s"
     if options.minutes is None or options.steps is not None:
@@ -131,7 +131,7 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 
 def report(out: Path) -> list[str]:
-    """What the history in the model's folder `out` says; also draws its plot there."""
+    """Lines that summarise the loss history in the model's folder `out`; also draws its plot."""
     losses = load_losses(out)
     if not losses:
         return []

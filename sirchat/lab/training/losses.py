@@ -1,9 +1,9 @@
 """The loss of every step of a training, as JSON lines beside the model.
 
 Each checkpoint holds all entries up to its step, so a resumed training goes on from there: the file
-is then written anew from the checkpoint's entries, without steps missing or twice.
+is then written anew from the checkpoint's entries, without missing or repeated steps.
 
-At the end they are drawn as a plot.
+At the end the losses are drawn as a plot.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from sirchat.lab.training.checkpoint import replace_files
 
 HISTORY = "loss.jsonl"
-"""Name of the file in the model's folder."""
+"""Name of the loss history's file in the model's folder."""
 
 LAST = 20
-"""Number of steps over whose losses the mean is taken."""
+"""The mean loss is taken over this many of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossEntry:
-    """A step of a training.
+    """The loss of one training step, as the history holds it.
 
     Attributes:
         step: number of the step, from 1.
-        tokens: tokens read up to its end.
-        loss: its loss in nats per token.
-        learning_rate: that of this step.
-        seconds: time of training up to its end; the time between two runs does not count.
+        tokens: tokens read up to the end of the step.
+        loss: loss of the step in nats per token.
+        learning_rate: learning rate of the step.
+        seconds: training time up to the end of the step; time between two runs does not count.
     """
 
     step: int
@@ -43,11 +43,11 @@ class LossEntry:
 
 
 class LossHistory:
-    """Writes entries to a model's folder as they come.
+    """Writes loss entries to a model's folder, one by one.
 
     Args:
-        folder: of the model; made if it isn't there.
-        before: entries of earlier runs; whatever else the file had is dropped.
+        folder: the model's folder; created if it isn't there.
+        before: entries of earlier runs, which replace all that the file held.
     """
 
     def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
@@ -78,13 +78,13 @@ def load_losses(folder: Path) -> list[LossEntry]:
 
 
 def checkpoint_losses(checkpoint: Path) -> list[LossEntry]:
-    """The entries up to a checkpoint of transformers' Trainer."""
+    """The loss entries in a checkpoint of transformers' Trainer, up to its step."""
     state = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
     return list(logged(state["log_history"]))
 
 
 def logged(records: Iterable[dict[str, Any]]) -> Iterable[LossEntry]:
-    """The entries among the Trainer's log records."""
+    """The loss entries among the Trainer's log records; other records are skipped."""
     names = LossEntry.__slots__
     return (
         LossEntry(**{name: record[name] for name in names})
@@ -102,11 +102,11 @@ def _write(path: Path, text: str) -> None:
 
 
 PLOT = "loss.svg"
-"""Name of the file in the model's folder."""
+"""Name of the plot's file in the model's folder."""
 
 
 def draw_losses(entries: Sequence[LossEntry], folder: Path) -> bool:
-    """Write the plot to a model's folder as SVG; returns False if matplotlib is not installed."""
+    """Draw losses as an SVG file in a model's folder; returns False if matplotlib isn't there."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -3,12 +3,12 @@
 A sequence ends with its anchor. A token attends to its own sequence, and to the anchors of earlier
 sequences. An anchor attends to its own sequence only, so that its keys and values must represent
 all of it. Beyond the equation, documents in one row do not attend to each other; the first `sinks`
-tokens of a document are visible to all of it, as in a cache with sinks; and kept rows are visible
-like anchors (section 6.1, where the whole source text stays).
+tokens of a document are visible to all of it, as in a cache with sinks; and tokens marked as kept
+are visible like anchors (section 6.1, where the whole source text is kept).
 
-Masks for training as if under a budget hide the tokens that a policy would evict. After evictions a
-model's cache has gaps. Trained on rows with such gaps, it learns to represent a fact in the tokens
-that are kept, and to recall a fact from the few tokens left of it.
+Other masks imitate a budget: they hide the tokens that a policy would evict, as evictions leave
+gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that are
+kept, and to recall a fact from the few tokens of it that are still visible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from sirchat.lab.training.rows import Batch
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From indices of row, head, query and key: whether that query attends to that key."""
+"""A function of the indices of row, head, query and key: whether the query attends to the key."""
 
 
 def visible(
@@ -42,7 +42,7 @@ def visible(
 
     Args:
         is_anchor: bool [B, T].
-        document: int [B, T], the number of each token's document; None for one in each row.
+        document: int [B, T], the number of each token's document; None for one document a row.
         is_kept: bool [B, T], further visible tokens; None for none.
         sinks: number of first tokens of each document that are visible to all of it.
     """
@@ -54,7 +54,7 @@ def visible(
 
 
 def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The same mask as a block mask for flex attention, which skips empty blocks.
+    """The mask of `visible` as a block mask for flex attention, which skips empty blocks.
 
     Building it still needs memory for a dense bool mask.
     """
@@ -81,7 +81,7 @@ def _mask_function(
 
 
 def sequences(is_anchor: Tensor) -> Tensor:
-    """The number of each token's sequence, int [B, T]; an anchor belongs to the one it ends."""
+    """The number of each token's sequence, int [B, T]; an anchor ends the sequence it is in."""
     before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
     return before
 
@@ -103,10 +103,10 @@ INFORMATIVE_NATS = 0.7  # a value's token with lower surprisal can be guessed fr
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The attention mask of a batch, and its answers that the visible tokens can no longer give.
+    """The attention mask of a batch under budgets, and the answers that it makes impossible.
 
     `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another;
-    `lost` [rows, tokens + 1] marks the tokens of answers whose fact was evicted, as in `Batch`.
+    `lost` [rows, tokens + 1], as in `Batch`, marks the tokens of answers whose fact was evicted.
     """
 
     visible: Tensor
@@ -116,7 +116,7 @@ class Gaps:
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
     """Draw a budget for each row, and evict down to it at each user turn (token id `user`).
 
-    losses: [rows, tokens] in nats, of the tokens of `batch` except the first.
+    losses: [rows, tokens], the loss in nats of each token of `batch` except the first of a row.
     """
     surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
     ids, answer, fact = batch.ids.numpy(), batch.answer.numpy(), batch.fact.numpy()
@@ -137,7 +137,7 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
 def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """The mask, [tokens, tokens], if the lowest scores are evicted at each of the `turns`.
+    """The mask, [tokens, tokens], if the tokens of lowest score are evicted at each of `turns`.
 
     Sinks and the most recent tokens are kept; evicted tokens are never restored.
     """
@@ -161,7 +161,7 @@ def lost_answers(
     answer: NDArray[np.bool_],
     fact: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Which tokens belong to an answer for which an informative token of the value is masked."""
+    """Mark the tokens of each answer that needs a masked, informative token of a fact's value."""
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):
         value: list[int] = []

@@ -29,7 +29,7 @@ def causal_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
 
-    Rows have no padding, so plain causal ones need no mask, and the fused kernel is much faster.
+    Rows have no padding, so causal attention needs no mask; the fused kernel is then much faster.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)

@@ -1,4 +1,4 @@
-"""Measures how well a model recalls facts, by kind of fact and by rounds of small talk between."""
+"""Measures a model's recall, by kind of fact and by rounds of small talk before the question."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sirchat.lab.training.network import token_losses
 from sirchat.lab.training.rows import Rendered, Renderer, span_matches
 
 SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
-"""The mix of rounds for small talk alone."""
+"""A mix of rounds that has nothing but small talk."""
 
 DISTANCES = (0, 3, 6, 12, 20, 40)
 Visible = Callable[[Tensor], Tensor]
-"""From ids [rows, n] the attention mask, bool [rows, 1, n, n]."""
+"""A function from ids [rows, n] to the attention mask, bool [rows, 1, n, n]."""
 
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
 """Every kind of fact, by key."""
@@ -29,7 +29,7 @@ PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
 
 @dataclass(frozen=True, slots=True)
 class ProbedRecall:
-    """Exact-match recall of one kind of fact with `between` rounds of small talk after it."""
+    """Exact-match recall of one kind of fact, asked for after `between` rounds of small talk."""
 
     kind: str
     between: int
@@ -53,7 +53,7 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 def matches(
     model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
 ) -> list[bool]:
-    """Whether greedy decoding gives each dialogue's answer, word for word, its end included.
+    """Whether greedy decoding gives each dialogue's answer, word for word, with its end token.
 
     One forward pass over all dialogues: the argmax at every answer token, given the right tokens
     before it, under the mask of `visible`.
@@ -77,7 +77,7 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure `dialogues` fresh conversations for each kind and distance."""
+    """Measure recall in `dialogues` new conversations for each kind of fact and each distance."""
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")

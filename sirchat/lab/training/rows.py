@@ -41,7 +41,7 @@ def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE with single digits; encoding adds no special tokens."""
+    """Train byte-level BPE in which each digit is a token; encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,9 +82,9 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how lo
 class Rendered:
     """One conversation as ids, as the chat template writes it.
 
-    `answer[i]` is true where token i belongs to a reply (its end token included); `span[i]` numbers
-    the recall answer that token i belongs to, from 1, or is 0. `fact[i]` numbers the fact whose
-    value token i states, or recalls in a reply, from 1, or is 0.
+    `answer[i]` is true where token i belongs to a reply (its end token included). `span[i]` is the
+    number, from 1, of the recall answer that token i belongs to, or 0. `fact[i]` is the number,
+    from 1, of the fact whose value token i states or, in a reply, recalls, or 0.
     """
 
     ids: list[int]
@@ -106,7 +106,7 @@ class Batch:
 class Renderer:
     """Turns messages into ids as the chat template does, and marks answers and facts.
 
-    The token `anchor`, if there is one, follows each message of the roles `gathered`.
+    The token `anchor`, if given, is inserted after each message whose role is in `gathered`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Renderer:
         self.roles = {"system": system, "user": user, "assistant": assistant}
 
     def render(self, messages: Iterable[Message]) -> Rendered:
-        """The conversation as ids; requests to repeat do not count as recall."""
+        """The conversation as ids; repetitions, quizzes and untold facts don't count as recall."""
         one = Rendered([self.bos], [False], [0], [0])
         spans, facts = 0, dict[Key, int]()
         for message in messages:
@@ -160,14 +160,14 @@ class Renderer:
         return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
-        """A batch of `rows` rows of `tokens + 1` ids: inputs and targets overlap."""
+        """A batch of `rows` rows of `tokens + 1` ids: targets are the inputs, shifted by one."""
         packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
         columns = zip(*(astuple(row) for row in packed), strict=True)
         return Batch(*(torch.tensor(column) for column in columns))
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens, at these `offsets` in the text, state the fact's value; in a reply all do."""
+    """Whether each token, at its `offsets` in the text, states the value; in a reply all do."""
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
         return [True] * len(offsets)
@@ -178,7 +178,7 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
     """Which recall answers are right in every token.
 
-    correct: bool [rows, tokens], the argmax hits its target; span: int [rows, tokens], 0 for none.
+    correct: bool [rows, tokens], the argmax is the target; span: int [rows, tokens], 0 for none.
     Returns bool [answers]. With the right tokens before each argmax, this equals greedy decoding.
     """
     rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)

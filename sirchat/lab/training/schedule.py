@@ -36,9 +36,9 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase, up to `until` (a share of its steps), with rows of `tokens`.
+    """A part of a phase with rows of `tokens`; it ends at the share `until` of the phase's steps.
 
-    In a share `gaps` of its steps, rows are masked as if under a budget.
+    In the share `gaps` of its steps, the mask hides tokens that a budget would evict.
     """
 
     until: float
@@ -89,8 +89,8 @@ DISTANCE = Phase(
     peak=0.5,
 )
 
-# Rows masked as if under a budget: facts must be recalled from the few tokens that are kept, and
-# nothing else may break where tokens are missing.
+# Masks hide tokens that a budget would evict: the model learns to recall facts from the few tokens
+# that are kept, and to do everything else as well when tokens are missing.
 _SPARSE = Mix(0.14, 0.13, 0.02, game=0.02, story=0.12, quiz=0.5, untold=0.05, long_list=0.3)
 _SPARSE_FAR = replace(_SPARSE, tell=0.1, ask=0.1, quiz=0.6)
 
@@ -124,7 +124,7 @@ _SERIES = replace(_APART, apart=0.35, series=0.3)
 # The mean of the weights before and after recalls more than either.
 STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
 
-# Again facts told far back against facts never told, stories included.
+# Again facts told long before the question, and facts never told, stories included.
 _LAST = replace(_APART, tell=0.12, ask=0.15, apart=0.6, subjects=0.35, story=0.2, quiz=0.4)
 TOLD_OR_NOT = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
 
@@ -132,8 +132,8 @@ PHASES = (COPYING, DISTANCE, GAPS, POLISH, CORRECTIONS, FAR_APART, STORIES, TOLD
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
 # `tiny-anchor` then learns to compress text into anchors. A small model learns that only if every
-# reply depends on it: at first an anchor also follows the user's message, and is all that the reply
-# sees of it.
+# reply depends on it: at first an anchor also follows the user's message, and the reply sees
+# nothing of that message but the anchor.
 _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
 _MESSAGES: tuple[Speaker, ...] = ("system", "user", "assistant")
 ANCHOR_EACH_MESSAGE = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
@@ -191,7 +191,7 @@ class ScheduledStep:
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place in the recipe of step `step` (from 0) of `steps` in all phases together."""
+    """The place in the recipe of step `step` (from 0), if all phases together have `steps`."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

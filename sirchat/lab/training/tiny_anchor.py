@@ -24,12 +24,12 @@ SINKS = 1
 
 
 class TinyAnchorTrainer(Trainer):
-    """The trainer of `tiny`, under the attention mask of equation (4)."""
+    """Trains `tiny` further, under the attention mask of equation (4) of Anchor-based LLMs."""
 
     phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
 
     def begin(self) -> tuple[Tokenizer, LlamaForCausalLM]:
-        """`tiny` with the new anchor token, whose embedding is the mean of all others."""
+        """Load `tiny`, and add the anchor token, whose embedding is the mean of all others."""
         tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
         model = AutoModelForCausalLM.from_pretrained(
             paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
@@ -48,11 +48,11 @@ class TinyAnchorTrainer(Trainer):
         return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The mask of equation (4): a token's own sequence, and earlier anchors."""
+        """The mask of equation (4): tokens attend to their own sequence and to earlier anchors."""
         return self.visible(batch.ids[:, :-1]), None
 
     def visible(self, ids: Tensor) -> Tensor:
-        """The mask, bool [rows, 1, n, n], of ids [rows, n]."""
+        """The mask of equation (4), bool [rows, 1, n, n], for ids [rows, n]."""
         document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
         return visible(ids == self.anchor, document, sinks=SINKS)
 

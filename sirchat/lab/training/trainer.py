@@ -44,9 +44,9 @@ Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tenso
 class TrainOptions:
     """Options of a training.
 
-    The model is exported to `out`, checkpoints to `<out>.checkpoints`. A training with `resume`
-    starts at the newest checkpoint, and its result equals that of an uninterrupted one.
-    `compile` makes steps faster after some seconds per row length; it needs a C++ compiler.
+    The model is exported to `out`; checkpoints go to `<out>.checkpoints`. A training with `resume`
+    starts at the newest checkpoint, and its result equals that of an uninterrupted one. `compile`
+    takes some seconds for each row length, then makes steps faster; it needs a C++ compiler.
     """
 
     out: Path
@@ -101,17 +101,17 @@ class Trainer:
         self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
 
     def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-        """Tokenizer and model before the first step."""
+        """Make the tokenizer, and the model with its weights before the first step."""
         tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
 
     def schedule_at(self, step: int) -> ScheduledStep:
-        """A step's place in the recipe."""
+        """The place of a step in the recipe: its phase, and its number in that phase."""
         return scheduled_step_at(step, self.options.steps, self.phases)
 
     def renderer(self, step: int) -> Renderer:
-        """The renderer of the conversations of a step."""
+        """The renderer that turns the conversations of a step into ids."""
         return Renderer(self.tokenizer)
 
     def batch(self, step: int) -> Batch:
@@ -123,7 +123,7 @@ class Trainer:
         return self.renderer(step).batch(rng, rows, tokens, stage.mix)
 
     def set_learning_rate(self, step: int) -> None:
-        """Scale every group's peak rate by the schedule."""
+        """Set each parameter group's learning rate: its peak rate times the schedule's factor."""
         factor = self.schedule_at(step).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -149,7 +149,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """After `done` steps, average with the weights before the phase, if it has `keep`."""
+        """If a phase with `keep` ends after `done` steps, average with the weights before it."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -167,7 +167,7 @@ class Trainer:
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The mask of a batch, and its tokens without loss; both None in steps without gaps."""
+        """The batch's mask, and which tokens have no loss; both None if the step has no gaps."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None

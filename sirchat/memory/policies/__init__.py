@@ -1,10 +1,10 @@
 """The eviction policies: one file each, the file name is the policy's name.
 
-Other packages add policies through the entry point group `sirchat.policies`, and anybody through a
-path `package.module:Class`. Listing names imports no policy, and so no torch.
+Other packages add policies through the entry point group `sirchat.policies`, and a user can name a
+class by its path `package.module:Class`. Listing names imports no policy, and so no torch.
 
-To use such a path is to run a module's code, so a path counts only where the user wrote it: files,
-which may be somebody else's, are checked by `refuse_untrusted`.
+Using such a path runs a module's code, so only paths that the user typed are accepted.
+`refuse_untrusted` checks files for paths, because a file may come from somebody else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_path(name: str) -> bool:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy called `name`; raises SettingError when there is none.
+    """The policy class called `name`; raises SettingError when there is none.
 
     A module in the current folder is found only after `import_typed`.
     """
@@ -58,7 +58,7 @@ def policy_class(name: str) -> type[Policy]:
 def import_typed(name: str) -> None:
     """Import the module of a `module:Class` that the user typed; it may be in the current folder.
 
-    Other names, and modules that can't be imported, are left to `policy_class`.
+    It ignores other names and failed imports; `policy_class` reports these errors.
     """
     if not is_path(name):
         return

@@ -14,13 +14,13 @@ from sirchat.memory.policies.base import ScorePolicy
 
 @dataclass(frozen=True)
 class Anchor(ScorePolicy):
-    """Keeps the sinks, the current sequence, and of the sequences before it their last tokens.
+    """Keeps the sinks, the current sequence, and the last token of each sequence before it.
 
-    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once an anchor
-    is read or generated, all else of its sequence leaves the cache, and by equation (4) the anchor
-    itself has seen nothing of earlier sequences. The model must have learnt to gather a sequence in
-    its anchor (`sirchat train anchor`); with `lazy` one that has not keeps rows until room is
-    needed. When even the anchors take too much room, the oldest leave.
+    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once an anchor,
+    the last token of a sequence, is read or generated, all other tokens of its sequence are
+    evicted. By equation (4), an anchor does not attend to earlier sequences. The model must have
+    learnt to gather a sequence in its anchor (`sirchat train anchor`); for other models, `lazy`
+    evicts only when room is needed. If even the anchors need too much room, the oldest are evicted.
     """
 
     source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"
@@ -45,7 +45,7 @@ class Anchor(ScorePolicy):
 
 
 def _is_current(rows: HeldRows) -> Tensor:
-    """Mask [n] of the rows behind the last anchor."""
+    """Mask [n] of the rows after the last anchor."""
     ends = rows.is_anchor.nonzero()
     last_end = int(ends[-1, 0]) if len(ends) else -1
     return torch.arange(len(rows)) > last_end

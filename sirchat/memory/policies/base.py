@@ -40,10 +40,10 @@ class Policy(ABC):
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether the policy evicts behind each anchor.
+        """Whether the policy evicts rows right after each anchor is read.
 
-        Then text is read up to each anchor, `reduce` is asked there, and the anchor itself sees
-        only the sinks and its own sequence.
+        If so, text is read up to each anchor, `reduce` is called there, and the anchor itself
+        attends only to the sinks and its own sequence.
         """
         return False
 
@@ -59,21 +59,21 @@ class Policy(ABC):
 
     @property
     def repeat_layers(self) -> int | None:
-        """Layers whose attention counts while a finished round is read again; 0 for all layers.
+        """Number of layers counted while a finished round is read again; 0 for all layers.
 
         None if rounds are not read again.
         """
         return None
 
     def newest_room(self, evictable: int) -> int:
-        """How many of the `evictable` rows that it decides about it leaves to the newest tokens.
+        """How many of the `evictable` rows, which the policy decides about, are for new tokens.
 
-        What is read next, and what is protected in the current round, each take at most half.
+        The ids read next and the protected rows of the current round each get at most half of them.
         """
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Row numbers (int64, ascending) that stay behind an anchor although there is room.
+        """Row numbers (int64, ascending) that stay after an anchor is read; others are evicted.
 
         None if all stay.
         """
@@ -88,10 +88,10 @@ class Policy(ABC):
 
 
 class ScorePolicy(Policy):
-    """A policy that is one number per row: higher stays; of equal rows the newer one.
+    """A policy that gives each row a score: rows with higher scores stay; newer rows win ties.
 
     Class attributes:
-        log_scale: whether the score is a natural logarithm; it is shown without it.
+        log_scale: whether `score` returns natural logarithms; the user is shown their exponentials.
         unit: unit of the shown score, such as "nats"; empty for a plain number.
     """
 
@@ -110,7 +110,7 @@ class ScorePolicy(Policy):
         return highest(self._ranking(rows), rows.protected, num_keep)
 
     def _ranking(self, rows: HeldRows) -> Tensor:
-        """What unprotected rows [n] are ordered by."""
+        """The numbers [n] that order unprotected rows; rows with higher numbers stay."""
         return self.score(rows)
 
 
@@ -125,9 +125,9 @@ class RecentScorePolicy(ScorePolicy):
 
 
 def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
-    """Row numbers [num_keep], ascending, of the highest `ranking` [n]; of equals the newer.
+    """Row numbers [num_keep], ascending, of the rows highest in `ranking` [n]; newer rows win ties.
 
-    `protected` [n] rows come before all others.
+    Rows in the mask `protected` [n] come before all others.
     """
     newest_first = ranking.double().flip(0)
     order = torch.argsort(newest_first, descending=True, stable=True)

@@ -18,7 +18,7 @@ class H2o(RecentScorePolicy):
 
     H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1): the score is the sum of the attention
     weights from all queries since the token was read; after each round it is multiplied by `decay`.
-    `lifetime` divides the sum by the number of these queries, so that age alone earns nothing.
+    `lifetime` divides the sum by the number of these queries, so that age alone adds nothing.
     `values` multiplies the sum by |v|, the L1 norm of the token's value (VATP, Guo et al. 2024,
     arXiv:2406.12335: "H2O w/ VATP"). Known deviation: one choice of tokens serves all heads and
     layers, by the mean over heads and over `layers` evenly spaced layers; |v| is the mean over all.

@@ -16,8 +16,8 @@ class Interval(Policy):
     """Keeps the sinks and, of the other held tokens, one in every stride, from the oldest on.
 
     SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1): stride = floor(held / room),
-    "until the cache size is fully utilized". When fewer than half of them must go the stride is 1,
-    and the oldest stay: the paper's rule, and why it is a weak baseline.
+    "until the cache size is fully utilized". When fewer than half of them must be evicted, the
+    stride is 1 and the oldest stay: this is the paper's rule, and it makes the baseline weak.
     """
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"

@@ -13,7 +13,7 @@ from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
 _LEAST = 8
-"""Fewest rows that a sample leaves to the newest tokens."""
+"""Least number of rows for the newest tokens, however large the sample is."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
 
     Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): its start,
-    sample and recent sizes are `sinks`, `sample` and `recent`. Each token draws a key on arrival;
-    the `sample` largest keys are the members, so every token of the stream has the same chance
-    (Efraimidis and Spirakis 2006). As in the paper's Figure 4, the three sizes may add up to the
-    budget: the tokens that come take the place of the oldest of the recent window, and never that
-    of a member. In a larger budget, the newest of the other tokens stay, too; in a smaller one, the
-    window is smaller. Without `sample` the members fill the room there is; then the sample is
-    uniform while that room does not grow. Known deviation: the paper's Figure 2 resamples what is
-    in the cache, which favours new tokens; its section 4, followed here, does not.
+    sample and recent sizes are `sinks`, `sample` and `recent`. Each token draws a random key when
+    it is read; the tokens with the `sample` largest keys are the members of the sample, so every
+    token of the stream has the same chance (Efraimidis and Spirakis 2006). As in the paper's Figure
+    4, the three sizes may add up to the budget: new tokens replace the oldest of the recent window,
+    never a member. In a larger budget, the newest of the other tokens stay, too; in a smaller one,
+    the window is smaller. Without `sample` the members fill all free room; then the sample is
+    uniform while that room does not grow. Known deviation: the paper's Figure 2 resamples the
+    tokens in the cache, which favours new tokens; its section 4, followed here, does not.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
@@ -56,9 +56,9 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n]: 1 to 2 for a member, below 1 for another token, the newer the higher.
+        """Scores [n]: 1 to 2 for a member; below 1 for another token, higher for a newer one.
 
-        The members are the largest keys among the tokens older than the newest `window` ones.
+        The members have the largest keys of all tokens older than the newest `window` tokens.
         """
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)

@@ -18,9 +18,9 @@ class Snapkv(RecentScorePolicy):
 
     The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
     sum of the attention weights from the newest `window` queries. Known deviations: the window is
-    that of the queries before each eviction, whoever speaks, where the paper compresses the prompt
-    once; its pooling over neighbours is left out; one choice of tokens serves all heads and layers,
-    by the mean over heads and over `layers` evenly spaced layers.
+    the newest queries before each eviction, whoever speaks, while the paper compresses the prompt
+    once; the paper's pooling over neighbours is left out; one choice of tokens serves all heads and
+    layers, by the mean over heads and over `layers` evenly spaced layers.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"

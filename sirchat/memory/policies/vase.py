@@ -15,21 +15,22 @@ from sirchat.memory.policies.base import RecentScorePolicy, highest
 from sirchat.memory.random_numbers import Purpose, uniform
 
 _POOL = 5
-"""Tokens side by side over which the attention is averaged."""
+"""Number of adjacent tokens over which the attention is averaged."""
 
 
 @dataclass(frozen=True)
 class Vase(RecentScorePolicy):
     """Keeps the sinks, the tokens whose values span most, a random draw, and the `recent` newest.
 
-    VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): of the room that sinks,
-    pins and the newest tokens leave, `large` percent go to the tokens of largest max(v) - min(v).
-    The others are drawn anew at each eviction, without replacement, each with a probability
-    proportional to the attention from the newest `window` queries, averaged over 5 tokens side by
-    side. The score is log(u) / w, u a uniform draw and w the attention: the largest are such a
-    sample (Efraimidis and Spirakis 2006). Known deviations: one choice of tokens serves all heads
-    and layers, by the mean over heads and layers (for attention, `layers` evenly spaced ones);
-    `large` is a share of the room, 25 % by default, where the code has a number of tokens.
+    VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): sinks, pins and the
+    newest tokens stay; of the other room, `large` percent go to the tokens with the largest
+    max(v) - min(v). The other tokens are drawn anew at each eviction, without replacement, each
+    with a probability proportional to the attention from the newest `window` queries, averaged over
+    5 adjacent tokens. The score is log(u) / w, where u is a uniform draw and w the attention: the
+    tokens with the largest scores are such a sample (Efraimidis and Spirakis 2006). Known
+    deviations: one choice of tokens serves all heads and layers, by the mean over heads and layers
+    (for attention, `layers` evenly spaced ones); `large` is a share of the room, 25 % by default,
+    while the released code has a number of tokens.
     """
 
     source: ClassVar[str] = "VaSE, arXiv:2606.03928"

@@ -16,7 +16,7 @@ class Window(ScorePolicy):
     """Keeps the most recent tokens; ignores sinks and pins.
 
     Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as a cache policy.
-    Most models lose their language once the first tokens are gone: it is here as a baseline.
+    Most models write no sensible text once the first tokens are evicted, so this is a baseline.
     """
 
     source: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"

@@ -1,7 +1,7 @@
-"""The retrievers, which choose what is restored for a turn: one file each, named as they are.
+"""The retrievers, which choose what is restored for a turn: one file each, named after it.
 
 Other packages add retrievers through the entry point group `sirchat.retrievers`. Neither listing
-names nor importing a retriever imports torch: settings are checked by what a retriever needs.
+names nor importing a retriever imports torch, so that settings can be checked without it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class Attention(LayerRetriever):
     """The attention weight that the turn's queries would give to archived tokens.
 
     The softmax of q k / sqrt(d) is over the archive alone; the score is the maximum over the turn's
-    tokens, the mean over heads. Keys and queries have their rotary position undone.
+    tokens, then the mean over heads. The rotary positions of keys and queries are undone first.
     """
 
     needs_queries = True

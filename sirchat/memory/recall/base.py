@@ -1,6 +1,6 @@
 """What a retriever is: it scores archived rows for a turn, and says what it needs to do so.
 
-Settings are checked by what a retriever needs, also by commands that load no model. So these
+Settings are checked against a retriever's needs, also by commands that load no model. So these
 modules import torch only for types, or where something is computed.
 """
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class Retriever(ABC):
-    """Scores archived rows for a turn; has no state. Its docstring's first line is its help.
+    """Scores archived rows for a turn; has no state. A docstring's first line is shown as help.
 
     Class attributes:
         needs_turn: whether the turn is read once to search, for its keys and values. (Reading it
-            may evict rows, which can be found then, too.)
+            may evict rows, and the search can find these, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
         needs_words: whether it takes a score for each turn by the words in common with this one.
-        index_probes: number of lists that are visited in a search index; 0: it can't use one. (One
-            that can needs queries, or is a `SimilarityRetriever`.)
+        index_probes: number of lists that are visited in a search index; 0 if it can't use one.
+            (A retriever that can must need queries, or be a `SimilarityRetriever`.)
         takes_weight: whether `recall_weight` applies to its scores.
         takes_soft: whether `recall_soft` applies to its scores.
     """
@@ -47,7 +47,7 @@ class Retriever(ABC):
 
 
 class LayerRetriever(Retriever):
-    """A retriever that scores each layer's keys and values by themselves."""
+    """A retriever that scores each layer's keys and values separately."""
 
     def score(self, candidates: Candidates) -> Tensor:
         import torch
@@ -61,15 +61,15 @@ class LayerRetriever(Retriever):
 
 
 class SimilarityRetriever(LayerRetriever):
-    """Similarity of keys and values, of Retrieval-Augmented StreamingLLM, equations (1) to (3).
+    """Similarity of keys and values: equations (1) to (3) of Retrieval-Augmented StreamingLLM.
 
     Keys and values are compared as first written, with the rotary position undone, so that
-    distance in the conversation plays no part. Vectors are compared head by head; the score is the
-    mean over keys, values and heads of the inner products, the maximum over what is searched for.
+    distance in the conversation plays no part. Vectors are compared head by head: inner products
+    are averaged over keys, values and heads, and the score is their maximum over the turn's tokens.
 
     Class attributes:
         cosine: whether vectors are first scaled to length 1.
-        mean: whether the turn's mean key and mean value are searched for, or those of every token.
+        mean: whether rows are compared with the turn's mean key and value, or with every token's.
     """
 
     cosine: ClassVar[bool] = True
@@ -96,22 +96,22 @@ class SimilarityRetriever(LayerRetriever):
         return (unit(keys), unit(values)) if self.cosine else (keys, values)
 
     def vectors_of_query(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The turn's keys and values [..., m, D] as they are searched for, m = 1 for their mean."""
+        """The turn's keys and values [..., m, D] as they are compared; m = 1 for their mean."""
         if self.mean:
             keys, values = keys.mean(-2, keepdim=True), values.mean(-2, keepdim=True)
         return self.vectors(keys, values)
 
 
 class TurnRetriever(Retriever):
-    """A retriever that scores whole turns, with a part of the scores of the turns beside each."""
+    """A retriever that scores whole turns and adds to each a part of the scores beside it."""
 
     needs_words = True
     takes_weight = False
 
     def score(self, candidates: Candidates) -> Tensor:
-        """Every row of a turn has its score; tokens of the chat template come after all others.
+        """Give each row its turn's score, and tokens of the chat template one below all others.
 
-        They say nothing, and are a sixth of a short turn.
+        Template tokens say nothing, and are a sixth of a short turn.
         """
         import torch
 
@@ -124,14 +124,14 @@ class TurnRetriever(Retriever):
         """A score for each turn of the conversation."""
 
 
-_SHORTEST = 1e-12  # so that a zero vector stays one
+_SHORTEST = 1e-12  # so that a zero vector stays a zero vector
 
 NEIGHBOUR = 0.5
 """Part of a turn's score that is added to each of the two turns beside it."""
 
 
 def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scores [n] of consecutive turns, each with a part of those before and after it."""
+    """Scores [n] of consecutive turns; each gets a part of the scores of the turns beside it."""
     shared = scores.copy()
     shared[1:] += NEIGHBOUR * scores[:-1]
     shared[:-1] += NEIGHBOUR * scores[1:]
@@ -139,6 +139,6 @@ def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Vectors [..., D] of length 1 in the same directions."""
+    """The vectors [..., D], scaled to length 1."""
     length: Tensor = vectors.norm(dim=-1, keepdim=True)
     return vectors / length.clamp_min(_SHORTEST)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Bm25(TurnRetriever):
     """Whole turns, by the words that they have in common with the new turn.
 
-    A turn has its score by words (`chat.recall.WordIndex`), and a part of its neighbours'.
+    A turn's score is its score by words (`chat.recall.WordIndex`) plus a part of its neighbours'.
     """
 
     needs_turn = False

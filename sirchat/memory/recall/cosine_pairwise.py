@@ -8,8 +8,8 @@ from sirchat.memory.recall.base import SimilarityRetriever
 class CosinePairwise(SimilarityRetriever):
     """Cosine similarity to the keys and values of the turn's most similar token.
 
-    Retrieval-Augmented StreamingLLM, equation (1); its text calls the mean of the cosines of keys
-    and values harmonic, the equation's is arithmetic: ours follows the equation.
+    Retrieval-Augmented StreamingLLM, equation (1). The text calls the mean of the two cosines, of
+    keys and of values, harmonic; in the equation it is arithmetic, and this follows the equation.
     """
 
     mean = False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sirchat.memory.retrieval import Candidates
 
 KEYS = 0.4
-"""Weight of the keys; that of the words is 1."""
+"""Weight of the score by keys; the score by words has the weight 1."""
 
 
 class Hybrid(TurnRetriever):
@@ -37,7 +37,7 @@ class Hybrid(TurnRetriever):
 
 
 def _said(candidates: Candidates, layer: int) -> Tensor:
-    """A layer's keys of what the turn says, without the chat template, of length 1: [H, m, D]."""
+    """A layer's keys [H, m, D] of the turn without the chat template, scaled to length 1."""
     from sirchat.memory.retrieval import unrotated_keys
 
     keys = unrotated_keys(layer, candidates.query.rows, candidates.rotations[layer])
@@ -48,10 +48,10 @@ def _said(candidates: Candidates, layer: int) -> Tensor:
 
 
 def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
-    """How close each turn with archived rows [t] comes to the turn's keys [H, m, D] of length 1.
+    """How similar each turn with archived rows [t] is to the keys `sought` [H, m, D] of length 1.
 
-    For each of these keys, the turns' largest cosines are put in standard deviations from their
-    mean, so that what is close to every turn counts no more than what is close to few.
+    For each of these keys, the largest cosine in each turn is counted in standard deviations from
+    the mean over turns, so that a key close to every turn counts no more than one close to few.
     """
     turns = candidates.turns
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
@@ -72,7 +72,7 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard deviations from the mean of the turns `among` [k]; 0 where they are all equal."""
+    """Scores in standard deviations from the mean of turns `among` [k]; 0 if these are equal."""
     deviation = float(scores[among].std())
     standard: NDArray[np.float64] = (scores - scores[among].mean()) / (deviation or np.inf)
     return standard

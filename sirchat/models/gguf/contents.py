@@ -1,6 +1,6 @@
-"""What a GGUF file holds, in transformers' terms: values of its config, and names of its tensors.
+"""Translates a GGUF file to transformers: the values of its config, and the names of its tensors.
 
-Needs no torch, so that files can be listed at once.
+Does not import torch, so that files can be listed quickly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from sirchat.models.gguf.header import BLOCKS, GgufFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Architectures whose files are read here; they share names and sizes."""
+"""Architectures that are read here; their files use the same names for tensors and sizes."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -29,7 +29,7 @@ _SIZES = {
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 _MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
 
-_MOST = 1 << 40  # of anything
+_MOST = 1 << 40  # values from here on are not believed
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -52,7 +52,7 @@ _LAYER = {
 
 
 def is_supported(file: GgufFile) -> bool:
-    """Whether `load_module` knows all that is in the file."""
+    """Whether `load_module` can read the file: its architecture, sizes and all tensors."""
     values = config_values(file) if file.architecture in ARCHITECTURES else None
     return values is not None and all(
         parameter_name(name) is not None and tensor.type in BLOCKS
@@ -61,12 +61,12 @@ def is_supported(file: GgufFile) -> bool:
 
 
 def has_blocks(file: GgufFile) -> bool:
-    """Whether weights of the file are in blocks of few bits, not plain floats."""
+    """Whether any weights of the file are stored in blocks of few bits, not as plain floats."""
     return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
 
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of the model's config; None if the file says more than is understood here."""
+    """The values of the model's config; None if the file has settings not known here."""
     kind, metadata = file.architecture, file.metadata
     values: dict[str, Any] = {"model_type": kind}
     for key, value in metadata.items():
@@ -90,7 +90,7 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
 
 
 def parameter_name(name: str) -> str | None:
-    """The name that transformers has for a tensor; None for one that is not known."""
+    """The name of a GGUF tensor in transformers; None for an unknown tensor."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
     if found is None:
         return None

@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and where each tensor lies in the mapped file.
 
-Versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Nothing
-of the tensors is read here. A file is not trusted: every length is checked against the file's size
-before anything is allocated for it.
+Reads versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
+but not the tensors themselves. A file is not trusted: every length is checked against the file's
+size before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ BLOCKS = {
     "Q6_K": (14, 256, 210),
     "BF16": (30, 1, 2),
 }
-"""Number, values in a block, and bytes of a block, for each tensor type that is read."""
+"""For each known tensor type: its number, the values in a block, and the bytes of a block."""
 
 _TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor as stored.
+    """A tensor as it is stored in the file.
 
     Attributes:
-        shape: as torch has it, the fastest dimension last.
-        type: a key of `BLOCKS`, or `type 19` or the like for one that is not in it.
-        data: its bytes [n], a view of the mapped file; none of an unknown type.
+        shape: in torch's order, the fastest-changing dimension last.
+        type: a key of `BLOCKS`, or text such as `type 19` for an unknown type.
+        data: its bytes [n], a view of the mapped file; empty for an unknown type.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class GgufTensor:
 
     @property
     def blocks(self) -> NDArray[np.uint8]:
-        """The bytes by block: [number of blocks, bytes of a block]."""
+        """The bytes, one row for each block: [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
     def row_blocks(self, most: int) -> Iterator[GgufTensor]:
@@ -85,7 +85,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """A GGUF file.
+    """The metadata and the tensors of a GGUF file.
 
     Attributes:
         metadata: its keys and values; an array is a list.
@@ -102,9 +102,10 @@ class GgufFile:
 
 
 def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
-    """Map a file, and read its header; raises ModelError, naming what is wrong, if it is none.
+    """Map a GGUF file into memory and read its header; raises ModelError if it is not valid.
 
-    Lists of text, such as the vocabulary, take most of the time; they can be left empty.
+    Lists of text, such as the vocabulary, take most of the time; `with_lists_of_text=False` leaves
+    them empty.
     """
     try:
         with path.open("rb") as file:
@@ -119,7 +120,7 @@ def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
 
 
 class _Entry(NamedTuple):
-    """What the header says of a tensor: `type` is a number, `offset` in bytes."""
+    """The header's entry for a tensor; `type` is a number as in `BLOCKS`, `offset` is in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -136,14 +137,14 @@ class _Reader:
         self._with_lists_of_text = with_lists_of_text
 
     def broken(self, why: str) -> ModelError:
-        """The error for a file that is not as it should be."""
+        """The ModelError for an invalid file; `why` says what is wrong."""
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
             hint="it may be incomplete: compare its size with that of the original",
         )
 
     def file(self) -> GgufFile:
-        """The whole header."""
+        """Read the whole header; raises ModelError for an invalid one."""
         if self._mapped[:4] != b"GGUF":
             raise self.broken("it does not begin with GGUF")
         self._at = 4
@@ -170,7 +171,7 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """A number of things of at least `least` bytes each, which the file has room for."""
+        """Read a number of entries; raises ModelError if the file lacks `least` bytes for each."""
         count = int(self._scalar("Q"))
         if count * least > self._size - self._at:
             raise self.broken(f"it ends before {count:,} entries")

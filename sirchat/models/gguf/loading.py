@@ -1,7 +1,7 @@
-"""A transformers model made from a GGUF file: empty at first, then filled tensor by tensor.
+"""Makes a transformers model from a GGUF file: an empty model first, then one tensor at a time.
 
-For the architectures that most files have. transformers reads the others itself, in several passes
-over the file, and holds all weights twice while it does. Layouts of blocks are as in ggml
+Reads only the most common architectures. transformers reads the others itself, in several passes
+over the file, and holds all weights twice meanwhile. Blocks are laid out as in ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 """
 
@@ -36,7 +36,7 @@ from sirchat.models.progress import Progress
 from sirchat.models.threads import trim_memory
 
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-"""The formats that `four_bit` takes apart."""
+"""The formats that `four_bit` can read."""
 
 
 class FourBit(NamedTuple):
@@ -45,7 +45,7 @@ class FourBit(NamedTuple):
     Attributes:
         q: uint8 [N, K], 0 to 15.
         scale: float32 [N, K / 32], one for each group of 32.
-        minimum: likewise.
+        minimum: float32 [N, K / 32], likewise.
     """
 
     q: Tensor
@@ -54,7 +54,7 @@ class FourBit(NamedTuple):
 
 
 def four_bit(tensor: GgufTensor) -> FourBit:
-    """Take apart a matrix of a type in `FOUR_BIT`, without loss."""
+    """Split a matrix of a type in `FOUR_BIT` into values, scales and minima, without loss."""
     rows, columns = tensor.shape
     blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
     taken = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
@@ -62,7 +62,7 @@ def four_bit(tensor: GgufTensor) -> FourBit:
 
 
 def floats(tensor: GgufTensor) -> Tensor:
-    """A tensor of any known type as float32, or in its own type if it is no block format."""
+    """Unpack a tensor of any known type to float32; F16 and BF16 keep their own type."""
     if tensor.type == "BF16":
         return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(tensor.shape)
     if tensor.type in ("F32", "F16"):
@@ -76,7 +76,7 @@ def floats(tensor: GgufTensor) -> Tensor:
         blocks = torch.from_numpy(np.array(tensor.blocks))
         return (blocks[:, 2:].view(torch.int8) * _half(blocks, 0)).reshape(tensor.shape)
     from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize  # the formats that are rarer
+    from gguf.quants import dequantize  # for the rarer formats
 
     kind = GGMLQuantizationType(BLOCKS[tensor.type][0])
     return torch.from_numpy(dequantize(tensor.blocks, kind)).reshape(tensor.shape)
@@ -88,7 +88,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """The low halves of n bytes [b, n], then their high halves: [b, 2 n]."""
+    """The low four bits of n bytes [b, n], then their high four bits: [b, 2 n]."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 
@@ -102,7 +102,7 @@ def _q4_1(blocks: Tensor) -> FourBit:
 
 
 def _q4_k(blocks: Tensor) -> FourBit:
-    """Eight groups of 32, whose scales and minima are six-bit multiples of two floats."""
+    """Split blocks of eight groups of 32; scales and minima are six-bit multiples of two floats."""
     packed = blocks[:, 4:16].view(-1, 3, 4)
     low, high, mixed = packed.unbind(1)  # [b, 4] each
     scale = torch.cat((low & 63, (mixed & 15) | (low >> 6 << 4)), -1)
@@ -111,12 +111,12 @@ def _q4_k(blocks: Tensor) -> FourBit:
     return FourBit(q, scale * _half(blocks, 0), minimum * -_half(blocks, 2))
 
 
-_ROWS = 4096  # of a matrix that are held as float32 at once
-_SOME = 10  # tensors after which freed memory is given back
+_ROWS = 4096  # rows of a matrix that are float32 at a time
+_SOME = 10  # tensors after which free memory is returned to the system
 
 
 def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
-    """The tokenizer of a file of one of the `ARCHITECTURES`."""
+    """Load the tokenizer of a GGUF file with one of the `ARCHITECTURES`."""
     if architecture == "llama":
         return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
     return AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
@@ -129,10 +129,10 @@ def load_module(
     *,
     keep_packed: bool = False,
 ) -> Any:
-    """The transformers model, with its weights unpacked to `dtype`.
+    """Make the transformers model of a GGUF file, with its weights unpacked to `dtype`.
 
-    With `keep_packed`, matrices of four bits stay as they are, and other blocks get eight bits with
-    a scale for each row. Raises ModelError when tensors are missing or have another shape.
+    With `keep_packed`, four-bit matrices stay as they are, and matrices in other blocks get eight
+    bits with a scale for each row. Raises ModelError if tensors are missing or of another shape.
     """
     values = config_values(file) or {}
     _check_sizes(file, values)
@@ -163,7 +163,7 @@ def load_module(
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
-    """Raise ModelError if the sizes can't be those of the tensors, before a model is made."""
+    """Raise ModelError if the config's sizes do not fit the tensors, before a model is made."""
     layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
     embedding = file.tensors.get("token_embd.weight")
     queries = file.tensors.get(f"blk.{(layers or 0) - 1}.attn_q.weight")
@@ -178,7 +178,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 
 
 def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
-    """The rows of llama's queries and keys in transformers' order: rotary halves, not pairs."""
+    """Order rows of llama's query and key weights for transformers: rotary halves, not pairs."""
     if file.architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
         return weight
     which = "head_count" if ".attn_q." in name else "head_count_kv"
@@ -189,25 +189,25 @@ def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
 
 
 def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> PackedLinear | None:
-    """A matrix as a packed layer without bias; None for other tensors, and for plain floats."""
+    """A matrix stored in blocks as a packed layer without bias; None for any other tensor."""
     if len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
         return None
     if _has_four_bits(tensor, name) and Int4Linear.fits(*tensor.shape):
         return Int4Linear(*(_in_rows(one, name, file) for one in four_bit(tensor)))
-    parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # all at once is much
+    parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # saves memory
     q, scale = (_in_rows(torch.cat(one), name, file) for one in zip(*parts, strict=True))
     return Int8Linear(q, scale)
 
 
 def _has_four_bits(tensor: GgufTensor, name: str) -> bool:
-    """Whether a matrix keeps its four bits; one whose rows are looked up gets eight."""
+    """Whether a matrix keeps its four bits; embeddings and the output head get eight."""
     return tensor.type in FOUR_BIT and name not in ("token_embd.weight", "output.weight")
 
 
 def _most_packed(file: GgufFile) -> int:
     """An upper bound for the bytes of all packed layers."""
     return sum(
-        # four bits and two bfloat16 for each 32 are 20 bytes; else a byte each, and 2 for a row
+        # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits); a row 2 more
         prod(one.shape) // 32 * (20 if _has_four_bits(one, name) else 32) + 2 * one.shape[0] + 128
         for name, one in file.tensors.items()
         if len(one.shape) == 2 and BLOCKS[one.type][1] > 1
@@ -217,10 +217,10 @@ def _most_packed(file: GgufFile) -> int:
 def _replace(
     module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
 ) -> None:
-    """Put a packed layer in the place of the one that has this weight; the bias stays.
+    """Replace the layer that has the weight `name` by a packed layer, which takes over its bias.
 
-    Its weights go into `store`. Packed embeddings, of type `dtype`, also become the output head
-    that has the same weights.
+    The packed weights go into `store`. Packed embeddings, which return `dtype`, also become the
+    output head if it has the same weights.
     """
     if name == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
         store.move(packed)
@@ -239,7 +239,7 @@ def _replace(
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Set a parameter, of which only the shape was known."""
+    """Set the parameter `name`; raises ModelError if the model lacks it or its shape differs."""
     owner_name, _, own = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)

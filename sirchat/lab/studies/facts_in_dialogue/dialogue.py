@@ -20,9 +20,9 @@ from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 OPTIONS = 4
-_CORRECTED = 1 / 4  # of the facts of a kind that may be corrected
-_ALONE = 0.4  # of the facts are told in a turn of their own
-_LAST_PLACE = 0.75  # facts are told before this part of the conversation ends
+_CORRECTED = 1 / 4  # share of facts that are corrected, among the kinds that may be
+_ALONE = 0.4  # share of facts that are told in a turn of their own
+_LAST_PLACE = 0.75  # share of the conversation, from its start, in which facts are told
 
 _REPLIES = (
     "Oh, I see.",
@@ -42,12 +42,12 @@ class ToldFact:
 
     Attributes:
         kind: what it is about.
-        round: number of the round, from 0, whose user turn tells it, or corrects it.
-        told: the sentence of that turn that does so.
+        round: number of the round, from 0, whose user turn tells the fact, or corrects it.
+        told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for it.
         replies: one for each option.
-        right: index of the right one.
+        right: index of the right reply.
         corrected: whether another value was told before; it is one of the wrong options.
     """
 
@@ -76,10 +76,10 @@ def draw_dialogue(
     length: int,
     size: Callable[[str, str], int],
 ) -> FactDialogue:
-    """A conversation of at most `length` tokens that tells `facts` facts, each of another kind.
+    """A conversation of at most `length` tokens that tells `facts` facts of different kinds.
 
-    `size` gives the tokens of a round with these two turns. Raises SettingError when so many facts
-    leave no room for dialogue between them.
+    `size` returns the number of tokens of a round, given its user turn and reply. Raises
+    SettingError when so many facts leave no room for dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
     sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
@@ -111,7 +111,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Distinct numbers below `last`, so many for each fact, ascending within a fact."""
+    """Distinct numbers below `last`: `counts[n]` of them for fact n, in ascending order."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
@@ -120,7 +120,7 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """The sentences that tell a fact, the last of them with the value asked for."""
+    """Draw a fact; returns its sentences (the last has the right value) and the fact."""
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)
@@ -170,7 +170,7 @@ Dialogue = list[tuple[str, str]]
 """The rounds of one conversation: user turn and reply."""
 
 _ROUNDS_OF_TRANSCRIPT = 12
-"""A transcript is cut into conversations of so many rounds."""
+"""A transcript is cut into conversations of this many rounds."""
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
@@ -194,7 +194,7 @@ def load_dialogues(path: Path) -> list[Dialogue]:
 
 
 def _dailydialog(path: Path) -> list[Dialogue]:
-    """Each question is a turn, and its right answer the reply."""
+    """DailyDialog: each question is a user turn, and its right answer the reply."""
     dialogues = [[one.unlisted for one in talk] for talk in dailydialog(path)]
     return [
         [(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in dialogues
@@ -216,7 +216,7 @@ def _of_weeks(path: Path) -> list[Dialogue]:
 
 
 def _transcript(data: bytes, name: str) -> list[Dialogue]:
-    """Pairs of a user turn and the reply that follows it."""
+    """A transcript's user turns, each with the reply that follows, cut into conversations."""
     turns = [turn for turn in parse_transcript(data, name) if turn.role != "system"]
     rounds = [(a.content, b.content) for a, b in pairwise(turns) if _is_round(a, b)]
     return [

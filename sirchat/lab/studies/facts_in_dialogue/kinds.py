@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 Values = Callable[[Random], str]
-"""Draws a value; other draws are the wrong options."""
+"""Draws a value of a fact; further draws give the wrong options."""
 
 
 def one_of(text: str) -> Values:

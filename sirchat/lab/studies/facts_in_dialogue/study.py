@@ -53,8 +53,8 @@ class FactsInDialogue(Grid):
 
     Attributes:
         data: the file of real talk.
-        lengths: tokens of a conversation, its questions left out.
-        facts: facts told in a conversation.
+        lengths: numbers of tokens of a conversation, not counting its questions.
+        facts: number of facts told in a conversation.
     """
 
     data: str = ""
@@ -75,11 +75,11 @@ class FactsInDialogue(Grid):
         return "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model."""
+        """Everything that the results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     def units(self) -> list[str]:
-        """One unit for each conversation: its length and its number."""
+        """One unit per conversation, named by its length and its number."""
         count = math.ceil(self.limit / self.facts)
         return [f"{length} {number}" for length in self.lengths for number in range(count)]
 
@@ -114,7 +114,7 @@ class FactsInDialogue(Grid):
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number` of a length; the same seed gives the same one."""
+        """Conversation `number` of this length; the same seed gives the same one."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
@@ -145,13 +145,13 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """What `_closed_book` found, by reply and system prompt; no policy changes it."""
+        """Results of `_closed_book`, by question, reply and system prompt, not by policy."""
         return {}
 
     def _closed_book(
         self, model: LoadedModel, template: Template, setting: Profile, fact: ToldFact
     ) -> float:
-        """Nats of the right reply when the question is asked without the conversation."""
+        """Surprisal of the right reply, in nats, when the conversation has not been read."""
         key = f"{fact.question}/{fact.replies[fact.right]}", setting.system
         if key not in self._closed:
             full = setting.model_copy(update={"policy": "full", "policy_options": {}})
@@ -167,7 +167,7 @@ class FactsInDialogue(Grid):
 
 @dataclass(frozen=True)
 class _ReadRound:
-    """A round that was read: its ids, and the stream position of the first."""
+    """A round that was read: its ids, and the stream position of the first id."""
 
     ids: TurnIds
     start: int
@@ -176,7 +176,7 @@ class _ReadRound:
 def _read(
     engine: Engine, template: Template, talk: FactDialogue, setting: Profile
 ) -> list[_ReadRound]:
-    """Read all rounds, each in one piece, and the system prompt before them."""
+    """Read the system prompt, then all rounds, each in one piece."""
     found = []
     for number, (user, reply) in enumerate(talk.rounds, 1):
         first = number == 1
@@ -189,7 +189,7 @@ def _read(
 
 
 def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, range]:
-    """The tokens of a round that tell a fact, and those of its value, by index in the round."""
+    """The indices, in a round, of the tokens that tell a fact, and of the tokens of its value."""
     start, end = turn.content
     indices = range(start, end)
     pieces = texts(turn.ids[start:end], indices)
@@ -203,7 +203,7 @@ def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, rang
 
 
 def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:
-    """Ask for a fact and undo it: whether the right reply is the likeliest, and its nats."""
+    """Ask for a fact and undo it; returns the right reply's nats, and whether it is likeliest."""
     checkpoint = engine.checkpoint()
     turn = template.user(fact.question)
     read_ids(engine, turn.ids, number, roles=turn.roles)
@@ -221,7 +221,7 @@ def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Re
 
 
 REFERENCE = "entropy"
-"""The policy that others are compared with at the same budget; without it, the first one."""
+"""The policy that others are compared with at the same budget; if not run, the first policy."""
 
 _COLUMNS = (
     "setting",
@@ -240,8 +240,8 @@ def tables(
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    `nats gained` is by how much the right reply is less surprising than closed-book, `nats below
-    full` by how much it is more surprising than under `full`, where that was run.
+    `nats gained` says how much less surprising the right reply is than closed-book, `nats below
+    full` how much more surprising it is than under `full`, if `full` was run.
     """
     return tuple(_table(findings, settings, length) for length in lengths)
 
@@ -302,6 +302,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The reference's values, once for each seed of the other setting."""
+    """The values of `reference` (first seed), repeated once for each seed of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

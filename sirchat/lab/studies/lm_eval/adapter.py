@@ -28,7 +28,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.text.detokenizer import TextStream
 
 _LONGEST_REPLY = 256
-"""Most tokens of a reply if a task sets no limit; lm-eval's own default."""
+"""Largest number of tokens of a reply if a task sets no limit; lm-eval's own default."""
 
 
 class HarnessAdapter:
@@ -47,7 +47,7 @@ class HarnessAdapter:
         self.truncated = 0
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """For each continuation its log-probability, in nats, and whether it is the greedy one.
+        """For each continuation its log-probability, in nats, and whether greedy decoding gives it.
 
         Raises UsageError for a continuation without a token of its own.
         """
@@ -136,7 +136,7 @@ class HarnessAdapter:
 
 
 def language_model(reader: TextReader, texts: TextEncoder) -> Any:
-    """A HarnessAdapter that is an `lm_eval.api.model.LM`."""
+    """Create a HarnessAdapter that is also an `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM
 
     class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def language_model(reader: TextReader, texts: TextEncoder) -> Any:
 
 @dataclass(frozen=True)
 class TextReader:
-    """A model under a setting.
+    """Reads, scores and generates text with a model under a setting.
 
     Attributes:
         model, setting: the model and the profile.
@@ -160,13 +160,13 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that fit under a policy that evicts nothing; None under any other one."""
+        """The most tokens that fit, if the policy evicts nothing; None if the policy evicts."""
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
         """An engine that has read ids [n], n > 0; the last round has room for `reply` more ids.
 
-        Raises ContextFullError when they do not fit under a policy that evicts nothing.
+        Raises ContextFullError when the ids do not fit under a policy that evicts nothing.
         """
         engine = open_engine(self.model, self.setting)
         size = self.piece or len(ids)

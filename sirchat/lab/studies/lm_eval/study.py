@@ -34,16 +34,16 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class LmEval:
-    """The study.
+    """The study that runs tasks of lm-eval under several settings.
 
     Attributes:
-        settings: profiles, one for each row of a metric.
+        settings: profiles; each metric of a task has a row for each profile.
         tasks: names of tasks, groups or tags.
         harness: how the tasks are run.
         piece: number of tokens in a round; None reads a context as one round.
 
-    Raises UsageError without lm-eval, SettingError for an unknown task and for a setting without
-    effect.
+    Raises UsageError if lm-eval is not installed, SettingError for an unknown task and a setting
+    without effect.
     """
 
     settings: tuple[Profile, ...]
@@ -62,7 +62,7 @@ class LmEval:
         return "lm-eval"
 
     def parameters(self) -> Record:
-        """All that the findings depend on, except the model: fields and the version of lm-eval."""
+        """Everything that the results depend on, except the model: fields and lm-eval's version."""
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
             "tasks": list(self.tasks),
@@ -72,7 +72,7 @@ class LmEval:
         }
 
     def shared(self) -> Record:
-        """The parameters that every unit depends on; see `reuse`."""
+        """The parameters that all units depend on, which the results log begins with."""
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
@@ -81,7 +81,7 @@ class LmEval:
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
     def keys(self) -> list[str]:
-        """Every task under every setting."""
+        """The key of every task under every setting."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
@@ -146,7 +146,7 @@ _BOOTSTRAPS = 1000
 """Bootstrap samples for the standard error of a metric that is not a mean."""
 
 _SEED, _OTHER_SEED = 0, 1234
-"""Lm-eval's defaults, so that the few-shot examples are the usual ones."""
+"""Lm-eval's default seeds, so that the few-shot examples are the usual ones."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Harness:
     chat: bool = False
 
     def check(self, tasks: tuple[str, ...]) -> None:
-        """Raise UsageError without lm-eval, SettingError for an unknown folder or task."""
+        """Raise UsageError if lm-eval is missing, SettingError for an unknown folder or task."""
         if find_spec("lm_eval") is None:
             raise UsageError("lm-eval is not installed", hint="pip install 'sirchat[lm-eval]'")
         if self.folder is not None and not Path(self.folder).is_dir():
@@ -222,7 +222,7 @@ class Harness:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Suppress lm-eval's output and progress bars, and keep it from starting processes."""
+    """Context manager: hide lm-eval's output, and keep it from starting processes."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield
@@ -236,7 +236,7 @@ def harness_version() -> str:
 @cache
 def _index(folder: str | None) -> Any:
     """The index of lm-eval's tasks and those of `folder`; building it takes seconds."""
-    # It would warn about settings that were made on purpose.
+    # Otherwise it warns about settings that are made on purpose here.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 

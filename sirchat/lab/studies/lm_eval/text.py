@@ -1,4 +1,4 @@
-"""Encodes text as lm-eval's own adapter for Hugging Face models does, so that results compare.
+"""Encodes text as lm-eval's adapter for Hugging Face models does, so that results are comparable.
 
 Two things differ. Text never becomes a control token: if a document happens to contain the text of
 one, it is encoded as plain text, or left out when the chat template renders the document. And no
@@ -26,9 +26,9 @@ Ids = list[int]
 class TextEncoder:
     """Encodes contexts and continuations.
 
-    `chat` says that contexts were rendered by the chat template. If the model has an anchor token,
+    `chat`: whether contexts were rendered by the chat template. If the model has an anchor token,
     it is placed after each example of a context: after a blank line, which separates examples in
-    lm-eval, or in a chat after each reply and the system prompt.
+    lm-eval, or, in a chat, after each reply and after the system prompt.
 
     Attributes:
         prefix: the id (BOS, else EOS) that takes the place of an empty context.
@@ -94,8 +94,8 @@ class TextEncoder:
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
         """A conversation rendered by the chat template: a text to `encode`.
 
-        `prompt` adds the generation prompt; otherwise the last message stays open. The system
-        message is left out if the template allows none.
+        `prompt` adds the generation prompt; otherwise the last message is left unfinished. The
+        system message is left out if the template allows none.
         """
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
@@ -120,7 +120,7 @@ class TextEncoder:
         return list(ids)
 
     def _plain(self, text: str) -> str:
-        """A text without control tokens; repeated, since removing one may form another."""
+        """Remove control tokens from a text, repeatedly, since removing one may form another."""
         while (left := self._control.sub("", text)) != text:
             text = left
         return text

@@ -8,10 +8,10 @@ setting continues with its own answers; then the ids differ, and only answers ar
 `full` is the reference until the model's context is full. After that no agreement is measured, and
 the setting with the largest budget gives the missing replies.
 
-How far a setting predicts the same as `full` is the KL divergence by token. A recording model
-reports the logits of every forward pass. The predictions with the full cache are held for one
-round, and compared with those under a budget as they are made. So memory never has the logits of
-more than one round.
+The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
+model reports the logits of every forward pass. The predictions of `full` are stored for one round,
+and the other settings' predictions are compared with them as they are made. So memory never has the
+logits of more than one round.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _run_round(
 
 
 OnLogits = Callable[[int, Tensor], None]
-"""Called with the stream position of the first of m tokens, and their logits [m, V]."""
+"""Called with the stream position of the first of m tokens, and the logits [m, V] of all m."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class ComparedSession:
         is_reference: whether this is `full`, which the others are compared with.
 
     Attributes:
-        is_open: whether it continues: false once the context is full, or a turn can't be undone.
+        is_open: whether the session continues: false once the context is full or an undo failed.
         notes: messages for the reader.
     """
 
@@ -157,9 +157,10 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Answer a user turn, undo that, and continue with `reply`, or with the answer if None.
+        """Answer a user turn, undo both, and read the turn again with `reply`.
 
-        Returns the text that it continued with, or `reply` if this session ends here.
+        If `reply` is None, the answer takes its place. Returns the text that was read as the reply,
+        or `reply` if this session ends here.
         """
         with self._ends_on_error(reference):
             answer, _ = self._ask(user)
@@ -229,7 +230,7 @@ class ComparedSession:
     def _finish(
         self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
     ) -> None:
-        """Record a finished round; the KL divergence was `measured` at these positions."""
+        """Record a finished round; `measured` are the positions with a measured KL divergence."""
         if self._is_reference:
             reference.answer = answer
         expected = reference.answer
@@ -252,7 +253,7 @@ class ComparedSession:
 
     @contextmanager
     def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """End this session, not the whole comparison, if it can't continue."""
+        """Context manager: an error that stops this session does not end the whole comparison."""
         try:
             yield
         except (ContextFullError, UndoError) as error:
@@ -292,24 +293,24 @@ class RecordingModel(LoadedModel):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
-        """The model's own forward pass, reported to `on_pass`."""
+        """Run the model's forward pass, and report it to `on_pass`."""
         logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
-        """The same pass; surprisal and the last logits."""
+        """Run the same pass; returns the surprisal of the ids and the last logits."""
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
 def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
-    """The same model, weights shared, that calls `on_pass` after every forward pass."""
+    """A copy of the model, with shared weights, that calls `on_pass` after every forward pass."""
     parts = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
     return RecordingModel(**parts, on_pass=on_pass)
 
 
 class Predictions:
-    """The predictions with the full cache in one round, which starts at a stream position."""
+    """The predictions with the full cache in one round, from stream position `start` on."""
 
     def __init__(self, start: int) -> None:
         self._end = start
@@ -341,7 +342,7 @@ class Agreement:
         """KL divergence of the next token's distribution, by position of the token before it."""
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Compare logits [m, V] of the m tokens from `position` on; newer ones replace older."""
+        """Compare logits [m, V] of the m tokens from `position` on; newer results replace older."""
         found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
         self.nats |= enumerate(found, position)
 
@@ -351,7 +352,7 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
     Args:
         reference: log-probabilities [m, V].
-        logits: of the other distribution [m, V].
+        logits: logits [m, V] of the other distribution.
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)

@@ -14,7 +14,7 @@ from sirchat.text.transcript import TranscriptTurn
 
 @dataclass(frozen=True)
 class Round:
-    """A user turn and the reply in the transcript; None without one."""
+    """A user turn, and its reply in the transcript; None if it has no reply."""
 
     user: str
     reply: str | None
@@ -36,7 +36,7 @@ class Rounds:
 
 
 def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
-    """Pair the turns of a transcript, which errors call `name`, as `sirchat replay --feed` does.
+    """Pair user turns with replies as `sirchat replay --feed` does; errors name the file `name`.
 
     A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
     that follows no user turn, and for a transcript without user turns.
@@ -65,15 +65,15 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
 
 
 Span = tuple[int, int | None]
-"""Held while the tokens from one position to before the other were read; None: to the end."""
+"""A time when a token was held: its start and end, in tokens read; end None if still held."""
 
 
 class HeldSpans:
-    """The spans of every token, kept up to date by events; time is counted in tokens read."""
+    """The spans in which each token was held, updated by events; time counts the tokens read."""
 
     def __init__(self) -> None:
         self._ended: dict[int, list[tuple[int, int]]] = {}
-        self._since: dict[int, int | None] = {}  # of tokens ever evicted; None while evicted
+        self._since: dict[int, int | None] = {}  # for tokens ever evicted; None while evicted
 
     def note(self, event: Event) -> None:
         """Record the tokens that an event evicts or restores."""
@@ -86,7 +86,7 @@ class HeldSpans:
             self._restore(event.positions, event.seen)
 
     def spans(self, seen: int) -> list[tuple[Span, ...]]:
-        """For each of the first `seen` tokens, its spans in order; at least one."""
+        """The spans of each of the first `seen` tokens, in order; each token has at least one."""
         return [self._of(position) for position in range(seen)]
 
     def _of(self, position: int) -> tuple[Span, ...]:
@@ -136,10 +136,10 @@ class RoundResult:
         answer: the setting's own answer, whether the conversation continued with it or not.
         reply: the reply that the conversation continued with.
         differs_at: index of the first token at which the answer differs from that of `full`; None
-            if both are the same, or `full` has none.
-        same: whether both answers are the same; None if `full` has none.
+            if both answers are the same, or `full` has no answer.
+        same: whether both answers are the same; None if `full` has no answer.
         nats: mean KL divergence over the round's tokens; None if it was not measured.
-        held, seen: number of tokens held after the round, and read so far.
+        held, seen: number of tokens held after the round, and number read so far.
         shares: for every turn so far, how many of its tokens are held.
         turns: indices, in `shares`, of this round's turns.
         cache_bytes: memory of the cached keys and values.
@@ -190,7 +190,7 @@ class SettingResult:
 
     @property
     def nats(self) -> float | None:
-        """Mean KL divergence over all tokens for which it was measured; None without any."""
+        """Mean KL divergence over the tokens for which it was measured; None if there are none."""
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
 

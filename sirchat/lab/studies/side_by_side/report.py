@@ -19,13 +19,13 @@ from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
 Safe = Callable[[str], str]
-"""Removes from a text what must not reach a terminal."""
+"""Returns the text without what must not reach a terminal, such as control sequences."""
 
 MIB = 2**20
 
 
 def record_of(found: Comparison, head: Record) -> Record:
-    """The comparison as one JSON object, after the entries of `head`."""
+    """The comparison as one JSON object, which begins with the entries of `head`."""
     return {
         **head,
         "file": found.file,
@@ -144,7 +144,7 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """The tokens by columns; `held` is start, end, start, end ... of spans, in tokens read."""
+    """A list for each property of the tokens; `held` has the start and end of each span in turn."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
@@ -157,7 +157,7 @@ def _token_columns(tokens: tuple[Token, ...]) -> Record:
 
 
 def _rounded(value: float | None) -> Any:
-    """Rounded to five digits, since there are thousands of these."""
+    """The value rounded to five digits, since a record has thousands of such values."""
     return None if value is None else float(f"{value:.5g}")
 
 
@@ -165,7 +165,7 @@ _PLACEHOLDER = "{{record}}"
 
 
 def page_of(record: Record) -> str:
-    """The page of a record, which is written in it as pure ASCII."""
+    """The HTML page of a record; the record is written into the page as pure ASCII."""
     template = files("sirchat.lab.studies.side_by_side").joinpath("page.html").read_text("utf-8")
     # Only "<" could end the script element, or begin a comment in it.
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
