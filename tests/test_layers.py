@@ -59,6 +59,7 @@ def test_every_package_has_a_rule_and_the_top_holds_nothing_else() -> None:
     assert parts == {*MAY_IMPORT, *TOP, "__main__"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_package_imports_only_what_is_below_it(package: str) -> None:
     allowed = [f"sirchat.{part}" for part in {package, *MAY_IMPORT[package], *TOP}]

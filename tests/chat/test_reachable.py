@@ -15,6 +15,7 @@ from sirchat.errors import UndoError
 from sirchat.memory.ledger import Flag, State
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recall", ["hybrid", "off"])
 @pytest.mark.parametrize("limit", ["200KiB", "64MiB"])
 def test_it_is_what_a_look_at_every_token_finds(

@@ -25,6 +25,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 _NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n >= 6)) for n in range(SESSIONS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", _NUMBERS)
 def test_a_conversation_comes_out_as_recorded(number: int) -> None:
     actions = json.loads(json.dumps(condensed(play(number))))

@@ -66,6 +66,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
         assert list(counts) == bins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_threshold_is_the_strongest_score_of_those_that_would_leave(seed: int) -> None:
     chat, count = _talk("entropy", seed)

@@ -30,6 +30,7 @@ def undo(chat: Session) -> Undone:
     return event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [None, "You are Tiny."])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_turn_undone_and_said_again_is_as_if_said_once(

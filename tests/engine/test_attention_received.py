@@ -139,6 +139,7 @@ def talk(
     return engine, sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(HELD) - UNTRACKED))
 def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
     engine, sums = talk(family, Snapkv(recent=8, layers=0, window=20))

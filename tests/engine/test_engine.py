@@ -181,6 +181,7 @@ def test_chunks_are_a_quarter_of_the_room_and_those_that_find_room_are_read_at_o
     assert [r.done for r in records if isinstance(r, ReadProgress)] == [64, 80, 96, 100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", policy_names())
 def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch

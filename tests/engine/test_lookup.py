@@ -67,6 +67,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "options"), SETTINGS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_conversation_is_the_same_and_takes_fewer_passes(

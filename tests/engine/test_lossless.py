@@ -64,6 +64,7 @@ def test_there_and_back_gives_the_same_logits(dtype: torch.dtype) -> None:
     assert torch.equal(straight.logits, switched.logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str) -> None:
     engine = talked(memory(policy, 64))
@@ -166,6 +167,7 @@ def test_turning_the_archive_off_empties_it() -> None:
     assert engine.store.archived == engine.store.archive_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BOUNDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turns_undone_one_by_one_and_said_again_leave_no_trace(

@@ -50,6 +50,7 @@ def test_the_turn_with_the_words_comes_back_whole(retriever: str, family: str) -
     assert {1, 3} >= set(turns[recalled]) - {2}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(["sink", "entropy", "reservoir"]),

@@ -138,6 +138,7 @@ def test_what_comes_back_is_what_the_equations_choose(
         assert are_the_best([scores[n] for n in still], chosen, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
     engine, model = talked(memory(retriever=retriever, query="recent"))

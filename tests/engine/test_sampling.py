@@ -109,6 +109,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     assert drawn(4) != drawn(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -43,6 +43,7 @@ def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass:
     assert shown == [*got[45:60].tolist(), *got[105:120].tolist()]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(16, 80))
 @settings(max_examples=30)
 def test_evictions_do_not_touch_the_surprisal_of_the_next_token(

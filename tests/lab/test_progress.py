@@ -58,6 +58,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "1/2" in drawn or "2/2" in drawn
 
 
+@pytest.mark.slow
 def test_the_command_reports_to_stderr_only() -> None:
     done = run("eval", "dailydialog", "--policies", "sink", "--budgets", "64", "--limit", "1")
     assert done.returncode == 0, done.stderr

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import sirchat
 
 
+@pytest.mark.slow
 def test_a_chat_works_without_the_laboratory(tmp_path: Path) -> None:
     package = Path(sirchat.__file__).parent
     unwanted = shutil.ignore_patterns("lab", "__pycache__")

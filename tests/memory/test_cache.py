@@ -39,6 +39,7 @@ class Row:
     written_at: int
 
 
+@pytest.mark.slow
 @given(steps)
 @settings(max_examples=60)
 def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[str, Any]]) -> None:
@@ -106,6 +107,7 @@ def test_reading_a_layer_that_was_never_written_is_an_error() -> None:
         BoundedCache(LAYERS, capacity=1).layer_keys(0)
 
 
+@pytest.mark.slow
 def test_keys_do_not_drift_in_bfloat16() -> None:
     """2,000 times a row is read and the oldest leaves: the rows between move 2,000 times.
 

@@ -115,6 +115,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 WEIGHTS: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("retriever", "weight", "soft"),
     [*product(RETRIEVERS, ("surprisal", "none"), (False,)), ("attention", "surprisal", True)],
@@ -229,6 +230,7 @@ def test_a_reused_position_is_found_by_its_new_content() -> None:
     assert len(exact & best(ArchiveSearch.proposed, archive, query, recall)) >= 95
 
 
+@pytest.mark.slow
 def test_erasing_leaves_no_index_behind() -> None:
     """Its axes and centroids were learnt from the erased rows, too."""
     archive, recall = filled(), RecallSettings("attention", "surprisal", index="on")

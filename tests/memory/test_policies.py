@@ -225,6 +225,7 @@ def cases(pick: st.DrawFn) -> Case:
     return Case(rows, view, random.randint(sum(protected), len(rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "oracle"), ORACLES)
 @given(case=cases())
 @settings(max_examples=60)
@@ -314,6 +315,7 @@ def looked_at(case: Case, row: Row, *, words_count: bool, template_counts: bool)
     return 0.0 if left_out else total * float(row.faded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "score"), SCORES)
 @given(case=cases())
 @settings(max_examples=60)
@@ -356,6 +358,7 @@ def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
     assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [1996, 1998, 1999]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
 @given(case=cases())
 @settings(max_examples=40)

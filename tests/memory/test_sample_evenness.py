@@ -33,6 +33,7 @@ def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) ->
     assert evenness(Reservoir(), rounds, seeds=150) > 0.01
 
 
+@pytest.mark.slow
 def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
     """The same measurement finds the bias of `random`, with a tenth of the streams."""
     assert evenness(policy_class("random")(), SHORT_ROUNDS, seeds=40) < 1e-6
@@ -69,6 +70,7 @@ def test_the_measurement_evicts_as_the_engine_does(policy: Reservoir) -> None:
     assert engine.ledger.held_positions.tolist() == held.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("sinks", "sample", "recent"), [(4, 60, 32), (2, 20, 40), (0, 90, 20)])
 def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(

@@ -37,6 +37,7 @@ def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
         torch.testing.assert_close(logits, expected.logits[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @held
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model, ids = loaded(name), random_ids(60)

@@ -162,6 +162,7 @@ def test_sizes_that_are_not_those_of_the_weights_are_refused_before_a_model_is_m
 changes = st.lists(st.tuples(st.integers(0, 4_000), st.integers(0, 255)), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=changes)
 def test_any_header_is_read_or_refused(

@@ -180,6 +180,7 @@ def test_a_text_that_is_being_read_changes_nothing_for_another_conversation(file
     assert torch.equal(logits_of_a_short_turn(), alone)
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_budget_unpacks_the_weights_once(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def size(model: LoadedModel) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_stays_packed_and_gives_nearly_the_same_logits(file: Path) -> None:
     packed = load_model(str(file), dtype="float32", quantize="packed")
     unpacked = load_model(str(file), quantize="none")
@@ -220,6 +222,7 @@ def test_keys_and_values_of_packed_weights_take_half_of_the_memory(file: Path) -
     assert model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_by_default_weights_stay_packed_unless_a_type_is_asked_for(file: Path) -> None:
     assert load_model(str(file)).precision == "float32 with packed weights"
     assert load_model(str(file), dtype="bfloat16").precision == "bfloat16"

@@ -55,6 +55,7 @@ def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
         shape_of_folder(folder_with(tmp_path, config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "none"}, {"dtype": "float32"}],

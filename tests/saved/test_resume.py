@@ -100,6 +100,7 @@ def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
     assert _with_defaults([]) == []
 
 
+@pytest.mark.slow
 def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.say("Hello!")

@@ -188,6 +188,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new(tmp_path_factory.mktemp("whole"), "hello", "x" * 9000, "bye")
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4))
 def test_any_damage_is_harmless_or_refused_in_one_line(

@@ -57,6 +57,7 @@ def _turn_by_turn(template: Template, contents: list[str], system: str | None) -
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", _SHAPES)
 @settings(max_examples=25, deadline=None)
 @given(_CONTENTS)

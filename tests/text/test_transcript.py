@@ -236,11 +236,11 @@ def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b'{"role": "user", "content": "' + b"x" * 50_000_000,  # bad JSON in one line
-        b"[" + b"{}," * 3_000_000 + b"]",
-        b"[\n" + b"{},\n" * 3_000_000 + b"]",
-        b"[\n" * 3_000_000,
-        b"x" * 50_000_000,
+        b'{"role": "user", "content": "' + b"x" * 25_000_000,  # bad JSON in one line
+        b"[" + b"{}," * 1_500_000 + b"]",
+        b"[\n" + b"{},\n" * 1_500_000 + b"]",
+        b"[\n" * 1_500_000,
+        b"x" * 25_000_000,
     ],
     ids=["bad", "wide", "lines", "open", "plain"],
 )
@@ -255,8 +255,8 @@ def test_what_would_take_all_memory_or_time_is_refused_at_once(data: bytes, form
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - begun < 30  # tracing takes most of it
-    assert most < 200 * 2**20
+    assert time.perf_counter() - begun < 15  # tracing takes most of it
+    assert most < 100 * 2**20
 
 
 @pytest.mark.parametrize("start", ["[", '{"a":', '[{"conversations": ['])

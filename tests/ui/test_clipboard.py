@@ -205,6 +205,7 @@ def terminal(request: pytest.FixtureRequest, home: Path) -> Iterator[Terminal]:
         yield chat
 
 
+@pytest.mark.slow
 def test_the_screen_says_what_was_copied(terminal: Terminal, home: Path) -> None:
     assert "there is no reply yet" in " ".join(terminal.ask("/copy").split())
     terminal.ask("My name is Anna.")

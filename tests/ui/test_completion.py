@@ -126,6 +126,7 @@ def test_file_names_are_completed(files: Path, typed: str, offered: set[str]) ->
     assert _completed(typed) == offered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 100, 160])
 def test_files_are_offered_while_a_message_is_typed(home: Path, files: Path, columns: int) -> None:
     with Terminal(home=home, rows=24, columns=columns) as chat:

@@ -55,6 +55,7 @@ def _said(shown: str) -> list[str]:
 # --- the live region
 
 
+@pytest.mark.slow
 def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
     chat.ask("/set max_new_tokens 100000")
     chat.say("Go on.")
@@ -132,6 +133,7 @@ def test_every_word_is_there_however_it_comes(terminal: FakeTerminal, text: str,
     assert everything_on(terminal.screen).split() == unicodedata.normalize("NFC", text).split()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_frame")
 @pytest.mark.parametrize("sizes", [[(30, 60)], [(30, 120)], [(16, 51), (40, 140)], [(8, 30)]])
 def test_no_word_is_lost_when_the_window_changes(
@@ -157,6 +159,7 @@ def _look(terminal: FakeTerminal, seen: list[str], size: tuple[int, int]) -> Non
 # --- where nothing is drawn
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_text(home: Path, endless: str) -> None:
     environ = {"TERM": "dumb"}
     flags = ("--model", endless, "--max-new-tokens", "600", "--repetition-penalty", "1.3")
@@ -172,6 +175,7 @@ def test_a_dumb_terminal_gets_plain_text(home: Path, endless: str) -> None:
         assert chat.ended() == 0
 
 
+@pytest.mark.slow
 def test_no_color_means_no_colours_and_no_drawing(home: Path, endless: str) -> None:
     flags = ("--model", endless, "--max-new-tokens", "600", "--repetition-penalty", "1.3")
     with Terminal(*flags, home=home, environ={"NO_COLOR": "1", "PAGER": "cat"}) as chat:

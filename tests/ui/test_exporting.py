@@ -193,6 +193,7 @@ def terminal(request: pytest.FixtureRequest, home: Path, folder: Path) -> Iterat
         yield chat
 
 
+@pytest.mark.slow
 def test_a_chat_that_is_not_saved_is_exported_from_the_prompt(
     terminal: Terminal, folder: Path
 ) -> None:

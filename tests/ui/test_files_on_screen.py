@@ -54,6 +54,7 @@ def _seen(chat: Terminal) -> str:
     return _ask(chat, "/stats").split(";")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "name"),
     [
@@ -76,6 +77,7 @@ def test_a_control_token_in_a_file_ends_no_turn(chat: Terminal) -> None:
     assert re.match(r"2 turns;", _ask(chat, "/stats"))
 
 
+@pytest.mark.slow
 def test_a_file_beyond_the_budget_is_announced_as_such(chat: Terminal) -> None:
     chat.ask("/budget 256")
     shown = _ask(chat, "/read long.txt")

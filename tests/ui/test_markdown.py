@@ -130,6 +130,7 @@ def test_of_a_table_under_way_the_rows_are_counted(terminal: FakeTerminal, panel
     assert shown == ["So:", "", "Who  When", "Rex  7:30", "Una     8", "", "That is all."]
 
 
+@pytest.mark.slow
 def test_plain_paragraphs_are_written_as_without_markdown(terminal: FakeTerminal) -> None:
     text = "\n\n".join("It was a plain day, and nothing more: 3 of 4 said so. " * 9 for _ in "abc")
     text = text.replace(" \n", "\n").strip()
@@ -159,6 +160,7 @@ def test_without_markdown_and_on_a_plain_terminal_a_reply_is_the_text_itself(
     assert terminal.getvalue() == document + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("number", range(8))
 def test_a_block_taller_than_the_window_loses_no_word(
@@ -180,6 +182,7 @@ def test_a_block_taller_than_the_window_loses_no_word(
     assert shown.count("•") == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("sizes", [[(30, 60)], [(30, 120)], [(16, 55), (40, 140)], [(8, 30)]])
 def test_no_word_of_markdown_is_lost_when_the_window_changes(

@@ -50,6 +50,7 @@ def test_the_other_model_has_read_the_text_under_the_present_settings() -> None:
     assert now.snapshot().rows == straight.snapshot().rows
 
 
+@pytest.mark.slow
 def test_undo_goes_back_to_the_former_model_and_all_it_held() -> None:
     chat, straight = (chat_of(*SAYINGS[:3]) for _ in range(2))
     before = chat.session

@@ -113,12 +113,14 @@ def memories(draw: st.DrawFn) -> Snapshot:
     return replace(snapshot, model=draw(TEXTS) * draw(st.integers(1, 20)), policy=draw(TEXTS))
 
 
+@pytest.mark.slow
 @given(memories(), st.integers(60, 200))
 def test_any_text_keeps_the_box_straight(snapshot: Snapshot, width: int) -> None:
     for line in lines(draw_panel(snapshot, DARK, width), width):
         assert (wcswidth(line), cell_len(line)) == (width, width)
 
 
+@pytest.mark.slow
 @given(memories(), st.integers(40, 200), st.integers(1, 40), st.lists(TEXTS, max_size=8))
 def test_a_compact_panel_has_eight_rows_at_most_and_none_wraps(
     snapshot: Snapshot, width: int, strongest: int, gone: list[str]
@@ -142,6 +144,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
         assert not line.plain or cell_len(line.plain[0]) > 0, "a mark without its letter"
 
 
+@pytest.mark.slow
 @given(memories())
 def test_nothing_from_a_token_controls_the_terminal(snapshot: Snapshot) -> None:
     for drawn in (
@@ -154,6 +157,7 @@ def test_nothing_from_a_token_controls_the_terminal(snapshot: Snapshot) -> None:
         assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
+@pytest.mark.slow
 def test_every_shown_character_has_the_same_width_everywhere() -> None:
     for code in (*range(0x20, 0x32000), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
@@ -205,6 +209,7 @@ def held_lines(snapshot: Snapshot, width: int) -> list[str]:
     return [line[13:] for line in drawn[blank[0] + 1 : blank[1]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot", [TALK, LONG], ids=["talk", "long"])
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_the_panel_shows_every_held_token_and_counts_every_evicted_one(
@@ -217,6 +222,7 @@ def test_the_panel_shows_every_held_token_and_counts_every_evicted_one(
     assert bare == "".join(shown(row.text) for row in snapshot.rows).replace(" ", "")
 
 
+@pytest.mark.slow
 @given(memories())
 def test_the_gaps_are_all_that_was_evicted(snapshot: Snapshot) -> None:
     rows = tuple(replace(row, text="x") for row in snapshot.rows)

@@ -101,6 +101,7 @@ def test_every_command_is_in_one_group_of_the_help() -> None:
     assert set(named) | {"quit", "bye", "?", "regen"} == set(Commands.names())
 
 
+@pytest.mark.slow
 def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     chat.ask("/policy sink")
     chat.ask("/budget 64")
@@ -228,6 +229,7 @@ def test_panel_shows_all_that_is_held(chat: Terminal) -> None:
     assert re.search(r"━─* +\d+/1,024 held +\d+ seen +0 evicted", on_screen)
 
 
+@pytest.mark.slow
 def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> None:
     chat.ask("My name is Anna.")
     columns, *rows = chat.ask("/tokens turn 0").splitlines()

@@ -124,6 +124,7 @@ def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> N
     assert check_stream(events) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", [None, 20])
 def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
     options = {"sample": sample}
@@ -133,6 +134,7 @@ def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
     assert check_stream(events) > 20
 
 
+@pytest.mark.slow
 def test_generated_replies_follow_the_policy_too() -> None:
     settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
     events = _replayed(_transcript(6), feed=False, **settings)
@@ -146,7 +148,7 @@ def test_generated_replies_follow_the_policy_too() -> None:
 )
 def test_every_policy_holds_on_real_grocery_sessions(policy: str, tmp_path: Path) -> None:
     file = tmp_path / "grocery.jsonl"
-    turns = grocery_turns(Path(str(_DATA)), sessions=2)
+    turns = grocery_turns(Path(str(_DATA)), sessions=1)
     file.write_text("".join(json.dumps(t) + "\n" for t in turns), encoding="utf-8")
     flags = ["--policy", policy, "--budget", "256", "--decay", "0.9"]
     done = run("replay", "--feed", "--json-tokens", str(file), *flags)

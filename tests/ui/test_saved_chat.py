@@ -200,6 +200,7 @@ def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
     assert chat.session.turns == straight.session.turns
 
 
+@pytest.mark.slow
 def test_load_alone_lists_the_newest_first_and_keeps_the_lock(folder: Path) -> None:
     old, new = saved(folder, "old"), saved(folder, "new")
     chat = Chat()
@@ -278,6 +279,7 @@ def test_one_that_another_process_writes_is_refused(folder: Path) -> None:
     assert chat.texts == SAYINGS[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["resume_session", "check_model", "saved_profile"])
 def test_a_failure_in_the_middle_loses_neither_chat(
     folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -342,6 +344,7 @@ def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder:
         assert completions("/load ") == ["last", other]
 
 
+@pytest.mark.slow
 def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         chat.say("My name is Anna.")

@@ -53,6 +53,7 @@ def _held(chat: Terminal, paged: Path) -> str:
     return "".join(re.findall(r'^ *\d+ +\d+ +\w+ +"(.*?)" +\d+ ', table, re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [CTRL_C, ESCAPE], ids=["Ctrl-C", "Esc"])
 def test_a_key_stops_a_reply_and_keeps_it(speaker: Terminal, paged: Path, key: str) -> None:
     speaker.begin_reply()
@@ -132,6 +133,7 @@ def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
     assert all(turn.count("<|end|>") == 1 and turn.endswith("<|end|>") for turn in turns[1:])
 
 
+@pytest.mark.slow
 def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(
     speaker: Terminal,
 ) -> None:
@@ -145,6 +147,7 @@ def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(
     speaker.send(CTRL_C)
 
 
+@pytest.mark.slow
 def test_a_line_typed_ahead_is_sent(speaker: Terminal) -> None:
     speaker.begin_reply()
     speaker.send("/budget 64\r")
@@ -154,6 +157,7 @@ def test_a_line_typed_ahead_is_sent(speaker: Terminal) -> None:
     speaker.wait_prompt()
 
 
+@pytest.mark.slow
 def test_a_paste_ahead_stays_one_message(speaker: Terminal) -> None:
     speaker.begin_reply()
     speaker.paste("/reset\nzzqq")

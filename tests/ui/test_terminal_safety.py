@@ -73,6 +73,7 @@ def _harm(written: str) -> list[str]:
     return _HARM.findall(_OURS.sub("", written))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CONTROLS)
 def test_a_reply_cannot_control_the_terminal_wherever_it_is_split(
     terminal: FakeTerminal, name: str
@@ -89,6 +90,7 @@ def test_a_reply_cannot_control_the_terminal_wherever_it_is_split(
     assert everything_on(terminal.screen).count("after") >= 2 * len(text) + 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_frame")
 def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
     for control in _CONTROLS.values():
@@ -140,6 +142,7 @@ def test_names_in_errors_and_lists_cannot_control_the_terminal(tmp_path: Path) -
         assert not _harm(written), arguments
 
 
+@pytest.mark.slow
 def test_a_transcript_cannot_control_the_terminal(tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
     texts = [f"before{control}after" for control in _CONTROLS.values()]
@@ -159,6 +162,7 @@ def test_a_file_name_in_an_error_cannot_control_a_terminal(tmp_path: Path) -> No
         assert not _harm(terminal.raw.decode().replace("owned", ""))  # as text it may be shown
 
 
+@pytest.mark.slow
 def test_a_model_name_and_a_profile_cannot_control_a_chat(tmp_path: Path) -> None:
     model = save_babbler(tmp_path / _EVIL)
     folder = tmp_path / "config" / "profiles"

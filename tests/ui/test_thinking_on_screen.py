@@ -34,6 +34,7 @@ def _lines(terminal: FakeTerminal) -> list[str]:
     return "\n".join(lines_of(terminal.screen)).strip("\n").split("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 100, 160])
 @pytest.mark.parametrize("panel", ["off", "live", "turn"])
 @pytest.mark.parametrize("size", [1, 5, 400])
@@ -55,6 +56,7 @@ def test_hidden_nothing_of_it_stays(terminal: FakeTerminal, panel: str) -> None:
     assert lines_of(terminal.screen)[:3] == ["It is so.", "", "• one"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("thinking", ["fold", "hide"])
 def test_while_it_comes_one_line_counts_and_little_is_written(

@@ -111,6 +111,7 @@ def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_threshold_is_true(seed: int) -> None:
     chat, count = _talk("entropy", seed)
@@ -128,6 +129,7 @@ def test_the_threshold_is_true(seed: int) -> None:
         assert said is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
     chat, count = _talk("entropy", seed)

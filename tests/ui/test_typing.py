@@ -251,6 +251,7 @@ def test_a_typed_sign_after_a_paste_names_a_file(chat: Terminal, home: Path) -> 
     assert "@anna asks: " in _message(chat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_sequence_of_keys_ends_in_an_exception(
     monkeypatch: pytest.MonkeyPatch, seed: int

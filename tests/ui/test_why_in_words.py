@@ -43,6 +43,7 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert int(found[1]) == min(one.rank or 99 for one in chat.why("Anna")) - 1
 
 
+@pytest.mark.slow
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     assert _said(chat, "Anna") == (
@@ -71,6 +72,7 @@ def test_pins_sinks_and_fading_are_named() -> None:
     assert "the first tokens of all" in _said(_told("interval"), "turn 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != "kvzip"])
 def test_under_every_policy_the_sentence_agrees_with_the_state(policy: str) -> None:
     chat = session(tiny(), policy=policy, budget=64 if policy != "full" else 512)

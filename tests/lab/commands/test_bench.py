@@ -28,6 +28,7 @@ def results(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
 def test_decode_is_measured_by_default(command: list[str]) -> None:
     found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
@@ -48,6 +49,7 @@ def test_decode_is_measured_by_default(command: list[str]) -> None:
     assert re.fullmatch(r"\d+ MiB of weights a token: .* \d+\.\d GB/s, .* GB/s", found[2]["note"])
 
 
+@pytest.mark.slow
 def test_a_long_stream_is_measured_at_each_length() -> None:
     found = results("decode", "--cache", "64", "--rounds", "2", "--seen", "100,200,300")
     assert [r["name"] for r in found[-2:]] == [
@@ -55,12 +57,14 @@ def test_a_long_stream_is_measured_at_each_length() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_attention_is_compared_with_none() -> None:
     found = results("attention", "--cache", "64", "--rounds", "2")
     assert [r["name"].split()[0] for r in found] == ["attention", "attention", "the"]
     assert all(r["low"] <= r["median"] <= r["high"] for r in found)
 
 
+@pytest.mark.slow
 def test_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("sirchat.lab.bench.panel.BLOCK_SECONDS", 0.2)
@@ -126,6 +130,7 @@ def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[
     assert all(word in done.stderr for word in words), done.stderr
 
 
+@pytest.mark.slow
 def test_packed_weights_are_compared_with_unpacked_ones() -> None:
     sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
     found = results("decode", "--quantize", "int8", "--device", "cpu", *sizes)
@@ -144,6 +149,7 @@ for line in sys.stdin:
 """In the place of a Python with llama-cpp-python; it needs half a second for everything."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashes", [True, False])
 def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
@@ -159,6 +165,7 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
 
 
+@pytest.mark.slow
 def test_sirllms_code_is_timed_on_turns_of_the_same_size(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=False), encoding="utf-8")
@@ -194,6 +201,7 @@ def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
 """In the place of SirLLM's code: it evicts the first token, and notes what it is called with."""
 
 
+@pytest.mark.slow
 def test_sirllms_code_evicts_and_decays_before_each_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +250,7 @@ def test_sirllms_code_is_not_compared_with_models_that_it_can_not_read() -> None
         code.load(loaded("qwen3"), held=20)
 
 
+@pytest.mark.slow
 def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +274,7 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_said_in_one_line() -> None:
     done = run("bench", "start", "--quantize", "packed")
     assert done.returncode == 1

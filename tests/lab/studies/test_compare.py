@@ -110,6 +110,7 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     return [row.id for row in chat.tokens(range(chat.seen))], torch.cat(rows).double().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
     result = found().settings[number]
@@ -128,6 +129,7 @@ def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) ->
     assert result.nats == pytest.approx(oracle.mean(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enough() -> None:
     assert {one.nats for one in found().settings[0].tokens} == {0.0}
     full, wide = compare(tiny(), (FULL, Profile(policy="sink", budget=512)), transcript()).settings
@@ -135,6 +137,7 @@ def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enoug
     assert wide.same_answers == full.same_answers == (5, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
     result = found().settings[number]
@@ -177,6 +180,7 @@ def test_the_first_difference_is_found() -> None:
     assert first_difference([], [1]) == 0
 
 
+@pytest.mark.slow
 def test_without_replies_every_setting_continues_with_the_answers_of_full() -> None:
     asked = transcript([(user, None) for user, _ in TALK])
     full, sink = compare(tiny(), (FULL, SINK), asked).settings
@@ -186,6 +190,7 @@ def test_without_replies_every_setting_continues_with_the_answers_of_full() -> N
     assert sink.nats is not None
 
 
+@pytest.mark.slow
 def test_each_setting_can_continue_with_its_own_answers() -> None:
     result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
     for one in result:
@@ -197,6 +202,7 @@ def test_each_setting_can_continue_with_its_own_answers() -> None:
     assert result[1].rounds[0].same is not None
 
 
+@pytest.mark.slow
 def test_when_the_context_of_full_is_full_the_others_continue() -> None:
     model = replace(tiny(), context_length=64)
     asked = transcript([*TALK[:-1], (TALK[-1][0], None)])
@@ -210,6 +216,7 @@ def test_when_the_context_of_full_is_full_the_others_continue() -> None:
     assert sink.rounds[-1].reply == entropy.rounds[-1].answer.text  # the larger budget's
 
 
+@pytest.mark.slow
 def test_recalled_tokens_have_several_spans() -> None:
     setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
@@ -220,6 +227,7 @@ def test_recalled_tokens_have_several_spans() -> None:
     assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
 
 
+@pytest.mark.slow
 def test_a_policy_that_needs_attention_weights_is_compared_like_any_other() -> None:
     setting = Profile(policy="h2o", budget=48, recent=8)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
@@ -227,6 +235,7 @@ def test_a_policy_that_needs_attention_weights_is_compared_like_any_other() -> N
     assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()
 
 
+@pytest.mark.slow
 def test_a_turn_that_cannot_be_undone_ends_its_setting() -> None:
     setting = SINK.model_copy(update={"archive_limit": "1KB"})
     comparison = compare(tiny(), (FULL, setting), transcript())

@@ -38,6 +38,7 @@ def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
     assert row[1:] == pytest.approx([math.exp(np.mean(nats[n])) for n in (16, 100)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
     study = Context((FULL, SINK), 2, lengths=(16, 200))
     (table,) = study.report(run_units(study, tiny())).tables

@@ -14,6 +14,7 @@ from sirchat.lab.studies.run import run_units
 FULL, ANCHOR = Profile(policy="full", sinks=1), Profile(policy="anchor", sinks=1)
 
 
+@pytest.mark.slow
 def test_what_is_cached_is_what_a_chat_would_hold() -> None:
     study = Demonstrations((FULL, ANCHOR), 2, shots=(0, 3), questions=2)
     found = run_units(study, tiny())
@@ -45,6 +46,7 @@ def test_what_is_cached_is_what_a_chat_would_hold() -> None:
     assert table.rows[2][-1] == 1.0
 
 
+@pytest.mark.slow
 def test_anchors_are_placed_otherwise_in_the_demonstrations_only() -> None:
     model = with_anchors()
     study = Demonstrations(
@@ -74,6 +76,7 @@ def test_only_anchor_tokens_can_be_placed_otherwise() -> None:
         Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_command_of_the_study(tmp_path: object) -> None:
     done = run(
         "eval", "demonstrations", "--policies", "full,anchor", "--limit", "1", "--shots", "1"

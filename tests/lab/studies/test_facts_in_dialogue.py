@@ -190,6 +190,7 @@ def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
     assert engine.resident == 40
 
 
+@pytest.mark.slow
 def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> None:
     model = load_model("tiny")
     study = FactsInDialogue(
@@ -255,6 +256,7 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
             assert fact.value in "".join(pieces[at] for at in value)
 
 
+@pytest.mark.slow
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
     study = FactsInDialogue(settings, limit=10, data=str(talk), lengths=(300, 400))

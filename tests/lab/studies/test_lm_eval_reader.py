@@ -57,6 +57,7 @@ def log_probabilities(ids: list[int]) -> Tensor:
     return torch.log_softmax(logits.float(), -1)
 
 
+@pytest.mark.slow
 def test_under_full_a_score_equals_that_of_a_pass_without_a_cache() -> None:
     rng = random.Random(0)
     for _ in range(20):
@@ -101,6 +102,7 @@ def test_a_context_is_read_once_for_all_that_may_follow() -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 def test_rounds_let_a_decay_take_effect() -> None:
     ids = random_ids(random.Random(3), 400)
     plain, fading = (Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.5))

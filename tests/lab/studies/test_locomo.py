@@ -46,6 +46,7 @@ def ids_before(model: LoadedModel, talk: LongTalk, question: TalkQuestion) -> li
     return ids + template.user(asked(question)[0]).ids
 
 
+@pytest.mark.slow
 def test_nats_are_those_of_one_forward_pass_under_full(tmp_path: Path) -> None:
     one = study(tmp_path, FULL, more=1)
     (found, _) = run_units(one, tiny()).values()
@@ -73,6 +74,7 @@ def test_a_reply_is_the_greedy_one_of_at_most_so_many_tokens(tmp_path: Path) -> 
     assert found["questions"][0]["said"] == babbler().tokenizer.decode(ids).strip()
 
 
+@pytest.mark.slow
 def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_read(
     tmp_path: Path,
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_session_is_a_whole_number_of_rounds_and_begins_with_its_date(tmp_path
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"system": "Be brief."}, {"policy": "h2o"}])
 def test_reading_leaves_the_session_as_if_each_round_had_been_read(
     tmp_path: Path, settings: dict[str, Any]

@@ -195,6 +195,7 @@ def test_tiny_keeps_its_knowledge_and_evicts_what_the_policy_evicts() -> None:
     assert table.columns == ("setting", "ACCc", "ACCg", "ACCc - sink 256", "ACCg - sink 256")
 
 
+@pytest.mark.slow
 def test_a_shot_is_a_question_before_with_its_right_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_shot_is_a_question_before_with_its_right_answer(
         assert turns == [text for one in before for text in (one.text, one.answer)]
 
 
+@pytest.mark.slow
 def test_decays_are_plotted_where_several_are_compared() -> None:
     settings = tuple(Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.8))
     study = MultipleChoice((*settings, FULL), 1, task="grocery")
@@ -224,6 +226,7 @@ def test_decays_are_plotted_where_several_are_compared() -> None:
     assert [x for x, _ in plot.lines["entropy 64 ACCg"]] == [0.8, 1.0]
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_paper_does(data: Path) -> None:
     flags = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--json")
     for task, columns in (("dailydialog", ["right"]), ("grocery", ["ACCc", "ACCg"])):

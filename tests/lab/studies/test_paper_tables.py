@@ -53,6 +53,7 @@ def test_differences_from_sink_are_those_of_the_paper(
         assert rows[name][column] - sink[column] == pytest.approx(gap, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "tables"),
     [

@@ -25,6 +25,7 @@ SINK, ENTROPY, SALIENCE = (
 )
 
 
+@pytest.mark.slow
 def test_a_fact_is_right_where_a_chat_answers_word_for_word() -> None:
     study = Facts((FULL, SINK), 4, facts=(2,), between=(1, 3))
     found = run_units(study, tiny())
@@ -40,6 +41,7 @@ def test_a_fact_is_right_where_a_chat_answers_word_for_word() -> None:
     assert [one["right"]["3"] for one in found.values()] == 2 * [[True] * 2] + 2 * [[False] * 2]
 
 
+@pytest.mark.slow
 def test_questions_leave_no_trace() -> None:
     """The surprisal of the text that follows is the same with and without questions."""
     asked = Facts((ENTROPY,), 2, facts=(2,), between=(2, 4, 8))
@@ -50,6 +52,7 @@ def test_questions_leave_no_trace() -> None:
     assert one["right"]["8"] == other["right"]["8"]
 
 
+@pytest.mark.slow
 def test_there_are_as_many_questions_as_the_limit() -> None:
     study = Facts((SINK,), 10, facts=(1, 4), between=(1,))
     found = run_units(study, tiny())
@@ -126,6 +129,7 @@ def test_lists_and_games_are_for_one_budget() -> None:
     assert "ablation" not in Policies((SINK,), 4, at=64).studies
 
 
+@pytest.mark.slow
 def test_the_command_resumes_where_it_stopped(tmp_path: Path) -> None:
     flags = (
         "--policies sink,salience --budgets 64 --at 64 --limit 2 --facts 1 --between 1 --recent 8"

@@ -79,6 +79,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(wrong: dict[str, Any], hint
         RecallStudy((FULL,), 1, **wrong)
 
 
+@pytest.mark.slow
 def test_a_fact_outside_the_window_is_not_recalled_and_one_inside_is() -> None:
     window = Profile(policy="window", budget=64, recent=8)
     study = RecallStudy((FULL, window), 6, between=(3,), kinds=("name", "city", "code"))
@@ -117,6 +118,7 @@ def test_the_interval_is_wilsons(right: int, asked: int, low: float, high: float
     assert wilson(right, asked) == pytest.approx((low, high), abs=5e-4)
 
 
+@pytest.mark.slow
 def test_the_command_prints_shares_with_intervals_and_how_to_repeat_them() -> None:
     flags = ("--limit", "2", "--between", "1", "--kinds", "name,city", "--budgets", "64,128")
     done = run("eval", "recall", "--policies", "full,sink", *flags, "--json")

@@ -236,6 +236,7 @@ def test_which_fields_of_each_study_extend_it() -> None:
             assert replace(study, **{name: value}).shared() != study.shared(), (study.name, name)
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_study_of_policies_are_extended_each(tmp_path: Path) -> None:
     asked = {"parts": ("grocery",), "at": 64}
     run_units(Policies((SINK,), 1, **asked), babbler(), tmp_path)  # type: ignore[arg-type]

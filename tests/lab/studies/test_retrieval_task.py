@@ -138,6 +138,7 @@ def test_a_task_that_is_not_there_is_refused() -> None:
         Retrieval(Profile(), task="facts")
 
 
+@pytest.mark.slow
 def test_the_study_distinguishes_evicting_from_recalling() -> None:
     found = run_units(FEW, tiny())
     assert all(one[FULL] and one[EVERYTHING] for one in found.values())
@@ -165,6 +166,7 @@ def test_several_base_budgets_find_what_each_finds_alone() -> None:
         replace(FEW, bases=(3,))
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     arguments = [
         *("eval", "retrieval", "--limit", "1", "--counts", "20", "--retrievers", "random"),
@@ -183,6 +185,7 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     assert run("eval", "retrieval", "--retrievers", "bm52").returncode == 2
 
 
+@pytest.mark.slow
 def test_recalled_tokens_reveal_the_private_answer() -> None:
     study = Privacy(
         Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
@@ -199,6 +202,7 @@ def test_recalled_tokens_reveal_the_private_answer() -> None:
         Privacy(Profile())
 
 
+@pytest.mark.slow
 def test_the_privacy_command_turns_recall_on_by_default() -> None:
     done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
     assert done.returncode == 0, done.stderr

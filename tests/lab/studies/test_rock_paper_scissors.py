@@ -74,6 +74,7 @@ def test_every_round_is_won_tied_or_lost_and_silence_loses(
         assert result in user
 
 
+@pytest.mark.slow
 def test_the_likeliest_move_is_what_a_greedy_reply_names() -> None:
     full = (Profile(policy="full"),)
     by_likelihood = run_units(RockPaperScissors(full, 1, rounds=12), tiny())

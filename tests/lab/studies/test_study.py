@@ -48,6 +48,7 @@ REPORT = Report(
 )
 
 
+@pytest.mark.slow
 def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
     study = MultipleChoice((SINK, RANDOM), 2, seed=5, repeats=3, task="dailydialog")
     assert study.keys() == [f"0/0/{unit}" for unit in "01"] + [

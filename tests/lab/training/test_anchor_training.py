@@ -170,6 +170,7 @@ def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -
 # --- training ---
 
 
+@pytest.mark.slow
 def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
     found = losses(options(folder, tmp_path / "out", steps=30))
     assert len(found) == 30

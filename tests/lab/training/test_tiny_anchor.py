@@ -72,6 +72,7 @@ def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(
     assert seen[9].nonzero()[:, 0].tolist() == [6, 8, 9]
 
 
+@pytest.mark.slow
 def test_the_trained_model_says_where_its_anchors_are(tmp_path: Path) -> None:
     whole = list(train(options(tmp_path / "whole", 4), TinyAnchorTrainer))
     stopped = train(options(tmp_path / "stopped", 4), TinyAnchorTrainer)

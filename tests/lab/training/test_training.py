@@ -351,6 +351,7 @@ def test_resuming_equals_an_uninterrupted_training(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_the_finished_weights_are_the_mean_of_those_before_and_after_the_last_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
