@@ -138,7 +138,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "Memory": {
         "/evicted": "list what was evicted",
         '/recall "WORDS"': "restore words",
-        "/pin, /unpin": "keep words; allow their eviction again",
+        "/pin, /unpin": "keep words; undo that",
         "/summarize": "keep the model's own summary",
         "/erase": "erase words or turns for good",
         "/reset": "start an empty conversation",

@@ -31,7 +31,10 @@ def test_without_a_terminal_a_yes_is_needed(folder: Path) -> None:
     ident = saved(folder, "my trip")
     refused = run("sessions", "rm", "my trip")
     assert refused.returncode == 2
-    assert refused.stderr == f"sirchat: {ident} is not deleted: this needs a confirmation (--yes)\n"
+    assert (
+        refused.stderr
+        == f"sirchat: {ident} is not deleted: this needs a confirmation (add --yes)\n"
+    )
     assert list_sessions(folder).sessions
     done = run("sessions", "rm", "my trip", "-y")
     assert (done.returncode, done.stderr) == (0, f"removed {ident}\n")

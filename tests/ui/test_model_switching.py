@@ -108,7 +108,7 @@ def test_what_is_erased_cannot_come_back_with_the_former_model(line: str) -> Non
     [
         ("./nowhere", ModelError, "does not exist"),
         ("nowhere.gguf", ModelError, "does not exist"),
-        ("broken.gguf", ModelError, "no GGUF file"),
+        ("broken.gguf", ModelError, "not a valid GGUF file"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(
