@@ -367,7 +367,7 @@ class Session:
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
-            reserve=len(closing),
+            closing=len(closing),
             interrupted=interrupted,
             lookup=PromptLookup() if self.profile.lookup else None,
         )

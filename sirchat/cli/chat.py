@@ -92,7 +92,7 @@ def saved_settings(
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_state import saved_profile
-    from sirchat.saved.session_list import open_session
+    from sirchat.saved.session_list import open_saved_file
 
     flags = dict(flags)
     trusted = trusted_policies(flags)
@@ -105,7 +105,7 @@ def saved_settings(
     import_typed(str(flags.get("policy", "")))
     first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
     rest = {key: value for key, value in given.items() if key not in first}
-    store, damaged = open_session(sessions_dir(), ident)
+    store, damaged = open_saved_file(sessions_dir(), ident)
     for error in damaged:
         line = displayable_line(f"sirchat: {error}; going on with {store.name or store.id}")
         sys.stderr.write(f"{line}\n")

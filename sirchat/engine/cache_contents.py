@@ -125,7 +125,7 @@ class CacheContents:
             if num_keep < budget.policy_rows:
                 evicted.append(self._keep(num_keep))
         if budget.only_between_turns:
-            self._cache.reserve(min(budget.hard_bound, self.count + to_come))
+            self._cache.grow_to(min(budget.hard_bound, self.count + to_come))
         return evicted
 
     def next_evicted(self, *, in_round: bool) -> Positions:
@@ -164,7 +164,7 @@ class CacheContents:
             raise
         self._at_last_pass = self._at_last_pass or (before.settings, self.selection)
         if not self.budget.unbounded:
-            self._cache.reserve(self.budget.total)
+            self._cache.grow_to(self.budget.total)
         moves = self._hold(wanted)
         self._cache.set_positions(in_stream=settings.in_stream)
         old = before.settings
@@ -228,7 +228,7 @@ class CacheContents:
         are held. Raises LookupError, changing nothing, if a row that was held then is neither held
         nor archived.
         """
-        self._cache.reserve(len(to.held))
+        self._cache.grow_to(len(to.held))
         self._store.undo(to)
         self.round, self._layers = round, ()
         self._ledger.recall(selection.recalled)

@@ -131,7 +131,7 @@ class Engine:
         *,
         stop_ids: frozenset[int],
         max_new_tokens: int,
-        reserve: int = 0,
+        closing: int = 0,
         interrupted: Callable[[], bool] = lambda: False,
         lookup: PromptLookup | None = None,
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
@@ -139,7 +139,7 @@ class Engine:
 
         With a `lookup`, tokens that it guesses are computed several at once.
 
-        Raises ContextFullError if nothing may be evicted and fewer than `reserve` rows would stay
+        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
         free; the end of the turn needs these.
         """
         self.contents.round = at.round
@@ -154,7 +154,7 @@ class Engine:
             if token_id in stop_ids:
                 yield Stopped("stop", token_id)
                 return
-            self.require(1 + reserve)
+            self.require(1 + closing)
             budget = self.contents.budget
             if not budget.unbounded and budget.policy_rows >= budget.policy_bound:
                 yield from self.contents.make_room(budget.eviction_block)
@@ -303,7 +303,7 @@ class Engine:
         budget = self.contents.budget
         if self.resident + len(chunk) > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
-            self.cache.reserve(min(budget.hard_bound, wanted))
+            self.cache.grow_to(min(budget.hard_bound, wanted))
         self.contents.note_pass()
         opening = budget.chunk_size if self.ledger.seen == 0 else 0
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None

@@ -177,7 +177,7 @@ class Reader:
         stats: AttentionStatsConfig | None = None,
     ) -> None:
         """Read ids [n] into the cache again; the ledger already has them, at stream `positions`."""
-        self._cache.reserve(len(ids))
+        self._cache.grow_to(len(ids))
         start = 0
         with self._tracker(stats) as tracker:
             while start < len(ids):
@@ -210,7 +210,7 @@ class Reader:
             end = self._ledger.seen + len(part)
             if self._cache.in_stream and end > self._model.context_length:
                 return
-            self._cache.reserve(self._cache.length + len(part))
+            self._cache.grow_to(self._cache.length + len(part))
             observer = HighestWeights(wide, self._cache.slots_of(part))
             self._read(ids[part.numpy()].tolist(), observer=observer)
             highest = observer.mean()
@@ -235,7 +235,7 @@ class Reader:
         read = [one[:-1] for one in alternatives]  # the last id's own logits are not needed
         logits = first[None][:0]
         if any(read):
-            self._cache.reserve(self._cache.length + sum(map(len, read)))
+            self._cache.grow_to(self._cache.length + sum(map(len, read)))
             logits = self._forward_apart(read)
         scores, start = [], 0
         for ids in alternatives:

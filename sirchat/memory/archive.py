@@ -84,7 +84,7 @@ class Archive:
             rows = rows.take(new)
         if not len(rows):
             return
-        self._reserve(int(rows.positions.max()) + 1)
+        self._grow(int(rows.positions.max()) + 1)
         start = 0
         while start < len(rows):
             segment, number = self._open(rows.tensors)
@@ -223,7 +223,7 @@ class Archive:
             self._segments.append(last)
         return last, len(self._segments) - 1
 
-    def _reserve(self, rows: int) -> None:
+    def _grow(self, rows: int) -> None:
         """Make room for `rows` rows, by doubling."""
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)

@@ -159,7 +159,7 @@ class AttentionStats:
         """
         if not passes:
             return
-        self._reserve(int(positions[-1]) + 1)
+        self._grow(int(positions[-1]) + 1)
         before = self._total[positions]
         uncounted = before == 0
         own_rows = sum(one.queries for one in passes)
@@ -269,10 +269,10 @@ class AttentionStats:
 
     def _put(self, one: AttentionCheckpoint) -> None:
         if len(one.positions):
-            self._reserve(int(one.positions[-1]) + 1)
+            self._grow(int(one.positions[-1]) + 1)
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
-    def _reserve(self, rows: int) -> None:
+    def _grow(self, rows: int) -> None:
         """Make room for `rows` rows, by doubling."""
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):

@@ -251,7 +251,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
-        self.reserve(end + count)
+        self.grow_to(end + count)
         slots = torch.arange(start, start + count)
         for layer, rows in zip(self.layers, layers, strict=True):
             new = torch.from_numpy(rows.positions) if self.in_stream else slots
@@ -321,7 +321,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         """Hold exactly `rows`, in this order, in slots 0..n-1, their keys rotated accordingly."""
         count = len(rows)
         self._inserted = range(0)
-        self.reserve(count)
+        self.grow_to(count)
         self._stream[:count] = rows.positions
         written_at = torch.from_numpy(rows.written_at)
         moves = CosSin(written_at, self._rotary_positions(torch.arange(count)))
@@ -344,7 +344,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
             self._inserted = inserted
 
     @torch.no_grad()
-    def reserve(self, capacity: int) -> None:
+    def grow_to(self, capacity: int) -> None:
         """Allocate at least `capacity` rows; buffers never shrink."""
         if capacity <= self.capacity:
             return

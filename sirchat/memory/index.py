@@ -79,7 +79,7 @@ class Index:
         """Add the archived rows at these positions [n], ascending, if they are not indexed yet."""
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)
-        self._reserve(int(positions[-1]) + 1 if len(positions) else 0)
+        self._grow(int(positions[-1]) + 1 if len(positions) else 0)
         new = positions[~self._has[positions]]
         for start in range(0, len(new), _BATCH):
             self._add(archive, new[start : start + _BATCH], surprisal_of)
@@ -133,7 +133,7 @@ class Index:
             part.add(positions, added)
         self._has[positions] = True
 
-    def _reserve(self, rows: int) -> None:
+    def _grow(self, rows: int) -> None:
         """Make room for `rows` rows, by doubling."""
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)

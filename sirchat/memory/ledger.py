@@ -37,8 +37,8 @@ class Flag(IntFlag):
 
     An `ANCHOR` token ends a sequence; the id and surprisal of an `ERASED` token were deleted; a
     `RECALLED` token was restored for this round by recall; a `CONTINUES` token belongs to the same
-    word as the token before it; an `EXCLUDED` token belongs to a system prompt that is no longer in
-    force, and is not held.
+    word as the token before it; an `EXCLUDED` token is neither held nor restored by a switch: it
+    belongs to a system prompt that is no longer in force, or to a reply's reasoning.
     """
 
     PINNED = 1
@@ -208,7 +208,7 @@ class Ledger:
     ) -> None:
         """Add one held row for each id that the model has just read."""
         start, end = self.seen, self.seen + len(ids)
-        self._reserve(end, self._held_count + len(ids))
+        self._grow(end, self._held_count + len(ids))
         rows = self._rows
         if len(ids) == 1:  # one assignment: this runs for every generated token
             key, decay = rows["arrival_key"][start], self.log_decay
@@ -281,7 +281,7 @@ class Ledger:
     ) -> None:
         """Take over saved rows; rows not held count as deleted until `archive` is called."""
         self.seen, self.log_decay = len(rows), log_decay
-        self._reserve(len(rows), len(held))
+        self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
         self._rows["state"][: len(rows)] = State.GONE
         self._rows["state"][held] = State.HELD
@@ -395,7 +395,7 @@ class Ledger:
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
-    def _reserve(self, rows: int, held: int) -> None:
+    def _grow(self, rows: int, held: int) -> None:
         """Grow the arrays by doubling, so that appending costs the same after a million tokens."""
         capacity = len(self._rows)
         if rows > capacity:

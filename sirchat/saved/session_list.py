@@ -98,7 +98,7 @@ def find_session(folder: Path, ident: str) -> Path:
     return found[matches[0]]
 
 
-def open_session(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
+def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
     """Open the session that `find_session` finds, except that `last` skips damaged ones.
 
     The second value has an error for each skipped session that is newer. Raises SessionError as

@@ -19,7 +19,7 @@ from sirchat.saved.session_list import (
     find_session,
     free_name,
     list_sessions,
-    open_session,
+    open_saved_file,
     same_name,
 )
 from sirchat.saved.store import SUFFIX, SessionStore
@@ -116,7 +116,7 @@ class SavedChat:
         if path.stem == self._saving.id:
             self._screen.note(f"this chat is session {path.stem}")
             return None
-        store, damaged = open_session(sessions_dir(), ident)
+        store, damaged = open_saved_file(sessions_dir(), ident)
         for error in damaged:
             self._screen.note(f"{error}; loading {store.name or store.id}")
         try:

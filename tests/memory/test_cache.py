@@ -46,7 +46,7 @@ def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[s
     cache, rows = BoundedCache(LAYERS, capacity=40), list[Row]()
     for step, what in plan:
         if step == "reserve":
-            cache.reserve(what)
+            cache.grow_to(what)
         elif step == "keep":
             draw = Random(what)
             kept = sorted(draw.sample(range(len(rows)), draw.randint(0, len(rows))))
@@ -86,9 +86,9 @@ def test_memory_is_the_capacity_and_half_again_with_rotated_keys() -> None:
     write(cache, 1)
     row = HEADS * HEAD_DIM * 4  # float32
     assert cache.nbytes == 16 * (2 * row + row)
-    cache.reserve(20)
+    cache.grow_to(20)
     assert cache.nbytes == 20 * (2 * row + row)
-    cache.reserve(10)
+    cache.grow_to(10)
     assert cache.capacity == 20
 
 

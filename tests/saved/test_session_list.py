@@ -21,7 +21,7 @@ from sirchat.saved.session_list import (
     export_session,
     find_session,
     list_sessions,
-    open_session,
+    open_saved_file,
     remove_session,
 )
 from sirchat.saved.store import SessionStore
@@ -146,7 +146,7 @@ def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
         path.write_bytes(content[:5000] if path == short else content)
         os.utime(path, (n + 10, n + 10))
     before = {path: path.read_bytes() for path in paths}
-    store, damaged = open_session(tmp_path, "last")
+    store, damaged = open_saved_file(tmp_path, "last")
     store.close()
     assert store.path == whole
     assert sorted(error.path for error in damaged) == sorted([flipped, short])
@@ -155,10 +155,10 @@ def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
         path: content for path, content in before.items() if path != whole
     }
     with pytest.raises(SessionError, match=f"{flipped} is damaged"):
-        open_session(tmp_path, flipped.stem)
+        open_saved_file(tmp_path, flipped.stem)
     whole.unlink()
     with pytest.raises(SessionError, match="is damaged"):
-        open_session(tmp_path, "last")
+        open_saved_file(tmp_path, "last")
 
 
 def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: Path) -> None:
