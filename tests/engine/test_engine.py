@@ -119,7 +119,7 @@ def records_of(
             yield from engine.contents.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
-                SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, reserve=3
+                SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
             )
         elif step == "switch":
             yield from engine.contents.switch(CacheSettings(**what))
@@ -315,7 +315,7 @@ def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
     engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
     feed(engine, some_ids(290))
     with pytest.raises(ContextFullError):
-        generate(engine, 20, reserve=4)
+        generate(engine, 20, closing=4)
     assert engine.resident == 296
     feed(engine, some_ids(4))
     check_whole(engine)
