@@ -179,8 +179,13 @@ class LoadedModel:
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: records each layer's attention, if the model exposes it.
         """
-        with self._observed_by(observer):
-            return self._logits(ids, cache, visible, positions)
+        with self._observed_by(observer), torch.inference_mode():
+            step = self.decode_step
+            if step is not None and len(ids) == 1 and visible is None and not is_observed():
+                at = cache.length if positions is None else positions[0]
+                return step.logits(ids[0], at, cache)
+            logits: Tensor = self.module(**self._inputs(ids, cache, visible, positions)).logits[0]
+            return logits.float()
 
     def several_passes(self) -> AbstractContextManager[None]:
         """Context manager to enter for each of several long passes: weights are unpacked once."""
@@ -207,20 +212,6 @@ class LoadedModel:
             after = torch.tensor(ids[1:], device=hidden.device)
             found = surprisal_at(head, hidden[:-1], after)
             return PassResult(found, head(hidden[-1:]).float()[0])
-
-    @torch.inference_mode()
-    def _logits(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        visible: Tensor | None,
-        positions: Sequence[int] | None,
-    ) -> Tensor:
-        step = self.decode_step
-        if step is not None and len(ids) == 1 and visible is None and not is_observed():
-            return step.logits(ids[0], cache.length if positions is None else positions[0], cache)
-        logits: Tensor = self.module(**self._inputs(ids, cache, visible, positions)).logits[0]
-        return logits.float()
 
     def _inputs(
         self,
