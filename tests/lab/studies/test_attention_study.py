@@ -83,7 +83,7 @@ def test_a_reservoir_is_uniform_and_a_random_choice_is_not() -> None:
     found = run_units(study, babbler())
     (table,) = study.report(found).tables
     rows = {str(row[0]): row[1:] for row in table.rows}
-    assert rows["lots"] == (25, 25, 1)
+    assert rows["seeds"] == (25, 25, 1)
     reservoir, random, sink = rows["p"]
     assert reservoir > 0.001  # type: ignore[operator]
     assert random < 1e-6  # type: ignore[operator]
