@@ -325,23 +325,24 @@ def _speaking(said: Path, endless: str, *flags: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
-def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path, columns: int) -> None:
+def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path) -> None:
     command = _speaking(said, endless)
-    with Terminal(*command, home=tmp_path, rows=50, columns=columns) as chat:
-        for panel in ("off", "live", "turn"):
-            chat.ask(f"/set panel {panel}")
-            chat.ask("/reset")
-            shown = chat.ask("Go on.")
-            assert shown.startswith(_PLAN)
-            assert re.match(r"\n\d+ in, ", shown.removeprefix(_PLAN))
-        chat.ask("/panel off")
-        assert chat.ask("/set markdown off") == "markdown: on -> off"
-        before = len(chat.raw)
-        chat.ask("Go on.")
-        raw = chat.raw[before:].decode().replace("\r\n", "\n")
-        assert _SAID in raw
-        assert chat.ask("/set markdown on") == "markdown: off -> on"
+    with Terminal(*command, home=tmp_path, rows=50, columns=60) as chat:
+        for columns in (60, 100, 160):
+            chat.resize(50, columns)
+            for panel in ("off", "live", "turn"):
+                chat.ask(f"/set panel {panel}")
+                chat.ask("/reset")
+                shown = chat.ask("Go on.")
+                assert shown.startswith(_PLAN), columns
+                assert re.match(r"\n\d+ in, ", shown.removeprefix(_PLAN))
+            chat.ask("/panel off")
+            assert chat.ask("/set markdown off") == "markdown: on -> off"
+            before = len(chat.raw)
+            chat.ask("Go on.")
+            raw = chat.raw[before:].decode().replace("\r\n", "\n")
+            assert _SAID in raw
+            assert chat.ask("/set markdown on") == "markdown: off -> on"
         assert chat.leave() == 0
 
 

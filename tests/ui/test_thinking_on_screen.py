@@ -160,23 +160,25 @@ def test_the_text_of_the_reasoning(reply: str, found: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
-def test_reasoning_in_a_chat(tmp_path: Path, endless: str, columns: int) -> None:
+def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
     file = tmp_path / "reply.md"
     file.write_text(TEXT, encoding="utf-8")
     command = (sys.executable, "-m", "tests.support.speaking", str(file), "--model", endless)
-    with Terminal(*command, home=tmp_path, columns=columns) as chat:
+    with Terminal(*command, home=tmp_path, columns=60) as chat:
         assert chat.ask("/thinking") == "no reply has any reasoning"
-        assert chat.ask("/thinking fold") == "thinking: show -> fold"
-        for panel in ("off", "live", "turn"):
-            chat.ask(f"/set panel {panel}")
-            shown = chat.ask("Go on.")
-            assert re.match(
-                r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n\d+ in, ",
-                shown,
-            )
-        assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"
-        chat.ask("/set thinking show")
-        assert chat.ask("Go on.").startswith("<think>\nIs it")
-        assert "show, fold, hide" in " ".join(chat.ask("/thinking loud").split())
+        for columns in (60, 100, 160):
+            chat.resize(40, columns)
+            assert chat.ask("/thinking fold") == "thinking: show -> fold"
+            for panel in ("off", "live", "turn"):
+                chat.ask(f"/set panel {panel}")
+                shown = chat.ask("Go on.")
+                assert re.match(
+                    r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n"
+                    r"\d+ in, ",
+                    shown,
+                )
+            assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"
+            chat.ask("/set thinking show")
+            assert chat.ask("Go on.").startswith("<think>\nIs it")
+            assert "show, fold, hide" in " ".join(chat.ask("/thinking loud").split())
         assert chat.leave() == 0
