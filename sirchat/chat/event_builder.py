@@ -137,8 +137,8 @@ class EventBuilder:
             return []
         return [
             Notice(
-                f"budget {self.engine.budget} has room for {reserve} recalled tokens, not for "
-                f"{recall_n} (recall_n)"
+                f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "
+                f"not {recall_n} (recall_n); raise the budget or lower recall_n"
             )
         ]
 
@@ -148,9 +148,9 @@ class EventBuilder:
             return []
         return [
             Notice(
-                "this model was not trained to gather text in anchors and will evict nearly "
-                "everything; tiny-anchor was, `sirchat train anchor` trains others, and "
-                "/policy anchor lazy=true waits"
+                "this model was not trained to gather text in anchors, so this policy evicts "
+                "nearly everything; choose tiny-anchor, train a model with `sirchat train anchor`, "
+                "or use /policy anchor lazy=true, which evicts only when the cache is full"
             )
         ]
 
@@ -159,7 +159,7 @@ class EventBuilder:
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
-        return [Notice(f"{no_attention_reason(model)}; policy {policy} goes without")]
+        return [Notice(f"{no_attention_reason(model)}; policy {policy} works without them")]
 
     def problems(self) -> list[Notice]:
         """Notices of problems with the archive since the last call; the conversation goes on."""

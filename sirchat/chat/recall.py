@@ -69,7 +69,9 @@ class Recall:
                 words = self._words.scores([one.text for one in turns], text)
             found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
-            events.append(Notice(f"nothing can be recalled: {error}; choose another /recall"))
+            events.append(
+                Notice(f"no token can be restored: {error}; choose another method with /recall")
+            )
             found = None
         if found is not None:
             engine.contents.fill_reserve(found)

@@ -123,7 +123,7 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
     except BaseException:
         session.undo()
         raise
-    yield Notice(f"turn {index} is the summary, and pinned; /undo takes it back")
+    yield Notice(f"the summary is turn {index}, which is now pinned; /undo removes it")
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:

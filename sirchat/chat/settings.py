@@ -42,7 +42,7 @@ def build_policy(profile: Profile) -> Policy:
                 hint=nearest(name, known),
             )
     if "recent" in options:
-        raise SettingError("recent is a setting of its own, not an option: --recent, /recent")
+        raise SettingError("recent is a setting, not a policy option: use --recent or /recent")
     if "recent" in known:
         options["recent"] = profile.recent
     for name, value in options.items():
@@ -180,7 +180,7 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
             f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
             hint="choose attention auto, which counts only if the model allows it"
             if name == "attention"
-            else "choose policy entropy, which does not need this",
+            else "choose policy entropy, which does not use attention",
         )
 
 
@@ -188,9 +188,9 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, naming `source`, if the model compresses keys that the policy needs."""
     if caches_latents(model) and build_policy(profile).key_value_stats:
         raise SettingError(
-            f"{source}: policy can't be {profile.policy}, or not with these options: "
-            f"{model.name} caches compressed keys and values",
-            hint="choose policy entropy, which does not need this",
+            f"{source}: policy {profile.policy} with these options doesn't work with "
+            f"{model.name}, because this model caches compressed keys and values",
+            hint="choose policy entropy, which does not use keys and values",
         )
 
 

@@ -205,12 +205,12 @@ def start(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Take up a saved chat: the last one, or that of an id or a name.",
+            help="Continue a saved chat: the last one, or the one with this id or name.",
             metavar="[ID|NAME|last]",
         ),
     ] = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="With --resume: read the whole text anew.")
+        bool, typer.Option("--rebuild", help="With --resume: make the model reread the chat.")
     ] = False,
     debug: Debug = False,
     version: Annotated[
@@ -240,7 +240,7 @@ def start(
         raise UsageError("--rebuild goes with --resume")
     if not sys.stdin.isatty():
         if resume is not None:
-            raise UsageError("--resume is for chats, and standard input is no terminal")
+            raise UsageError("--resume opens a chat, so standard input must be a terminal")
         replay_transcript(
             "standard input",
             flags,
@@ -254,7 +254,7 @@ def start(
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
-        raise UsageError(f"{flag} is for transcripts, and standard input is a terminal")
+        raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
     open_chat(
         flags, resume=resume, rebuild=rebuild, trust=trust_remote_code, debug=debug, quiet=quiet
     )
@@ -270,7 +270,7 @@ def ask(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="Ask within a saved chat, which goes on.", metavar="ID|NAME|last"),
+        typer.Option(help="Ask in a saved chat and continue it.", metavar="ID|NAME|last"),
     ] = None,
     json: Json = False,
     trust_remote_code: Trust = False,

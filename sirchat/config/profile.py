@@ -76,12 +76,12 @@ class Profile(BaseModel):
         default="auto",
         description="How a CPU stores the weights: packed keeps those of a GGUF file in four "
         "or eight bits, and auto does the same unless dtype is given; int8 and "
-        "int4 round the weights of any model; none unpacks all.",
+        "int4 round the weights of any model; none keeps full weights of type dtype.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Whether a CPU generates tokens with a compiled program: auto uses one "
-        "that exists, and a chat compiles it in the background; on compiles it "
+        "that exists; if there is none, a chat compiles it in the background; on compiles it "
         "before the start.",
     )
     threads: int = Field(
@@ -118,7 +118,7 @@ class Profile(BaseModel):
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
-        description="What surprisal and attention are multiplied by after each round; 1 "
+        description="Factor that multiplies surprisal and attention after each round; 1 "
         "changes nothing, auto lowers them only when a round is more surprising "
         "than usual.",
     )
@@ -172,7 +172,7 @@ class Profile(BaseModel):
     lookup: bool = Field(
         default=True,
         description="Guess the next tokens from earlier text and check several in one pass: "
-        "the same text, but faster where a chat repeats itself.",
+        "replies stay the same, but are faster where they repeat earlier text.",
     )
     system: str | None = Field(
         default=None,
@@ -193,7 +193,7 @@ class Profile(BaseModel):
     recall: str = Field(
         default="off",
         description="Restore archived tokens for each turn, chosen by this retriever; "
-        f"on is {recall.BEST}.",
+        f"on means {recall.BEST}, off restores none.",
     )
     recall_n: int = Field(
         default=200,
@@ -207,8 +207,8 @@ class Profile(BaseModel):
     )
     recall_soft: bool = Field(
         default=True,
-        description="With recall attention: share the square root of a score with neighbouring "
-        "tokens.",
+        description="With recall attention: take the square root of each score, and mix it "
+        "with those of the neighbouring tokens.",
     )
     recall_span: int = Field(
         default=0,
@@ -243,12 +243,12 @@ class Profile(BaseModel):
         default="when-full",
         description="When to evict. when-full: when the cache is full; before-turn: before a "
         "user turn, so that turn and reply fit; between-turns: before a user turn, "
-        "down to the budget, which turn and reply then exceed (as in SirLLM).",
+        "down to the budget, though turn and reply may then exceed it (as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(
         default="cache",
-        description="Position ids of tokens: consecutive in the cache, for a chat without end; "
-        "or as in the stream, which must end at the model's context length.",
+        description="Position ids of tokens. cache: counted within the cache, so a chat can be "
+        "endless; stream: counted from the chat's start, up to the model's context length.",
     )
     save: bool = Field(default=True, description="Save the chat to disk after every turn.")
     save_kv: Literal["auto", "on", "off"] = Field(

@@ -197,7 +197,7 @@ class Budget:
         if not _is_choice(chosen, rows, num_keep):
             raise SettingError(
                 f"policy {type(self.settings.policy).__name__} returned a wrong choice of rows",
-                hint="`sirchat policies check` says how; /policy chooses another",
+                hint="`sirchat policies check` shows the mistake; choose another with /policy",
             )
         return chosen
 

@@ -65,7 +65,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
         return
     if step is None:
         raise ModelError(
-            f"--compile on: there is no step to compile for the model {model.name!r}",
+            f"--compile on: sirchat can't compile model {model.name!r}",
             hint="--compile auto compiles where it can",
         )
     path = _path(step)
@@ -73,7 +73,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
         if not has_compiler():
             raise ModelError(
                 "--compile on needs a C++ compiler (g++), and there is none",
-                hint="--compile auto goes on without",
+                hint="install one, or choose --compile auto",
             )
         if progress is not None:
             progress("compiling, about a minute", 0, None)

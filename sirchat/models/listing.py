@@ -69,7 +69,7 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
     """The model in a file or folder; if it can't be used, `problem` gives the reason."""
     try:
         if not path.is_file() and not path.is_dir():
-            raise ModelError("it is not a file, or a broken link")
+            raise ModelError("it is a broken link, or neither file nor folder")
         size = _size(path)
         if path.is_file():
             return FoundModel(name, source, path, size, shape_of_gguf(path))

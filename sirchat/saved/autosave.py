@@ -297,13 +297,13 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     how = " and the same --quantize" if packed or " " in dtype else ""
     if meta["dtype"] != dtype and meta["model"] == model.name:
         raise SessionError(
-            f"session {store.id} was made in {meta['dtype']}, and the model is loaded in {dtype}",
-            hint=f"{again} --dtype {kind}{how} takes it up; {rebuild}",
+            f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
+            hint=f"to continue it: {again} --dtype {kind}{how}; {rebuild}",
         )
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
-            hint=f"{again} --model {meta['model']} takes it up; {rebuild}",
+            hint=f"to continue it: {again} --model {meta['model']}; {rebuild}",
         )
 
 

@@ -176,7 +176,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this sirchat does not know",
-            hint="sirchat sessions export writes its text, which replay reads",
+            hint="`sirchat sessions export` writes its text, which `sirchat replay` reads",
         ) from None
     refuse_untrusted(profile.policy, f"session {store.id}", trusted)
     return profile

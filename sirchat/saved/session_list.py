@@ -279,9 +279,9 @@ def checked_name(text: str) -> str:
     is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
     if is_reserved or not is_text:
         raise SessionError(
-            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} letters, "
-            "digits and other signs that show, not last, nor like an id, nor with a dash or quote "
-            "in front",
+            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
+            "characters, but not the word last, nothing like an id, and no dash or quote "
+            "at the start",
             hint="for example /save my trip",
         )
     return name

@@ -294,7 +294,7 @@ class Template:
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
                 return ids[start + len(marker) :]
-        raise ModelError("the chat template cannot be cut after a reply")
+        raise ModelError("the chat template has no recognizable end of a reply")
 
     @cached_property
     def _answer_ids(self) -> list[int]:

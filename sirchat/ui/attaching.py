@@ -135,14 +135,14 @@ def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]
             return name, word
     bare = found["quoted"] or word.rstrip(_CLOSING)
     if found["quoted"] or _LIKE_A_PATH.search(bare):
-        note(f"there is no file {shorten(bare, 60)}: it is sent as it stands")
+        note(f"there is no file {shorten(bare, 60)}, so this is sent as plain text")
     return "", found[0]
 
 
 def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
     if not found["escape"] and os.path.isfile(path_named(found["quoted"] or found["word"])):
         word = shorten(found[0], 60)
-        note(f"{word} was pasted and is sent as it stands; type the @ to put the file in")
+        note(f"{word} was pasted, so it is sent as plain text; type the @ to attach the file")
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:

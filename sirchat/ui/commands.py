@@ -386,7 +386,7 @@ class Commands:
         snapshot = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:
-            raise SettingError(f"/tokens {kind} takes no number", hint="turn N and top N do")
+            raise SettingError(f"/tokens {kind} takes no number", hint="use turn N or top N")
         if kind == "turn":
             turn = _number("/tokens turn", *numbers, least=0)
             return [row for row in snapshot.rows if row.turn == turn]

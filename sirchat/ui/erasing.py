@@ -70,7 +70,7 @@ class Erasing:
             stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
         self._screen.note(
             f"would erase {' and '.join(parts)}, and then /undo reads the chat anew{stays}: "
-            "/erase --yes does it"
+            "confirm with /erase --yes"
         )
 
     def _erase(self, request: _Request) -> None:
@@ -95,7 +95,7 @@ class Erasing:
                 holds = f"{event.resident:,}/{session.budget:,}"
                 self._screen.note(f"{event.tokens:,} tokens erased; holds {holds}")
         if (file := self._saved_chat.not_written) is not None:
-            self._screen.error(f"what was saved stays in {file}")
+            self._screen.error(f"the saved text could not be erased from {file}")
         try:
             self._history.erase(matches)
         except OSError as error:
@@ -173,7 +173,7 @@ class Erasing:
             if (turns := self._turns_with(word))
         ]
         if found:
-            self._screen.note(f"still said: {', '.join(found[:_SHOWN])}; /erase WORD erases it")
+            self._screen.note(f"still in chat: {', '.join(found[:_SHOWN])}; /erase WORD erases it")
 
 
 @dataclass(frozen=True)

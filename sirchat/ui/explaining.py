@@ -26,7 +26,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
         screen.page(draw_evicted(named, screen.theme, screen.width))
         screen.note('/recall "words" restores words, and those beside them')
     if others := len(turns) - len(named):
-        went = "lost only what is held elsewhere, too, and punctuation"
+        went = "lost only punctuation and words that are held elsewhere, too"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
     if not turns:
         screen.note("nothing is evicted")

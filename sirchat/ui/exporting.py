@@ -147,7 +147,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
         if os.path.lexists(path) and not force:
             raise UsageError(f"{name} exists", hint="--force replaces it")
         if os.path.lexists(path) and not path.is_file():
-            raise UsageError(f"{name} is no ordinary file, and stays")
+            raise UsageError(f"{name} is not a regular file and can't be replaced")
         _put(path, text, force)
     except FileExistsError:  # it was made meanwhile
         raise UsageError(f"{name} exists", hint="--force replaces it") from None
@@ -196,7 +196,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
         raise UsageError("nothing is copied: OSC 52 needs a terminal for standard output")
     terminal.write(osc52(text))
     terminal.flush()
-    screen.note(f"sent {count} to the terminal for its clipboard; it does not say if it took them")
+    screen.note(f"sent {count} to the terminal for its clipboard; terminals don't confirm it")
 
 
 def _text_of(session: Session, target: str) -> str:
@@ -217,7 +217,7 @@ def _text_of(session: Session, target: str) -> str:
     ago = int(target or 0)
     if ago >= len(replies):
         raise UsageError(
-            f"nothing is copied: no reply is {ago:,} turns ago; allowed: 0, the last, "
+            f"nothing is copied: no reply is {ago:,} turns ago; allowed: 0 (the last) "
             f"to {len(replies) - 1:,}"
         )
     return replies[-1 - ago]

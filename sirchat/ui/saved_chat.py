@@ -89,7 +89,7 @@ class SavedChat:
     def say_where(self) -> None:
         """Say where the chat is kept, once it is closed, and how to resume it."""
         if self._is_on and self._saving.id and self._screen.is_interactive:
-            self._screen.remark(f"saved; sirchat --resume {self._handle} goes on with it")
+            self._screen.remark(f"saved; to continue it: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
         """Save the chat now, with keys and values, and from now on; optionally under a name.
@@ -130,7 +130,7 @@ class SavedChat:
         self._session, self._saving, self._is_on = session, saving, session.profile.save
         self._screen.note(f"this is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
-            self._screen.note("what follows is not saved, as before; /save begins to")
+            self._screen.note("new turns are not saved, as before; /save starts saving")
         return session
 
     def branch(self, name: str, back: int) -> None:
@@ -141,8 +141,8 @@ class SavedChat:
         name = free_name(sessions_dir(), name, "")
         if not self._is_on or not self._session.turns:
             raise SessionError(
-                "a branch leaves this chat on disk, where it is not saved yet",
-                hint="/save begins to" if not self._is_on else "say something first",
+                "a branch needs a saved chat, and this chat is not saved yet",
+                hint="/save saves it" if not self._is_on else "say something first",
             )
         check_rewind(self._session, back)
         self._leave("no branch is made")
@@ -262,7 +262,7 @@ class SavedChat:
             renamed = f"; this {what} is no longer called {format_value(former)}"
         self._screen.note(
             f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values{renamed}; /load {handle} goes on with it, and so does sirchat --resume "
+            f"values{renamed}; to continue it: /load {handle}, or sirchat --resume "
             f"{handle}"
         )
 
@@ -290,8 +290,8 @@ class SavedChat:
             self._saving.save_kv()
         except Exception as error:
             raise SessionError(
-                f"{otherwise}, for the present chat can't be saved: {error}",
-                hint="/reset lets it go",
+                f"{otherwise}, because the current chat can't be saved: {error}",
+                hint="/reset discards it",
             ) from error
 
 

@@ -207,7 +207,7 @@ class ModelSwitching:
         """Print the name of the model in use, and of the other models on this machine."""
         name = session.model.name
         others = ", ".join(one for one in model_names() if one != name)
-        self._screen.note(f"model is {name}; here are: {others}; sirchat models pull gets more")
+        self._screen.note(f"model is {name}; others here: {others}; get more: sirchat models pull")
 
     def switch(self, session: Session, name: str) -> Session | None:
         """Load the model `name`, and return a session in which it has read the chat.

@@ -107,9 +107,9 @@ def edited(command: list[str], text: str) -> str:
         why = error.strerror or type(error).__name__
         raise UsageError(
             f"the editor {command[0]!r} can't be used: {why}",
-            hint="set EDITOR to another, or to nothing for editing at the prompt",
+            hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
         ) from error
     except UnicodeDecodeError as error:
-        raise UsageError("the editor left no UTF-8 text: nothing is changed") from error
+        raise UsageError("the edited file is not UTF-8 text, so nothing is changed") from error
     finally:
         path.unlink(missing_ok=True)

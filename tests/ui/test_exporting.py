@@ -157,7 +157,7 @@ def test_what_can_not_be_written_costs_one_line(chat: Session, folder: Path) -> 
     assert "there is no folder no" in refused(chat, "md no/chat.md")
     assert "dir is a folder" in refused(chat, "md dir --force")
     assert "pipe exists" in refused(chat, "md pipe")
-    assert "pipe is no ordinary file, and stays" in refused(chat, "md pipe --force")
+    assert "pipe is not a regular file and can't be replaced" in refused(chat, "md pipe --force")
     assert "dangling exists" in refused(chat, "md dangling")
     assert "can't be written" in refused(chat, f"md {'x' * 300}")
     assert "can't be written" in refused(chat, "md a\0b")

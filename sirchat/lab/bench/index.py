@@ -80,7 +80,7 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
     if not is_available():
         raise UsageError("faiss is not installed", hint="pip install 'sirchat[faiss]'")
     if model.name != "tiny":
-        raise UsageError("the index is measured on synthetic dialogue, by tiny alone")
+        raise UsageError(f"model {model.name!r} is not allowed: this benchmark needs tiny")
     start = time.perf_counter()
     archive, surprisal = archived(model, rows)
     seconds = time.perf_counter() - start

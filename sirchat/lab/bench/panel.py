@@ -37,7 +37,7 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         live, off = _screen(nowhere), _screen(nowhere)
         if live.is_plain:
-            raise UsageError("the panel is not drawn here", hint="unset NO_COLOR, set TERM")
+            raise UsageError("this terminal can't show the panel", hint="unset NO_COLOR, set TERM")
         ratio = compare(
             "decode with the live panel against none",
             lambda: _blocks(model, options, live, "live"),

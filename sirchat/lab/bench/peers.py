@@ -129,7 +129,7 @@ class LlamaCpp(Worker):
         self.close()
         raise SettingError(
             f"{python} can't run llama-cpp-python on {path.name}: {problem}",
-            hint="pip install llama-cpp-python there",
+            hint=f"{python} -m pip install llama-cpp-python",
         )
 
     def again(self) -> LlamaCpp:
@@ -167,7 +167,7 @@ def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager
         return nullcontext()
     if path is None:
         raise SettingError(
-            f"--llama-cpp needs a GGUF model, and {name!r} is none", hint="--model smollm2 is one"
+            f"--llama-cpp needs a GGUF model, not {name!r}", hint="try --model smollm2"
         )
     return LlamaCpp(path, rows + 8, python or sys.executable)
 
@@ -211,7 +211,7 @@ class SirLLM(Worker):
         if config.model_type != "llama":
             raise SettingError(
                 f"--sirllm can't compare a {config.model_type} model: SirLLM reads Llama models",
-                hint="--model smollm2, 135m and tiny are some",
+                hint="choose --model smollm2, 135m or tiny",
             )
         sizes = {name: getattr(config, name) for name in _SIZES}
         try:
@@ -220,7 +220,7 @@ class SirLLM(Worker):
         except ChildProcessError as error:
             raise SettingError(
                 f"{self._python} can't run SirLLM's code: {error}",
-                hint="pip install transformers==4.33.0 'numpy<2' rouge CHECKOUT there",
+                hint=f"{self._python} -m pip install transformers==4.33.0 'numpy<2' rouge SIRLLM",
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:

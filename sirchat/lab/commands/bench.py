@@ -43,10 +43,10 @@ bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_co
 
 Model = Annotated[str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 8b.")]
 Cache = Annotated[int, typer.Option(help="Tokens held while decoding.", min=64)]
-Rounds = Annotated[int, typer.Option(help="Pairs of blocks that are timed.", min=2)]
+Rounds = Annotated[int, typer.Option(help="How many times both sides are timed, in turn.", min=2)]
 Seen = Annotated[
     str,
-    typer.Option(metavar="EARLY,LATE[,...]", help="Tokens seen before the last comparisons."),
+    typer.Option(metavar="EARLY,LATE[,...]", help="Tokens read before an early and a late timing."),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")]
 Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
@@ -68,8 +68,8 @@ LlamaCppPython = Annotated[
     typer.Option(
         "--llama-cpp",
         metavar="PYTHON",
-        help="Compare with llama.cpp on the same GGUF file: a Python that has llama-cpp-python. By "
-        "default this one, if it has it.",
+        help="Compare with llama.cpp on the same GGUF file, run by this Python, which must have "
+        "llama-cpp-python; default: the Python that runs sirchat, if it has it.",
     ),
 ]
 SirLLMPython = Annotated[
@@ -77,7 +77,8 @@ SirLLMPython = Annotated[
     typer.Option(
         "--sirllm",
         metavar="PYTHON",
-        help="Compare with SirLLM's released code: a Python that has it, and transformers 4.33.",
+        help="Compare with SirLLM's released code, run by this Python, "
+        "which must have that code and transformers 4.33.",
     ),
 ]
 
@@ -259,7 +260,7 @@ def archive(
 
 @bench_app.command()
 def training(
-    tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)],
+    tokens: Annotated[int, typer.Option(help="Number of tokens in a training row.", min=2)],
     model: Model = "tiny",
     rounds: Rounds = 15,
     device: Device = "auto",

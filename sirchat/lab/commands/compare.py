@@ -48,7 +48,7 @@ def compare(
     own: Annotated[
         bool,
         typer.Option(
-            "--continue", help="Go on with each setting's own answers, not the transcript's."
+            "--continue", help="Build on each setting's own replies, not on the transcript's."
         ),
     ] = False,
     format: Annotated[

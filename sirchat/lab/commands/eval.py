@@ -39,7 +39,8 @@ _PAPERS = "full,entropy,sink,random,interval,reservoir"
 Scored = Annotated[
     str,
     typer.Option(
-        help="How an answer option is scored; text: by the sum over its tokens.",
+        help="Choose the option by the probability of its letter (paper) or its text (text), "
+        "as in SirLLM's code (released), or as named in the generated reply (reply).",
         metavar="paper|text|released|reply",
     ),
 ]
@@ -50,7 +51,8 @@ Distances = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="The folder of SirLLM's released files, or a file like them; else questions of ours.",
+        help="Folder of SirLLM's released files, or one file in their format; "
+        "default: generated data.",
         metavar="PATH",
     ),
 ]
@@ -64,13 +66,20 @@ def recall(
     ] = "20",
     before: Annotated[int, typer.Option(help="Rounds before the fact.", min=0)] = 0,
     ask: Annotated[
-        str, typer.Option(help="What is asked for.", metavar="told|corrected|untold")
+        str,
+        typer.Option(
+            help="Ask for the fact told, for its corrected value, or for a fact never told.",
+            metavar="told|corrected|untold",
+        ),
     ] = "told",
     kinds: Annotated[
         str, typer.Option(help="Kinds of fact, with commas; default: all.", metavar="A,B,...")
     ] = "",
     generate: Annotated[
-        bool, typer.Option("--generate", help="Answer the rounds between, too, and score them.")
+        bool,
+        typer.Option(
+            "--generate", help="Let the model answer the rounds between, too, and score this."
+        ),
     ] = False,
 ) -> "Study":
     """Tell a fact, talk of other things, ask for it: the share of exact answers."""
@@ -121,11 +130,11 @@ def facts(
 def policies(
     compared: Compared,
     parts: Annotated[
-        str, typer.Option(help="What is asked; all of it unless named here.", metavar="A,B,...")
+        str, typer.Option(help="Parts of the study to run, with commas.", metavar="A,B,...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
     facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
-    at: Annotated[int, typer.Option(help="Budget of ablation, lists and games.", min=1)] = 128,
+    at: Annotated[int, typer.Option(help="Budget of all parts but facts.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":
     """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
@@ -199,7 +208,7 @@ def grocery(
     compared: Compared,
     scoring: Scored = "paper",
     shots: Annotated[
-        str, typer.Option(help="Few-shot rows beside the policies.", metavar="1,2,3")
+        str, typer.Option(help="Numbers of examples, for extra few-shot rows.", metavar="1,2,3")
     ] = "",
     data: Data = None,
 ) -> "Study":
@@ -233,7 +242,7 @@ def rock_paper_scissors(
 def perplexity(
     compared: Compared,
     text: Annotated[
-        str | None, typer.Option(help="A text file; else talk of our own.", metavar="FILE")
+        str | None, typer.Option(help="Text file; default: generated talk.", metavar="FILE")
     ] = None,
     readings: Annotated[
         int, typer.Option(help="How often to read it, each time from a later start.", min=1)
@@ -256,7 +265,7 @@ def locomo(
         str, typer.Option(help="LoCoMo's locomo10.json, or Realtalk's files.", metavar="PATH")
     ],
     conversations: Annotated[
-        str, typer.Option(help="Numbers of conversations, from 0; default: all.", metavar="N,M,...")
+        str, typer.Option(help="Conversations, counted from 0; default: all.", metavar="N,M,...")
     ] = "",
     reply_tokens: Annotated[
         int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
@@ -315,11 +324,11 @@ def lm_eval(
         Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Ask in the model's chat template.")
+        bool, typer.Option("--apply-chat-template", help="Apply the model's chat template.")
     ] = False,
     piece: Annotated[
         int | None,
-        typer.Option(help="Read a context in rounds of so many tokens; default: as one.", min=1),
+        typer.Option(help="Tokens per round of a context; default: all in one round.", min=1),
     ] = None,
     policies: Policies = "full,sink,entropy",
     budgets: Budgets = "256",

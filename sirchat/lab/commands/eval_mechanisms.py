@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 mechanisms_app = typer.Typer(add_completion=False)
 
 Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
-Base = Annotated[int, typer.Option(help="Base budget in tokens.", min=24)]
+Base = Annotated[int, typer.Option(help="Budget, not counting restored tokens.", min=24)]
 
 
 @study(
@@ -46,11 +46,11 @@ def context(
 def demonstrations(
     compared: Compared,
     shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
-    questions: Annotated[int, typer.Option(help="Questions behind each set.", min=1)] = 4,
+    questions: Annotated[int, typer.Option(help="Questions after each set.", min=1)] = 4,
     places: Annotated[
         str,
         typer.Option(
-            help="Other places for anchors to compare with the model's own.",
+            help="Other ways to place anchors, to compare with the model's own.",
             metavar="tokens,random,...",
         ),
     ] = "",
@@ -82,7 +82,7 @@ def attention(
     limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
     tokens: Annotated[int, typer.Option(help="Tokens read of each text.")] = 40,
     text: Annotated[
-        str | None, typer.Option(help="A file with a text a line; else talk of our own.")
+        str | None, typer.Option(help="File with one text per line; default: generated talk.")
     ] = None,
 ) -> "Study":
     """SirLLM's Figure 3: how much attention tokens receive, by their surprisal."""
@@ -113,7 +113,9 @@ def retrieval(
         str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
     ] = "facts-12",
     limit: Conversations = 200,
-    base: Annotated[str, typer.Option(help="Base budgets in tokens.", metavar="N,M,...")] = "72",
+    base: Annotated[
+        str, typer.Option(help="Budgets, not counting restored tokens.", metavar="N,M,...")
+    ] = "72",
     counts: Annotated[
         str, typer.Option(help="How many tokens are restored.", metavar="N,M,...")
     ] = "10,20,50,100,200",
@@ -128,12 +130,11 @@ def retrieval(
     ] = "0,2",
     soft: Annotated[
         str,
-        typer.Option(
-            help="Whether a score's square root is shared with neighbours.", metavar="off,on"
-        ),
+        typer.Option(help="Values of recall_soft to compare.", metavar="off,on"),
     ] = "off,on",
     data: Annotated[
-        str | None, typer.Option(help="A file of conversations, instead of a task's.")
+        str | None,
+        typer.Option(help="Use the conversations in this file instead of the task's own."),
     ] = None,
 ) -> "Study":
     """Evict tokens, restore some by each retriever: the share of exact answers."""

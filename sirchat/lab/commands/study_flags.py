@@ -29,7 +29,7 @@ Decays = Annotated[str, typer.Option(help="Decays to compare, with commas.", met
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
-        help="Values of a setting, or of an option of a policy, to compare; can be repeated.",
+        help="Setting or policy option, and its values to compare; can be repeated.",
         metavar="KEY=A,B,...",
     ),
 ]
@@ -41,12 +41,12 @@ Repeats = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="A folder for results as they come, and for the report.", metavar="DIR"),
+    typer.Option(help="Folder for the report, and for results during the run.", metavar="DIR"),
 ]
 Ray = Annotated[
     str | None,
     typer.Option(
-        help="Spread the work over a Ray cluster: its address, or auto; local: over processes of "
+        help="Run on the Ray cluster at this address; auto finds one; local uses processes of "
         "this machine, without Ray.",
         metavar="ADDRESS",
     ),

@@ -16,7 +16,9 @@ train_app = typer.Typer(
 
 Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]
 Steps = Annotated[int | None, typer.Option(help="Training steps; default: the whole recipe.")]
-Seed = Annotated[int, typer.Option(help="Seeds weights and dialogues.")]
+Seed = Annotated[
+    int, typer.Option(help="Random seed for the initial weights and the generated dialogues.")
+]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
 
 
@@ -62,24 +64,23 @@ def train_anchor(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Texts, transcripts, JSONL; can be repeated. Without any, talk is made up."
+            help="Text, transcript or JSONL file; can be repeated; default: generated talk."
         ),
     ] = None,
     variant: Annotated[
         str,
         typer.Option(
-            help="Anchors: a token of its own, the ends of sentences, or none to compare with.",
+            help="Anchors: an added token (ac), the last token of each sentence (ep), or none, "
+            "for comparison.",
             metavar="ac|ep|none",
         ),
     ] = "ac",
     per: Annotated[
         str,
-        typer.Option(
-            help="Where a token of its own stands.", metavar="sentence|round|tokens|random"
-        ),
+        typer.Option(help="Where ac puts its tokens.", metavar="sentence|round|tokens|random"),
     ] = "sentence",
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="Begin with new weights of the model's shape.")
+        bool, typer.Option("--scratch", help="Start from random weights; keep the shape.")
     ] = False,
     attention: Annotated[
         str,
@@ -88,12 +89,13 @@ def train_anchor(
             metavar="sdpa|flex",
         ),
     ] = "sdpa",
-    tokens: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 4096,
-    batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens in a training row.", min=2)] = 4096,
+    batch: Annotated[int, typer.Option(help="Rows in a training step.", min=1)] = 512,
     per_device: Annotated[
         int,
         typer.Option(
-            help="Rows that a device reads at once; gradients accumulate to a step.", min=1
+            help="Rows per device in one forward pass; gradients of several passes make one step.",
+            min=1,
         ),
     ] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
@@ -101,7 +103,7 @@ def train_anchor(
         float | None,
         typer.Option(help="Stop after so long, earlier runs included.", min=0, metavar="MINUTES"),
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its peak.", min=0)] = 2e-5,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", min=0)] = 2e-5,
     warmup: Annotated[
         int, typer.Option(help="Steps in which the learning rate rises.", min=0)
     ] = 20,
@@ -113,8 +115,8 @@ def train_anchor(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = False,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps.", min=1)] = 250,
-    seed: Annotated[int, typer.Option(help="Seeds made-up talk, and new weights.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 250,
+    seed: Annotated[int, typer.Option(help="Seed of generated talk and new weights.")] = 0,
     resume: Resume = False,
     trust_remote_code: Trust = False,
     debug: Debug = False,

@@ -73,7 +73,7 @@ class AnchorAttention(ExtendedByLimit):
         if model.anchors is None:
             raise SettingError(
                 f"model {model.name!r} was not trained to gather text in anchors",
-                hint="tiny-anchor was; `sirchat train anchor` trains another",
+                hint="choose tiny-anchor, or train a model with `sirchat train anchor`",
             )
         return lambda key: _read(model, *self.conversation(int(key)))
 

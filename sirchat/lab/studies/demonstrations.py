@@ -80,8 +80,8 @@ class Demonstrations(Grid):
         """As in `Grid`; raises SettingError for `places` if the model has no anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
-                f"model {model.name!r} has no anchor token that could be put elsewhere",
-                hint="tiny-anchor has; `sirchat train anchor` gives one to another",
+                f"model {model.name!r} has no anchor token for --places to move",
+                hint="choose tiny-anchor, or train a model with `sirchat train anchor`",
             )
         return super().worker(model)
 

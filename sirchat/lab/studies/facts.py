@@ -198,8 +198,8 @@ class Topics(Grid):
     def __post_init__(self) -> None:
         if not 1 <= self.topics * self.facts <= len(KINDS):
             raise SettingError(
-                f"{self.topics} topics of {self.facts} facts each must be {len(KINDS)} facts at "
-                "most, and one at least"
+                f"{self.topics} topics of {self.facts} facts each are not possible; allowed: 1 to "
+                f"{len(KINDS)} facts in all"
             )
 
     @property

@@ -90,11 +90,11 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
         parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
-            f"data {str(path)!r} can't be read: {error}", hint="one JSON object a line, with turns"
+            f"data {str(path)!r} can't be read: {error}", hint="each line: a JSON object with turns"
         ) from None
     found = [one for one in parsed if one is not None]
     if not found:
-        raise SettingError(f"data {str(path)!r} has no conversation that asks for what was told")
+        raise SettingError(f"data {str(path)!r} has no conversation that asks for a told fact")
     return found
 
 

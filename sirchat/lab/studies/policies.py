@@ -63,7 +63,7 @@ class Policies:
         if self.at not in budgets and set(self.parts) != {"facts"}:
             raise SettingError(
                 f"--at {self.at} is not one of the budgets {', '.join(map(str, budgets))}",
-                hint="it is the budget of ablation, lists and games; or ask for --parts facts",
+                hint="add it to --budgets, or choose --parts facts, which does not use --at",
             )
         _ = self.studies
 

@@ -114,7 +114,7 @@ def _prepared(shared: bytes) -> RunUnit:
 Load = Callable[[], LoadedModel]
 """Loads the model on a worker."""
 
-_ADDRESSES = "auto finds one, local uses processes of this machine without Ray"
+_ADDRESSES = "--ray auto finds one, --ray local uses processes of this machine without Ray"
 
 
 @dataclass(frozen=True)

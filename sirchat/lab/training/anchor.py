@@ -133,7 +133,7 @@ def prepare(options: AnchorOptions) -> Training:
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
     if options.attention == "flex" and not torch.cuda.is_available():
-        raise SettingError("attention is 'flex', which trains on a GPU, and there is none here")
+        raise SettingError("attention 'flex' needs a GPU, which is missing here; choose 'sdpa'")
     if options.minutes is not None and not options.minutes > 0:
         raise SettingError(f"--minutes can't be {options.minutes:g}; it must be more than 0")
     rows_at_once(options)
@@ -273,8 +273,9 @@ def rows_at_once(options: AnchorOptions) -> int:
     at_once = options.per_device * processes
     if options.batch % at_once:
         raise SettingError(
-            f"batch can't be {options.batch}: {processes} processes read {at_once} rows at once",
-            hint="give a multiple of that, or another --per-device",
+            f"batch can't be {options.batch}: it must be a multiple of {at_once}, the rows of one "
+            "forward pass on all devices",
+            hint="change --batch or --per-device",
         )
     return at_once
 

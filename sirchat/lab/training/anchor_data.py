@@ -254,7 +254,8 @@ class TextRows(Dataset[Row]):
         }
         if not len(self):
             raise SettingError(
-                f"the data has {len(self._columns['input_ids']):,} tokens, a row {tokens:,}",
+                f"the data has {len(self._columns['input_ids']):,} tokens, "
+                f"less than one row ({tokens:,})",
                 hint="give more files, or fewer --tokens",
             )
 

@@ -84,7 +84,7 @@ def load_checkpoint(
     except RuntimeError as error:
         raise ModelError(
             f"the checkpoint {found[-1]} belongs to a model of another shape",
-            hint="train into another folder, or without resuming",
+            hint="choose another folder with --out, or leave out --resume",
         ) from error
     device = next(model.parameters()).device
     state: dict[str, Any] = torch.load(

@@ -75,6 +75,6 @@ def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> Non
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)
         raise SettingError(
-            f"{source}: policy {shown} would run a module's code; a file is not allowed to do that",
-            hint=f"--trust-policy {shown} allows it, where Python finds the module",
+            f"{source}: policy {shown} would run a module's code, which a file may not request",
+            hint=f"if you trust this module: --trust-policy {shown}",
         )

@@ -245,7 +245,7 @@ def _put(module: nn.Module, name: str, weight: Tensor) -> None:
         owner = module.get_submodule(owner_name)
         wanted = owner.get_parameter(own).shape
     except AttributeError:
-        raise ModelError(f"the GGUF file has {name}, which the model has not") from None
+        raise ModelError(f"the GGUF file has {name}, but the model does not") from None
     if wanted != weight.shape:
         shapes = f"{list(weight.shape)}, must be {list(wanted)}"
         raise ModelError(f"the GGUF file's {name} is {shapes}")

@@ -104,8 +104,8 @@ class HarnessAdapter:
         limits = normalize_gen_kwargs(options, _LONGEST_REPLY)
         if limits["do_sample"]:
             raise SettingError(
-                f"the task draws its replies (temperature {limits['temperature']}); "
-                "here they are the likeliest",
+                f"the task samples replies (temperature {limits['temperature']}), but "
+                "sirchat eval always takes the most likely token",
                 hint="choose a task with do_sample: false",
             )
         longest, stops = limits["max_gen_toks"], [one for one in limits["until"] if one]
@@ -128,7 +128,7 @@ class HarnessAdapter:
             return context
         if more >= longest:
             raise SettingError(
-                f"{more} tokens are to follow a context, but the model's length is {longest}",
+                f"the task asks for {more} tokens, but the model's context length is {longest}",
                 hint="choose another policy than full, or a model with a longer context",
             )
         self.truncated += 1

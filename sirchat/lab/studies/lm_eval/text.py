@@ -86,8 +86,7 @@ class TextEncoder:
             head, tail = [self.prefix], self.encode(text, special=False)
         if not tail:
             raise UsageError(
-                f"continuation {format_value(continuation)} has no token of its own behind its "
-                "context"
+                f"continuation {format_value(continuation)} adds no token of its own to its context"
             )
         return head or [self.prefix], tail
 
