@@ -92,7 +92,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
         patch.setattr("sirchat.engine.search.observed_by", lambda module, recorder: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
-    assert "nothing can be recalled" in notice.text
+    assert "no token can be restored" in notice.text
     assert answer(events)
 
 
@@ -115,7 +115,10 @@ def notices(events: Iterable[Event]) -> list[str]:
 
 
 def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
-    told = ["budget 96 has room for 69 recalled tokens, not for 200 (recall_n)"]
+    told = [
+        "budget 96 leaves room to restore only 69 tokens, not 200 (recall_n); "
+        "raise the budget or lower recall_n"
+    ]
     chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
     assert notices(chat.start()) == told
     assert notices(chat.switch("/decay", decay=0.9)) != told

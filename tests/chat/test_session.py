@@ -204,7 +204,7 @@ def test_a_setting_that_the_policy_does_not_use_says_so() -> None:
 
 
 def test_recent_is_a_setting_and_no_option() -> None:
-    with pytest.raises(SettingError, match="setting of its own"):
+    with pytest.raises(SettingError, match="is a setting, not a policy option"):
         session(babbler(), policy_options={"recent": 3})
 
 

@@ -77,7 +77,7 @@ def test_what_looks_like_a_path_and_is_missing_is_pointed_out(word: str) -> None
     message, (note,) = sent(f"see {word}, ok")
     assert message == f"see {word}, ok"
     assert "there is no file" in note
-    assert "is sent as it stands" in note
+    assert "so this is sent as plain text" in note
 
 
 def test_a_backslash_keeps_the_sign() -> None:
@@ -89,7 +89,7 @@ def test_a_sign_that_was_pasted_names_no_file() -> None:
     message, notes = sent("@notes.txt @notes.txt @anna", {11, 22})
     assert message == f"{NOTES}\n\nnotes.txt @notes.txt @anna"
     assert notes == [
-        "@notes.txt was pasted and is sent as it stands; type the @ to put the file in"
+        "@notes.txt was pasted, so it is sent as plain text; type the @ to attach the file"
     ]
     assert sent(r"\@notes.txt", {1}) == (r"\@notes.txt", [])
 

@@ -108,7 +108,7 @@ def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
 def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder: Path) -> None:
     chat = Chat(save=False)
     chat.say(*SAYINGS[:2])
-    assert "/save begins to" in refusal(chat, "/branch one")
+    assert "/save saves it" in refusal(chat, "/branch one")
     chat.do("/save trunk")
     assert "needs a name" in refusal(chat, "/branch")
     assert "2 turns of yours" in refusal(chat, "/branch one 3")

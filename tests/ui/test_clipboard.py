@@ -116,7 +116,7 @@ def test_earlier_replies_are_counted_backwards(chat: Session, tools: Tools) -> N
     assert tools.got("pbcopy") == b"The first."
     copied(chat, "0")
     assert tools.got("pbcopy") == b"The last."
-    assert "no reply is 3 turns ago; allowed: 0, the last, to 2" in refused(chat, "3")
+    assert "no reply is 3 turns ago; allowed: 0 (the last) to 2" in refused(chat, "3")
 
 
 def test_code_is_the_last_block_of_the_last_reply(chat: Session, tools: Tools) -> None:

@@ -114,7 +114,7 @@ def test_a_saved_chat_that_cannot_be_written_is_named(
     monkeypatch.setattr("sirchat.saved.autosave.Autosave.update", failing(OSError("no space")))
     shown = do(chat, "/erase --yes Marmalade")
     assert "tokens erased" in shown
-    assert "what was saved stays in" in shown
+    assert "the saved text could not be erased from" in shown
     assert ".sqlite" in shown
     assert "Marmalade" not in chat.texts[0]
 

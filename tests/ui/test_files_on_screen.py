@@ -109,7 +109,7 @@ def test_what_is_refused_costs_a_line_and_nothing_is_sent(
 
 def test_a_missing_path_is_pointed_out_and_a_name_is_not(chat: Terminal) -> None:
     shown = _ask(chat, "hello @anna and @notes.md")
-    assert shown.startswith("there is no file notes.md: it is sent as it stands ")
+    assert shown.startswith("there is no file notes.md, so this is sent as plain text ")
     assert "@anna" not in shown
 
 

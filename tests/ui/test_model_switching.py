@@ -184,7 +184,7 @@ def test_pins_are_said_to_be_gone() -> None:
 def test_the_present_model_is_nothing_new_and_alone_it_lists() -> None:
     chat = chat_of(SAYINGS[0])
     assert "model is tiny already" in chat.do("/model tiny")
-    assert "model is tiny; here are: tiny-anchor" in chat.do("/model")
+    assert "model is tiny; others here: tiny-anchor" in chat.do("/model")
 
 
 # --- saved chats

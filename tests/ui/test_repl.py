@@ -189,7 +189,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
         ("/policy", "policy is salience; others: anchor, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
-        ("/show decay", "decay is 1.0: What surprisal and attention are multiplied by"),
+        ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
     ):
         assert chat.ask(line).startswith(reported)
 

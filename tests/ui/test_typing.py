@@ -231,7 +231,7 @@ def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, hom
     chat.paste(f"see @{file} please")
     chat.submit(ENTER)
     chat.wait_prompt()
-    assert "was pasted and is sent as it stands" in " ".join(chat.text.split())
+    assert "was pasted, so it is sent as plain text" in " ".join(chat.text.split())
     assert _message(chat) == f"see @{file} please"
     chat.send(UP + UP)  # over the line of /tokens
     chat.wait_screen(f"> see @{file} please")

@@ -159,7 +159,7 @@ def test_text_is_encoded_whole_and_split_after_the_context() -> None:
     assert texts.pair("", "Anna") == ([tokenizer.bos_token_id], tokenizer.encode("Anna"))
     assert texts.pair("  ", "Anna") == ([tokenizer.bos_token_id], tokenizer.encode("  Anna"))
     for context, after in (("Anna", ""), ("Wh", "ere")):
-        with pytest.raises(UsageError, match=f'"{after}" has no token of its own'):
+        with pytest.raises(UsageError, match=f'"{after}" adds no token of its own'):
             texts.pair(context, after)
 
 

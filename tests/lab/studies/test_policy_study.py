@@ -94,7 +94,7 @@ def value(one: object) -> float:
 
 
 def test_there_are_no_more_facts_than_kinds() -> None:
-    with pytest.raises(SettingError, match="facts at most"):
+    with pytest.raises(SettingError, match="facts in all"):
         Topics((SINK,), 1, topics=10, facts=10)
 
 

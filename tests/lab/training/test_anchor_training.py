@@ -292,7 +292,7 @@ def test_impossible_options_are_refused_in_one_line(folder: Path, tmp_path: Path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_flex_attention_wants_a_gpu(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="trains on a GPU"):
+    with pytest.raises(SettingError, match="needs a GPU"):
         prepare(options(folder, tmp_path, attention="flex"))
 
 
