@@ -270,7 +270,10 @@ def ask(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="Ask in a saved chat and continue it.", metavar="ID|NAME|last"),
+        typer.Option(
+            help="Ask the question in this saved chat, and add the reply to the chat.",
+            metavar="ID|NAME|last",
+        ),
     ] = None,
     json: Json = False,
     trust_remote_code: Trust = False,

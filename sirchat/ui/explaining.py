@@ -24,7 +24,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
     named = [turn for turn in turns if turn.words]
     if named:
         screen.page(draw_evicted(named, screen.theme, screen.width))
-        screen.note('/recall "words" restores words, and those beside them')
+        screen.note('/recall "words" restores these words, and the words around them')
     if others := len(turns) - len(named):
         went = "lost only punctuation and words that are held elsewhere, too"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")

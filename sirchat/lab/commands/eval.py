@@ -78,7 +78,8 @@ def recall(
     generate: Annotated[
         bool,
         typer.Option(
-            "--generate", help="Let the model answer the rounds between, too, and score this."
+            "--generate",
+            help="Let the model answer the rounds before the questions, too; score both.",
         ),
     ] = False,
 ) -> "Study":
@@ -315,7 +316,10 @@ def lm_eval(
     profile: Profile,
     tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before a question; default: the task's.", min=0)
+        int | None,
+        typer.Option(
+            help="Number of examples before each question; default: what the task sets.", min=0
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Documents of each task; default: all.", min=1)
