@@ -71,7 +71,8 @@ class Locomo(Grid):
         for number in self.conversations:
             if not 0 <= number < len(self.talks):
                 raise SettingError(
-                    f"conversations is {number}, must be numbers from 0 to {len(self.talks) - 1}, with commas"
+                    f"conversations is {number}, must be numbers from 0 to {len(self.talks) - 1}, "
+                    "with commas"
                 )
         for retriever in self.retrievers:
             changed(self.settings[0], "--retrievers", recall=retriever)
