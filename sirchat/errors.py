@@ -23,15 +23,15 @@ import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are no UTF-8
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are not UTF-8
 
 
 _LONGEST = 1000
-"""Most characters of a message; libraries may quote very long values from a file."""
+"""The longest message, in characters; libraries may quote very long values from a file."""
 
 
 def _on_one_line(text: str) -> str:
-    """The text on one line, with control characters escaped, cut to `_LONGEST` characters."""
+    """The text on one line: control characters are escaped, the end after `_LONGEST` is cut."""
     line = _CONTROLS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
@@ -94,16 +94,16 @@ class ContextFullError(SirchatError):
 
 
 def terminal_has_gone(error: BaseException) -> bool:
-    """Whether an error means that the terminal or pipe for output was closed."""
+    """Whether an error means that the output (a terminal or a pipe) was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
     """A hint `did you mean X?` for a misspelt `name`, or an empty string.
 
-    `prefix`, such as a slash, is put before the name in the hint, and is not compared. `alike` says
-    how similar the names must be, from 0 to 1. A name is proposed only if it has all typed letters
-    in this order, if the typed text begins with it, or if they differ by a few typing errors.
+    `prefix`, such as a slash, is put before X in the hint, and is not compared. `alike`, from 0 to
+    1, is the least similarity. X is one of `allowed`: it has all typed letters in the typed order,
+    or the typed text begins with it, or the two differ by a few typing errors.
     """
     close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
     meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]
@@ -120,7 +120,7 @@ def _may_be_meant(typed: str, name: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int:
-    """The fewest letters to add, drop, replace or swap with the next to make the words equal."""
+    """The smallest number of typing errors (a letter added, missing, wrong, or two swapped)."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         row = [i]
@@ -134,7 +134,7 @@ def _slips(one: str, other: str) -> int:
 
 
 def format_value(value: object) -> str:
-    """A value for an error message: as in YAML, on one line, cut to 60 characters."""
+    """A value for an error message: written like in YAML, on one line, at most 60 characters."""
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()

@@ -25,7 +25,7 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of files that can be lost without harm: the input history, compiled steps."""
+    """The folder of files that can be deleted without harm: the input history, compiled steps."""
     return _under_home("state") or _platform().user_state_path
 
 
@@ -55,7 +55,7 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps; a missing one is compiled again."""
+    """The folder of compiled decode steps; if a step is missing, it is compiled again."""
     return state_dir() / "compiled"
 
 
@@ -74,7 +74,7 @@ def abbreviated(path: Path) -> str:
     """A path with `~` for the home folder, so that it can be shown to others."""
     try:
         return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):  # it is elsewhere, or there is no home
+    except (ValueError, RuntimeError):  # it is not in the home folder, or there is none
         return str(path)
 
 

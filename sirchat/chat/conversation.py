@@ -9,7 +9,7 @@ from sirchat.chat.events import Finish
 from sirchat.engine.records import EngineCheckpoint
 
 UNDO_DEPTH = 64
-"""Number of user turns that can be undone with an archive; without one it is 1."""
+"""Number of user turns that can be undone; without an archive only one can."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class TurnStats:
 
 @dataclass
 class Turn:
-    """One message: who spoke, what was said, and how it ended."""
+    """One message: who spoke, the text, and why it ended."""
 
     role: str
     text: str = ""
@@ -40,11 +40,11 @@ class Conversation:
     """The state of a session, without its engine's state.
 
     Attributes:
-        turns: all messages; the last one may be under way.
+        turns: all messages; the last one may be incomplete.
         round: number of user turns so far.
-        in_round: whether the last user turn still waits for its reply, or for the reply's end.
-        system: stream positions of the system prompt in force.
-        prompt: text of the system prompt in force.
+        in_round: whether the reply to the last user turn is not yet complete.
+        system: stream positions of the current system prompt.
+        prompt: text of the current system prompt.
         reply: cost of the current reply, or of the last one.
         pending_ids: closing ids to read before the next turn, to keep the conversation well-formed.
         totals: costs of the whole conversation.
@@ -63,7 +63,7 @@ class Conversation:
 
     @property
     def roles(self) -> list[str]:
-        """Who spoke, turn by turn."""
+        """The role (system, user or assistant) of each turn, in order."""
         return [turn.role for turn in self.turns]
 
     @property
@@ -72,7 +72,7 @@ class Conversation:
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> TurnStats:
-        """Begin a turn of this role; returns its cost, which is 0 so far."""
+        """Begin a turn of this role; returns the record of its costs, all of them 0."""
         stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return stats
@@ -89,8 +89,8 @@ class Conversation:
 class UndoPoint:
     """The state at the beginning of a user turn with this `text`, for undo.
 
-    `pin_system` is the setting at that time. Only the number of turns is kept, as earlier turns
-    never change.
+    `pin_system` is the setting at that time. Of the turns only their number is kept, because
+    earlier turns never change.
     """
 
     checkpoint: EngineCheckpoint
@@ -112,5 +112,5 @@ class UndoPoint:
             now.turns = turns
 
     def conversation(self, now: Conversation) -> Conversation:
-        """The conversation as it was at this undo point."""
+        """The conversation at this undo point; `now` is the present one, whose turns are used."""
         return replace(self.state, turns=now.turns[: self.turns])

@@ -53,7 +53,7 @@ class EventBuilder:
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
     def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
-        """The event that begins a session, and notices about this model with these settings."""
+        """The event that begins a session, and notices about problems of this model and profile."""
         opening = Started(
             version=__version__,
             model=model.name,
@@ -89,7 +89,7 @@ class EventBuilder:
     def recalled(
         self, turn: int, retriever: str, scores: tuple[float, ...], released: Positions
     ) -> Recalled:
-        """The event for the rows recalled for a turn; `released` are the rows recalled before."""
+        """The event for rows recalled for a turn; `released`: positions recalled before it."""
         positions = self.engine.contents.recalled_positions
         return Recalled(
             turn=turn,
@@ -114,7 +114,7 @@ class EventBuilder:
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
-        """Events for the settings that changed; the first one has the number of `restored` rows."""
+        """One event per changed setting; the first event says how many rows were `restored`."""
         events: list[Event] = []
         for name in type(before).model_fields:
             old, new = getattr(before, name), getattr(after, name)
@@ -143,7 +143,7 @@ class EventBuilder:
         ]
 
     def untrained(self, anchors: Anchors | None) -> list[Notice]:
-        """A notice if the policy needs anchors and the model was not trained with any."""
+        """A notice if the policy needs anchors and the model was not trained with anchors."""
         if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
             return []
         return [
@@ -162,7 +162,7 @@ class EventBuilder:
         return [Notice(f"{no_attention_reason(model)}; policy {policy} works without them")]
 
     def problems(self) -> list[Notice]:
-        """Notices of problems with the archive since the last call; the conversation goes on."""
+        """Notices of archive problems since the last call; they do not end the conversation."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:

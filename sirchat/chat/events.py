@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
-"""Why a turn ended, in this order: an end token, a control token that does not belong in a reply,
-the length limit, Ctrl-C, a full context; `read` is the end of a turn that was read, not generated.
-The control token is neither shown nor held."""
+"""Why a turn ended. In the order of the names: an end token, a control token that does not belong
+in a reply (it is neither shown nor held), the length limit, Ctrl-C, a full context, or `read`: the
+turn was read, not generated."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class TokenRow:
         position: index in the stream, from 0.
         surprisal: in nats; null for the first token of the stream.
         decayed_surprisal: surprisal after the decays so far, in nats.
-        score: number by which the policy ranks the held tokens; null for a policy without
+        score: the policy's score, which ranks the held tokens; null for a policy without
             scores.
         arrival_key: random, uniform in [0, 1).
         flags: names of the token's other properties, such as `sink` and `pinned`.
-        attention: attention received so far; null if none was ever counted.
+        attention: attention received so far; null if attention was never counted.
     """
 
     position: int
@@ -40,19 +40,19 @@ class TokenRow:
 
     @property
     def rank_key(self) -> float:
-        """The number by which tokens are ordered when the strongest are shown."""
+        """The number by which tokens are ordered by strength: the score, if there is one."""
         return self.decayed_surprisal if self.score is None else self.score
 
     @property
     def shown_rank(self) -> float:
-        """`rank_key` rounded to nine digits. Tokens of one word can differ by rounding errors;
-        rounded, they are shown in the order of the text, on every processor."""
+        """`rank_key` rounded to nine digits. Without this, rounding errors, which differ between
+        processors, could change the order in which tokens of one word are shown."""
         return float(f"{self.rank_key:.9g}")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all records; `kind` is the value of "event" in the JSON, empty if none is printed."""
+    """Base of all records; `kind` is "event" in the JSON, or empty for a record not printed."""
 
     kind: ClassVar[str] = ""
 
@@ -89,8 +89,8 @@ class Started(Event):
 class TurnDone(Event):
     """A turn was read or generated completely, its closing ids included.
 
-    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` were evicted;
-    `resident` tokens are held now, and `seen` were ever read. `finish` says why the turn ended.
+    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` evicted;
+    `resident` tokens are held now; `seen` were read since the start. `finish`: why the turn ended.
     """
 
     kind: ClassVar[str] = "turn"
@@ -137,7 +137,7 @@ class Restored(Event):
 class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
-    `scores` say how well each token fits, in units of the retriever, weighted. The tokens at
+    `scores` are the retriever's weighted scores: how well each token fits the turn. The tokens at
     `released`, restored for the turn before, were evicted first. With scope layer a token may be
     restored in some layers only.
     """
@@ -155,7 +155,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """A setting changed; `restored` archived tokens are held again."""
+    """A setting changed; `restored` is the number of archived tokens that are held again."""
 
     kind: ClassVar[str] = "switch"
     what: str
@@ -167,7 +167,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """`tokens` tokens were pinned, or unpinned."""
+    """Tokens were pinned or unpinned; `tokens` is their number."""
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -177,7 +177,7 @@ class Pinned(Event):
 
 @dataclass(frozen=True)
 class Erased(Event):
-    """`tokens` tokens were erased, from cache, archive and the saved text."""
+    """Tokens were erased from cache, archive and saved text; `tokens` is their number."""
 
     kind: ClassVar[str] = "erase"
     tokens: int
@@ -186,7 +186,7 @@ class Erased(Event):
 
 @dataclass(frozen=True)
 class Undone(Event):
-    """Turn `turn` and all later ones were undone; `text` is what the user had said."""
+    """The turn of index `turn` and all later ones were undone; `text` is what the user had said."""
 
     kind: ClassVar[str] = "undo"
     turn: int
@@ -205,7 +205,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends; the seconds are those of reading and of generating."""
+    """A session ends; the event has the seconds that reading and generating took."""
 
     kind: ClassVar[str] = "end"
     turns: int
@@ -220,7 +220,7 @@ _RENAMED = {"old": "from", "new": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The record as a JSON object; it has `tokens` only if they were asked for."""
+    """The record as a JSON object; its field `tokens` is left out if it is None."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

@@ -18,18 +18,18 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
     "repetition_window",
 )
-"""Settings that say how the next token is drawn; if the user sets one, the model sets none."""
+"""Settings of sampling; if the user sets any of them, none is taken from the model's files."""
 
 
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""Sampling for a model that names none itself: likely tokens, but no endless repetition."""
+"""Sampling for a model whose files name none: likely tokens, but no endless repetition."""
 
 
 MOST_BUDGET = 4096
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
-    """The profile with the model's own settings in the place of built-in defaults.
+    """The profile; the model's own settings replace the defaults that the user left unchanged.
 
     The bundled models keep the built-in defaults. The budget becomes half of the model's context,
     at most 4,096 tokens, and not less than the built-in budget if the context is that long.
@@ -43,7 +43,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
-    """The budget of a profile for the model of that name; it may depend on the model's context."""
+    """The budget of a profile for the model `name`; it may depend on the model's context length."""
     if not follows_model(profile, name):
         return profile.budget
     usual = min(profile.budget, context_length)
@@ -51,12 +51,12 @@ def budget_for(profile: Profile, name: str, context_length: int) -> int:
 
 
 def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget depends on the context of the model of that name."""
+    """Whether the budget depends on the context length of the model `name`."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
 def most_rows(profile: Profile, name: str, context_length: int) -> int:
-    """Most tokens that a chat with this model will hold."""
+    """The largest number of tokens that a chat with the model `name` can hold."""
     if profile.policy == "full":
         return context_length
     return min(budget_for(profile, name, context_length), context_length)

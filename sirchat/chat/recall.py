@@ -38,7 +38,7 @@ class Recall:
     def scores(self) -> dict[int, float]:
         """Scores of the rows that are recalled now, by position, ascending.
 
-        After an undo or a resume the scores are not known, and are given as 0.
+        After an undo or a resume the scores are not known; they are then 0.
         """
         return {
             at: self._scores.get(at, 0.0)
@@ -54,7 +54,7 @@ class Recall:
 
         Args:
             turn: the turn under way.
-            ids, text: the turn's ids and its text.
+            ids, text: the turn's token ids and its text.
             turns: all messages so far, this one included.
         """
         engine, recall = self._engine, self._engine.settings.recall
@@ -87,7 +87,7 @@ class Recall:
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
-    """The scores of these positions, which are among those found."""
+    """The scores of these positions, each of which is one of the positions in `found`."""
     if found is None or not len(positions):
         return ()
     at = np.searchsorted(found.positions, positions)
@@ -98,15 +98,15 @@ _K1, _B = 1.5, 0.75
 _Number = TypeVar("_Number", bound=np.floating)
 _WORD = re.compile(r"\w+")
 _LETTERS = 4
-_DENSE = "\u2e80"  # from here on: Chinese, Japanese and Korean; a term is two characters
+_DENSE = "\u2e80"  # characters from here: Chinese, Japanese, Korean; a term has two of them
 
 
 class WordIndex:
     """BM25 over the turns of a conversation, which are split into words once.
 
     Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
-    https://doi.org/10.1561/1500000019), computed as the library bm25s does (Lù 2024,
-    https://arxiv.org/abs/2407.03618), but only for the words that are asked for.
+    https://doi.org/10.1561/1500000019), computed like in the library bm25s (Lù 2024,
+    https://arxiv.org/abs/2407.03618), but only for the words of the query.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class WordIndex:
         self._counts: dict[str, dict[int, int]] = {}  # of each term, by index of the text
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """Scores [n] of the turns, by the terms of `wanted` in each text and the two beside it.
+        """Scores [n] of the turns: how well each text and its two neighbours match `wanted`.
 
-        The rarity of a term is counted in these texts. Without any such term, the score is 0.
+        `wanted` is the query; `texts` also give a term's rarity. Without a match, the score is 0.
         """
         self._update(list(texts))
         terms = [term for term in terms_of(wanted) if term in self._counts]
@@ -132,7 +132,7 @@ class WordIndex:
         return scores.astype(np.float64)
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> NDArray[np.float32]:
-        """What one term adds to the score of each turn, [n]."""
+        """What one term adds to the score of each turn, [n]; `norms` [n] correct for lengths."""
         found = self._counts[term]
         counts = np.zeros(len(norms), np.float32)
         counts[list(found)] = list(found.values())
@@ -142,7 +142,7 @@ class WordIndex:
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
     def _update(self, texts: list[str]) -> None:
-        """Take out texts that changed or no longer exist, then add the new ones."""
+        """Remove texts that changed or no longer exist from the index, then add the new texts."""
         same = 0
         for one, other in zip(self._texts, texts, strict=False):
             if one != other:
@@ -163,7 +163,7 @@ class WordIndex:
 
 
 def _with_neighbours(numbers: NDArray[_Number]) -> NDArray[_Number]:
-    """Each number, plus the one before it and the one after it."""
+    """The sum of each number, the number before it and the number after it."""
     total = numbers.copy()
     total[1:] += numbers[:-1]
     total[:-1] += numbers[1:]

@@ -25,7 +25,7 @@ class SaidTurn(Protocol):
 def read_again(
     session: Session, turns: Sequence[SaidTurn], progress: Progress | None = None
 ) -> None:
-    """Let `session` read what user and model said; it is new, and keeps its own system prompt.
+    """Let `session`, a new one, read what user and model said; it keeps its own system prompt.
 
     Nothing is generated. `progress` is called after each turn. Raises like `Session.read_user`.
     """
@@ -39,13 +39,13 @@ def read_again(
 
 
 def own_pins(session: Session) -> int:
-    """Number of tokens that the user pinned; reading the text again does not pin them again."""
+    """Number of tokens that the user pinned; if the text is read again, their pins are lost."""
     prompt, rows = session.conversation.system, session.snapshot().rows
     return sum("pinned" in row.flags and row.position not in prompt for row in rows)
 
 
 def check_rewind(session: Session, count: int) -> list[int]:
-    """Indices of all user turns; raises UndoError if they are fewer than `count`."""
+    """Indices of all user turns; raises UndoError if there are fewer than `count` user turns."""
     asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
     if count > len(asked):
         raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
@@ -53,10 +53,10 @@ def check_rewind(session: Session, count: int) -> list[int]:
 
 
 def rewind(session: Session, count: int) -> bool:
-    """Take back the last `count` user turns and everything after the first of them.
+    """Undo the last `count` user turns, and all turns after the first of these turns.
 
     If possible, the turns are undone exactly. Otherwise the session is reset and reads the text of
-    the turns before them again; returns whether it did.
+    all earlier turns again; returns whether it was reset.
 
     Raises UndoError, changing nothing, as `check_rewind` does.
     """
@@ -73,7 +73,7 @@ def rewind(session: Session, count: int) -> bool:
 
 
 def read_before_last(session: Session, progress: Progress | None = None) -> Session:
-    """Another session, with the same settings, that has read the turns before the last user turn.
+    """A new session, with the same settings, that has read all turns before the last user turn.
 
     `session` stays as it is. Raises UndoError as `check_rewind` does.
     """
@@ -90,14 +90,14 @@ _QUESTION = (
 _MARK = "Summary of our conversation so far, by the assistant: "
 _ANSWER = "Noted."
 _SHARE = 8
-"""A summary takes at most the budget divided by this, as all pins may take half of the budget."""
+"""A summary has at most budget / `_SHARE` tokens, because pins may take half of the budget."""
 
 
 def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
     """Ask the model for a summary, undo the question, and read the summary as a pinned turn.
 
-    `undo` takes the summary back like any turn. Raises UsageError if nothing was said yet, and
-    SettingError if the pin leaves too little room; the conversation is then as it was.
+    `undo` removes the summary like any turn. Raises UsageError if nothing was said yet, and
+    SettingError if the pin leaves too little room; after an error the conversation is unchanged.
     """
     if not session.turns:
         raise UsageError("nothing is said yet, so there is nothing to summarize")
@@ -127,5 +127,5 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """The events without TurnDone: the user and the model did not say these turns."""
+    """The events without TurnDone, because the user and the model did not say these turns."""
     return (event for event in events if not isinstance(event, TurnDone))

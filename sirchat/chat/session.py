@@ -2,8 +2,8 @@
 
 Methods that stream are generators of events (`ask`, `retry`, `read_user`, `read_reply`); methods
 that change the state at once return a list of events. Only the session and the modules beside it
-use the engine. A reply that is interrupted, or runs out of room, is closed like any other; a turn
-that breaks off is closed before the next one.
+use the engine. A reply that is interrupted, or has no more room, is closed like any other; a turn
+that an error cuts off is closed before the next turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
 
     Args:
         model: a loaded model.
-        profile: every setting at the start; `session.profile` has the settings in force.
+        profile: every setting at the start; `session.profile` has the current settings.
         rows_in_events: whether events carry their tokens.
 
     Raises SettingError for a setting that this model does not allow.
@@ -69,7 +69,7 @@ class Session:
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.epoch = 0
-        """Number of conversations begun in this session; `reset` begins another."""
+        """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
         """Number of times that `erase` erased something; saved text must then be rewritten."""
         check_profile(profile, model)
@@ -103,7 +103,8 @@ class Session:
     def rows(self, limit: int | None = None) -> Rows | None:
         """Keys and values of all tokens that are held or archived, on the CPU.
 
-        If they take more than `limit` bytes, only of the held tokens; None if these do, too.
+        If they take more than `limit` bytes, returns only those of held tokens; if even those take
+        more, returns None.
         """
         return self._engine.store.rows(limit)
 
@@ -118,9 +119,9 @@ class Session:
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
     ) -> None:
-        """Continue a saved session; without `rows` the held tokens are read anew.
+        """Continue a saved session; without `rows`, keys and values are computed again.
 
-        Earlier turns can't be undone.
+        Turns from before this call can't be undone.
         """
         self.reset()
         self._engine.load(saved, rows, self.model.device, attention)
@@ -138,27 +139,27 @@ class Session:
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Scores of the tokens recalled for this round, by position; 0 after an undo or resume."""
+        """Scores of tokens recalled for this round, by position; all 0 after an undo or resume."""
         return self._recall.scores
 
     @property
     def budget(self) -> int:
-        """Most tokens that may be held."""
+        """The largest number of tokens that may be held."""
         return self._engine.budget
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the current reply, or of the last one; 0 before the first."""
+        """Tokens per second of the current or the last reply; 0 before the first reply."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
     def start(self) -> list[Event]:
-        """The event that begins a session, and notices about this model with these settings."""
+        """The event that begins a session, and notices about problems of this model and profile."""
         return self._events.started(self.model, self.profile)
 
     def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        Raises ContextFullError, with nothing read, if nothing may be evicted and the turn does not
+        Raises ContextFullError before reading if the policy never evicts and the turn does not
         fit.
         """
         yield from self.read_user(text, interrupted)
@@ -167,7 +168,7 @@ class Session:
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
     ) -> Iterator[Event]:
-        """Undo the last user turn and say it again, with other random numbers, or say `text`
+        """Undo the last user turn, then ask it again with other random numbers, or ask `text`
         instead.
 
         Pinned tokens stay pinned. Raises UndoError, changing nothing, as `undo` does.
@@ -216,7 +217,7 @@ class Session:
         yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each possible next reply (if empty, of its end); nothing changes."""
+        """Log-probabilities of each given reply (of its end, if it is empty); nothing changes."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
 
@@ -232,8 +233,8 @@ class Session:
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
         """Undo the last user turn and everything after it, pins included.
 
-        The settings stay, and with `keep_pins` so do the pins. Raises UndoError, changing nothing,
-        if there is no such turn, or if a token that it evicted is no longer archived.
+        The settings stay; with `keep_pins` the pins stay, too. Raises UndoError, changing nothing,
+        if there is no user turn, or if a token evicted after it is no longer archived.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
@@ -252,7 +253,7 @@ class Session:
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin what `target` means, and `around` tokens on each side; see `positions_of`.
+        """Pin or unpin what `target` names, and `around` tokens on each side; see `positions_of`.
 
         Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
         changing nothing, if the pins would leave too little room.
@@ -266,9 +267,9 @@ class Session:
         return events
 
     def erase(self, target: str) -> list[Event]:
-        """Erase what `target` means: from cache, archive, ledger, text and undo.
+        """Erase what `target` names from cache, archive, ledger, text and undo points.
 
-        Tokens read later have attended to it, and stay. Raises UsageError if nothing matches.
+        Later tokens, which attended to them, stay. Raises UsageError if nothing matches.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
@@ -281,7 +282,7 @@ class Session:
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
-        """Score, rank and state of the tokens that `target` means, held or not.
+        """Score, rank and state of the tokens that `target` names, held or not.
 
         Raises UsageError if nothing matches.
         """
@@ -300,11 +301,11 @@ class Session:
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
     ) -> list[Event]:
-        """Change settings at once; the new ones choose which of all stored tokens to hold.
+        """Change settings at once; they decide which of all stored tokens are held from now on.
 
-        A new system prompt is read at once, and pinned if `pin_system` is set; an interrupt cuts it
-        short. The old one is evicted. Raises SettingError, changing nothing, whose message names
-        `source`, such as "/budget".
+        A new system prompt is read at once, and pinned if `pin_system` is set; an interrupt ends
+        the reading. The old prompt is evicted. Raises SettingError, changing nothing; its message
+        names `source`, such as "/budget".
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
         settings = build_cache_settings(profile, self._folder)
@@ -344,7 +345,7 @@ class Session:
         )
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory as it is now; with `strongest`, a summary with that many rows."""
+        """The memory now; if `strongest` is given, a summary with only that number of rows."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -375,8 +376,8 @@ class Session:
         yield from turn.answer(records, stream, closing, self._end_ids)
 
     def _flush(self) -> list[Event]:
-        """Close a turn that broke off, so that the conversation is well-formed again."""
-        if self.seen == 0:  # nothing of it was read: as if it had never begun
+        """Read the closing ids of a turn that was cut off; the conversation is then well-formed."""
+        if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
 

@@ -57,7 +57,7 @@ def build_policy(profile: Profile) -> Policy:
 
 
 def _fits(value: object, default: object) -> bool:
-    """Whether an option with this default can have this value."""
+    """Whether `value` has the type of the option's `default`, and is not negative."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     return isinstance(value, int) and value >= 0
@@ -72,7 +72,7 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
 
 
 def hint_for_fixed(name: str, wanted: object) -> str:
-    """What to do instead of switching a setting that is fixed for a whole conversation."""
+    """A hint: what to do instead of changing the setting `name`, which is fixed in a chat."""
     if name == "save":
         return "/save saves this chat from now on" if wanted else "start with --no-save"
     return f"start with --{name}"
@@ -89,7 +89,7 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def options_of(policy: str) -> list[Field[Any]]:
-    """The options of a policy, without `recent`, which is a setting of its own."""
+    """The options of a policy, except `recent`, which is a separate setting."""
     return [f for f in fields(policy_class(policy)) if f.name != "recent"]
 
 
@@ -151,7 +151,7 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if model or machine can't recall with these settings."""
+    """Raise SettingError, naming `source`, if recall can't work with this model and machine."""
     if profile.recall != "off" and profile.recall_index == "on" and not is_available():
         raise SettingError(
             f"{source}: recall_index can't be on: faiss is not installed",
@@ -172,7 +172,7 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if attention must be counted and is not exposed."""
+    """Raise SettingError, naming `source`, if attention is needed but the model hides it."""
     name = "attention" if profile.attention == "on" else "policy"
     needed = policy_class(profile.policy).needs_attention or name == "attention"
     if needed and not model.exposes_attention:
@@ -215,8 +215,8 @@ if TYPE_CHECKING:  # that module imports this one
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
     """The settings `before`, changed by `updates`.
 
-    Raises SettingError, naming `source`, for a value that is not allowed at all, with this model,
-    or in a running chat.
+    Raises SettingError, naming `source`, for a value that is never allowed, or not with this model,
+    or not in a running chat.
     """
     after = changed(before, source, **updates)
     refuse_fixed(before, after, source)
@@ -244,7 +244,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: apply `updates` in a `with` block; raises SettingError, naming `source`."""
+    """Context manager: change settings during a `with` block; a SettingError names `source`."""
     before = {name: getattr(session.profile, name) for name in updates}
     if updates:
         session.switch(source, **updates)

@@ -29,7 +29,7 @@ _LARGEST = float(np.finfo(np.float64).max)
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
     """The policy's scores of the rows at `positions` [n], ascending; high scores are kept.
 
-    None for a policy without scores. A row that is not held gets the score it would have if held.
+    None for a policy without scores. A row that is not held is scored as if it were held.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -62,7 +62,7 @@ def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats
 
 
 def finite_exp(logarithms: Floats) -> Floats:
-    """The exponential, at most the largest float64; 0 for NaN."""
+    """The exponentials of `logarithms`, limited to the largest float64; 0 for NaN."""
     known = np.nan_to_num(logarithms, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     numbers: Floats = np.exp(known.clip(max=np.log(_LARGEST)))
     return numbers
@@ -73,8 +73,8 @@ def _as_if_held(
 ) -> dict[str, Floats]:
     """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
 
-    A score may depend on the other held rows. Rows that the policy holds are computed as it sees
-    them; recalled rows as if the policy held them, too; all others as if all `positions` were held.
+    A score may depend on the other held rows. Rows held by the policy are computed among
+    themselves; recalled rows among all held rows; other rows as if all `positions` were held.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -95,14 +95,14 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Edges of the histogram's bins: surprisal in nats; a bin includes its lower edge."""
 
 _LEAVING = 6
-"""Number of tokens to be evicted next whose words a snapshot has."""
+"""Number of the tokens to be evicted next for which a snapshot has the words."""
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """One turn: of its `tokens` tokens, `held` are held; `held_said` leaves out the template's.
+    """How much of one turn is held: `held` of `tokens` tokens; `held_said` without template ids.
 
-    `surprisal` is the mean over all its tokens, held or not, in nats; null if none is known.
+    `surprisal` is the mean of the turn's tokens, held or not, in nats; null if it is not known.
     """
 
     index: int
@@ -126,18 +126,18 @@ class Snapshot:
     """What a panel needs to draw the memory.
 
     Attributes:
-        model, policy, decay, budget: the settings in force; the budget in tokens.
+        model, policy, decay, budget: the current settings; the budget in tokens.
         resident, seen: tokens held now, and ever read.
         recalled: held tokens that were restored for this round.
-        speed: tokens per second of the current reply, or of the last one; 0 before the first.
+        speed: tokens per second of the current or the last reply; 0 before the first reply.
         threshold: a token with at most this score would be evicted if room were needed now; null
             if nothing was ever evicted, or if the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
-        next_to_go: positions of the tokens that would then be evicted, ascending; empty while
+        next_to_go: positions of the tokens that would be evicted next, ascending; empty while
             there is plenty of room.
-        leaving_words: a few words with a token in `next_to_go`, the most surprising first.
-        rows: the held tokens in stream order, or some of them.
-        slots: index of each of `rows` among all held tokens.
+        leaving_words: a few words that contain these tokens, the most surprising first.
+        rows: the held tokens in stream order; in a summary only the strongest.
+        slots: index of each row of `rows` among all held tokens.
         turns: every turn so far.
         histogram: surprisal of held and of evicted tokens; null in a summary.
         in_single_layers: number of held tokens that only some layers hold.
@@ -185,8 +185,8 @@ def take_snapshot(
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
-    With `strongest`, a summary for the compact panel: only that many rows, those of highest score
-    without the template's, and nothing that takes time in proportion to the stream's length.
+    If the number `strongest` is given, a summary for the compact panel: only that number of rows
+    (highest scores, no template rows), and nothing whose time grows with the stream's length.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -260,7 +260,7 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
 
 
 def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
-    """Slots of the snapshot's rows, ascending: all, or the strongest without the template's."""
+    """Slots of the snapshot's rows, ascending: all, or the strongest outside the template."""
     if strongest is None:
         return np.arange(len(held))
     others = np.flatnonzero(ledger.column("role")[held] != Role.TEMPLATE)
@@ -270,7 +270,7 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """Words of the tokens to be evicted next; each is whole, even if a part is evicted already."""
+    """Words with a token in `leaving`; a word is given whole, even if a part is already evicted."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
@@ -284,7 +284,7 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
 def _threshold(
     engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """The highest shown score of the rows that would be evicted now."""
+    """The highest score, as shown, of the rows `leaving`, which would be evicted next."""
     ledger = engine.ledger
     if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
         return None
@@ -294,7 +294,7 @@ def _threshold(
 def _turns(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
 ) -> tuple[HeldShare, ...]:
-    """How much of each turn is held; its bounds are found by bisection, as turns are contiguous."""
+    """How much of each turn is held; turns are contiguous, so bisection finds where they begin."""
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
     counts = np.bincount(turn[held], minlength=len(roles)).tolist()
@@ -342,11 +342,11 @@ class TokenRank:
         state: `held`, `archived` (it can be restored) or `gone` (it can't).
         decayed_to: product of the decays since the token was read; 1 for none.
         factors: other numbers that explain the score, by name.
-        rank: 1 for the highest score of the held tokens; for a token that is not held, the rank it
-            would have; null for a policy without scores.
+        rank: 1 for the highest score of the held tokens; a token that is not held has the rank it
+            would get if held; null for a policy without scores.
         held: number of held tokens.
-        threshold: score at or below which a token would be evicted now, as in `Snapshot`.
-        leaves: whether the token is among those to be evicted next.
+        threshold: a token with at most this score would be evicted now, as in `Snapshot`.
+        leaves: whether the token is one of those to be evicted next.
     """
 
     row: TokenRow
@@ -362,7 +362,7 @@ class TokenRank:
 def token_ranks(
     engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
 ) -> list[TokenRank]:
-    """Score, rank and state of the tokens at these positions (ascending) in the snapshot `now`."""
+    """Score, rank and state of the tokens at `positions` (ascending); `now` is a new snapshot."""
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
     asked = np.searchsorted(among, positions)

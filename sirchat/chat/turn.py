@@ -1,7 +1,7 @@
 """A turn under way: ids go into the engine, events come out, and its cost is counted.
 
-The ids that the chat template still requires are noted as pending before reading starts. If a turn
-breaks off, they are read before the next turn, so that the conversation stays well-formed.
+The ids that the chat template still requires are noted as pending before reading starts. If an
+error cuts the turn off, they are read before the next turn; the conversation stays well-formed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class OpenTurn:
     """One turn, while it is read or generated.
 
     Args:
-        now: the conversation that it belongs to.
+        now: the conversation that the turn belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: cost of the turn so far, or of the last turn if only pending ids are read.
+        stats: cost of this turn so far; if only pending ids are read, cost of the last turn.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
     """
 
@@ -53,7 +53,7 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Make room for a user turn of `count` ids and its reply; see `CacheContents`."""
+        """Make room for a user turn of `count` ids and a reply; see `CacheContents`."""
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -67,7 +67,7 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Read a turn's ids; an interrupt skips the rest of its text, never the template's ids.
 
-        `after` are ids that must be read later in the round, even if this reading fails.
+        `after` are the ids that must follow in this round, even if the reading of `turn` fails.
         """
         done, end = 0, len(turn.ids)
         self._note_pending(turn, done, after)
@@ -99,14 +99,14 @@ class OpenTurn:
         closing: Sequence[int],
         end_ids: Collection[int],
     ) -> Iterator[Event]:
-        """Report a reply as the engine generates it, then read its `closing` ids.
+        """Report a reply while the engine generates it, then read its `closing` ids.
 
-        A stop id that is not among the `end_ids` is a control token, which ends the reply, too.
-        If this breaks off, the text so far is kept, and the closing ids are pending.
+        The reply also ends at a control token: a stop id that is not one of the `end_ids`. If an
+        error cuts the reply off, its text so far is kept, and the closing ids are pending.
         """
         said: list[str] = []
         self._now.reply, self._now.pending_ids = self.stats, list(closing)
-        self.stats.finish = "interrupt"  # stays so if the caller stops taking events
+        self.stats.finish = "interrupt"  # not changed if the caller stops taking events
         failure: ContextFullError | None = None
         try:
             try:
@@ -130,7 +130,7 @@ class OpenTurn:
         said: list[str],
         end_ids: Collection[int],
     ) -> Iterator[Event]:
-        """Report a reply as the engine generates it, and add its text to `said`."""
+        """Report a reply while the engine generates it, and append its text to the list `said`."""
         for record in self._timed(records):
             if isinstance(record, GeneratedToken):
                 self.stats.tokens_out += 1
@@ -158,7 +158,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flush(self) -> list[Event]:
-        """Read the pending closing ids of a turn that broke off."""
+        """Read the pending closing ids of a turn that was cut off."""
         if not self._now.pending_ids:
             return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
@@ -167,14 +167,14 @@ class OpenTurn:
         return events
 
     def done(self, text: str) -> TurnDone:
-        """End the turn, in which `text` was said; returns the event for it."""
+        """End the turn, whose message is `text`; returns the event for it."""
         self._now.finish(self.stats, text)
         return self._events.done(self.stats, text)
 
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Yield the same records, and count the engine's time alone, not the time between them."""
+        """Yield the records, and count the engine's time, without the time the caller takes."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -184,7 +184,7 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Note the ids to read after the first `done`, even if the rest of the text is skipped."""
+        """Note as pending the template ids after the first `done` ids of `turn`, then `after`."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
@@ -204,11 +204,11 @@ def _template_ids(ids: Sequence[int]) -> TurnIds:
 OPEN, CLOSE = "<think>", "</think>"
 
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
-"""Reasoning with its tags; its first tag may be missing, as some templates write it themselves."""
+"""Reasoning with its tags; the first tag may be missing, because some templates write it."""
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of finished reasoning in a reply; unfinished is left out."""
+    """Stream positions [k], ascending, of the reasoning in a reply; without its end tag, none."""
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()
@@ -219,12 +219,12 @@ def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
 def thought(reply: str, *, is_open: bool = False) -> str:
     """The reasoning in a reply, without the tags; empty if there is none.
 
-    `is_open`: the template itself writes the first tag, so that a reply without any tag is all
+    `is_open` means that the template writes the first tag; a reply without any tag is then all
     reasoning.
     """
     found = "\n\n".join(one[0] for one in _THOUGHT.finditer(reply))
     if not found and (is_open or reply.lstrip().startswith(OPEN)):
-        found = reply  # it was cut off
+        found = reply  # the reply was cut off
     return found.replace(OPEN, "").replace(CLOSE, "").strip()
 
 
@@ -245,7 +245,7 @@ class FinalAnswer:
         self._has_begun = False
 
     def push(self, text: str) -> str:
-        """Add text of the reply; returns the answer's text that is new since the last call."""
+        """Add a piece of the reply; returns the part of the answer that was not returned before."""
         self._held += text
         if self._thinks is None and not OPEN.startswith(start := self._held.lstrip()):
             self._thinks = self.has_thought = start.startswith(OPEN)

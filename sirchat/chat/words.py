@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
 _LONGEST = 16
-"""Most tokens of a word; in some scripts, long passages have no blanks."""
+"""The most tokens that a word can have; in some scripts, long passages have no blanks."""
 
 _REACH = 5
 """How many tokens on each side of a token are searched for the rest of its word."""
 
 
 def is_mark(text: str) -> bool:
-    """Whether a text is nothing but punctuation and blanks."""
+    """Whether a text has only punctuation and blanks."""
     return not text.strip(_MARKS)
 
 
@@ -45,10 +45,10 @@ def spelled(word: Sequence[TokenRow]) -> str:
 
 
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
-    """Split rows, in stream order, into words, with the blanks before and punctuation around each.
+    """Split rows, in stream order, into words; each keeps the blanks and punctuation around it.
 
-    A word begins at a blank, after a missing position and in each turn; a wide (East Asian)
-    character is a word of its own.
+    A word begins at a blank, after a missing position and at the start of each turn; a wide (East
+    Asian) character is a word of its own.
     """
     word: list[TokenRow] = []
     for row in rows:
@@ -61,7 +61,7 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
 
 
 def _is_apart(before: TokenRow, row: TokenRow) -> bool:
-    """Whether a word ends between two neighbours."""
+    """Whether a word ends between two consecutive rows."""
     if row.position != before.position + 1 or row.turn != before.turn:
         return True
     left, right = before.text, row.text
@@ -77,7 +77,7 @@ def _is_wide(char: str) -> bool:
 
 
 def around(positions: Collection[int], seen: int) -> list[int]:
-    """These positions and their neighbours in a stream of `seen` tokens, ascending."""
+    """`positions` and the `_REACH` positions on each side of each, ascending, below `seen`."""
     near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 
@@ -87,7 +87,7 @@ def words_at(
 ) -> tuple[str, ...]:
     """Distinct words of `rows` that have a token at these positions, the most surprising first.
 
-    Words of punctuation only, and the words `known` (in lower case), are left out.
+    Words that have only punctuation, and words in `known` (lower case), are left out.
     """
     wanted = set(positions)
     found: dict[str, float] = {}
@@ -101,7 +101,7 @@ def words_at(
 
 
 def words_of(rows: Sequence[TokenRow]) -> set[str]:
-    """The words of these rows in lower case, without the template's."""
+    """The words of these rows, in lower case; rows of the chat template are left out."""
     return {spelled(word).casefold() for word in split_words(said(rows))}
 
 
@@ -111,15 +111,15 @@ def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
 
 
 _LATEST = 8
-"""Number of tokens whose words `latest_words` looks up."""
+"""Number of tokens for which `latest_words` finds the words."""
 
 
 @dataclass(frozen=True)
 class EvictedText:
     """A turn that is not held completely.
 
-    It has `tokens` tokens without the template's, and `held` of these are held. `words` are its
-    words with an evicted token, unless the same word is held elsewhere; the most surprising first.
+    It has `tokens` tokens, not counting the template's; `held` of them are held. `words`: its words
+    with an evicted token, unless the same word is held elsewhere; the most surprising first.
     """
 
     index: int
@@ -166,9 +166,9 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
 def latest_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """A few words, whoever said them, that have tokens at these positions (ascending).
+    """A few words, of the user or the model, that have tokens at these positions (ascending).
 
-    The most surprising word is the first. Words that the rows `held` have are left out. This
+    The most surprising word is the first. Words that occur in the rows `held` are left out. This
     function takes much less time than `evicted_words`.
     """
     rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
@@ -193,10 +193,10 @@ def positions_of(
     among: Positions,
     around: int = 0,
 ) -> Positions:
-    """Positions [k], ascending, of the tokens that `target` means, out of the positions `among`.
+    """Positions [k], ascending, of the tokens that `target` names, chosen from `among`.
 
-    `last` is the last user turn, `turn N` any turn. Everything else, and whatever is in quotes, is
-    a text, which is searched everywhere, as whole words and ignoring case. Tokens of the chat
+    `last` is the last user turn, `turn N` the turn of index N. All else, and anything in quotes, is
+    a text, which is searched in every turn for whole words, ignoring case. Tokens of the chat
     template never match.
 
     Args:
@@ -205,7 +205,7 @@ def positions_of(
         texts: gives the text of each token.
         roles: role of each turn.
         among: positions [n] to choose from.
-        around: number of tokens before and after each, in the same turn, that are meant, too.
+        around: number of tokens of the same turn, before and after each, to include.
 
     Raises:
         UsageError: nothing matches.
@@ -232,7 +232,7 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """The tokens of every occurrence of `text` within runs of neighbouring tokens."""
+    """Positions of every occurrence of `text` in the tokens at `said`; none spans a gap."""
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
     at = said.tolist()
@@ -246,7 +246,7 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def with_target_removed(target: str, text: str) -> str:
-    """`text` without the occurrences of `target`, which here means a text."""
+    """`text` without the occurrences of `target`, a text and not the name of a turn."""
     return whole_words(without_quotes(target)).sub("", text)
 
 
@@ -267,7 +267,7 @@ def _ends_word(character: str) -> bool:
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """Index of the turn that `target` means; None for a text; -1 for `last` without a user turn."""
+    """Index of the turn that `target` names; None for a text; -1 for `last` without a user turn."""
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
         return None
@@ -285,9 +285,9 @@ def without_quotes(target: str) -> str:
 def tokens_to_erase(
     target: str, engine: Engine, texts: Texts, now: Conversation, system: str | None
 ) -> Positions:
-    """Positions of the tokens that `target` means, held or not; `system` is the system prompt.
+    """Positions of the tokens that `target` names, held or not; `system` is the system prompt.
 
-    Empty if the text was said but never read, as in an interrupted turn, or in a system prompt
+    Empty if the text exists but was never read: in an interrupted turn, or in a system prompt
     before the first turn. Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
@@ -302,7 +302,7 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove what `target` means from every turn's text; returns the rest of the system prompt."""
+    """Remove what `target` names from every turn's text; returns the rest of the system prompt."""
     turn = turn_of_target(target, now.roles)
     if turn is not None:
         one = now.turns[turn]

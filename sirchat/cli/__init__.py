@@ -13,14 +13,14 @@ def main() -> None:
     """Run the command line and exit with its exit code."""
     try:
         _run()
-    except KeyboardInterrupt:  # before the commands are imported; they handle it themselves
+    except KeyboardInterrupt:  # before the commands, which handle it themselves, are imported
         sys.exit(_interrupted())
 
 
 def _run() -> None:
     if problem := prepare_streams():
         sys.exit(f"sirchat: {problem}")
-    if sys.argv[1:] in (["--help"], ["-h"]):  # needs none of the commands
+    if sys.argv[1:] in (["--help"], ["-h"]):  # the commands are not needed
         try:
             sys.stdout.write(overview())
             sys.stdout.flush()

@@ -27,7 +27,7 @@ from sirchat.ui.text import displayable_line
 
 
 class LazyCommand(TyperGroup):
-    """A command or a group of commands, `NAME_app` of `module`, imported when it is used."""
+    """A command or group of commands: `NAME_app` of `module`, which is imported when used."""
 
     def __init__(self, name: str, module: str, help: str) -> None:
         super().__init__(name=name, help=help)
@@ -42,7 +42,7 @@ class LazyCommand(TyperGroup):
         return with_example(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Import the command and make its context, with which it then runs."""
+        """Import the command, and make the Click context in which it runs."""
         return self._command.make_context(*args, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -50,12 +50,12 @@ class LazyCommand(TyperGroup):
         return list(getattr(self._command, "commands", ()))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The group's command of that name."""
+        """The group's command with the name `cmd_name`."""
         return self._command.get_command(ctx, cmd_name)
 
 
 class _Commands(TyperGroup):
-    """All commands; if a question is typed in place of a command, the error says how to ask it."""
+    """All commands; if a question is typed instead of a command, the error says how to ask it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -72,7 +72,7 @@ class _Commands(TyperGroup):
         super().format_help(ctx, ctx.make_formatter())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name; its help opens with an example."""
+        """The command with the name `cmd_name`; its help begins with an example."""
         command = super().get_command(ctx, cmd_name)
         return command if command is None else with_example(command, cmd_name)
 
@@ -141,13 +141,13 @@ def _run() -> None:
             raise
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        if not error.format_message():  # a group without a command, which has shown its help
+        if not error.format_message():  # a group was typed without a command; its help is shown
             sys.exit(2)
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except BrokenPipeError:
-        # The reader of the output has ended; keep Python from complaining at exit.
+        # The reader of the output has ended; prevent an error message of Python at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -162,7 +162,7 @@ def _run() -> None:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments, with `--resume=last` for a `--resume` without value before any command."""
+    """The arguments; before the command, `--resume` without a value becomes `--resume=last`."""
     names = commands()
     own = next((n for n, one in enumerate(arguments) if one in names), len(arguments))
     front = arguments[:own]

@@ -36,8 +36,8 @@ def open_chat(
 ) -> None:
     """Open a chat and talk until the user leaves.
 
-    A saved chat (`resume`) opens under its own settings, then switches to those that flags name;
-    with `rebuild`, its text is read again under the settings of the flags.
+    A saved chat (`resume`: its id or name) opens with its own settings, then switches to those in
+    `flags`; with `rebuild`, its text is read again with the settings of `flags`.
     """
     later: dict[str, Any] = {}
     if resume is None:
@@ -67,7 +67,7 @@ def open_saved(
     *,
     rebuild: bool = False,
 ) -> "Session":
-    """Open a session, continue the saved chat in `store` in it, if any, and switch to `later`."""
+    """Open a session, load the chat saved in `store`, if any; then switch to settings `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
         from sirchat.saved.autosave import resume_session
@@ -82,13 +82,13 @@ _AT_ONCE = (
     *("model", "device", "dtype", "quantize", "compile", "save", "save_kv"),
     *("panel", "theme", "markdown", "thinking"),
 )
-"""Settings that flags replace before a saved chat is resumed, not by a switch afterwards."""
+"""Settings that flags change before a saved chat is resumed; the others change afterwards."""
 
 
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """For a saved session: the settings to open it with, its store, the settings to switch to."""
+    """For a saved session: settings to open it, its store, and settings to switch to afterwards."""
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_state import saved_profile
@@ -123,7 +123,7 @@ def meanwhile(what: str) -> Iterator[None]:
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
-    try:  # includes the writing: Ctrl-C may come as soon as the text is seen
+    try:  # Ctrl-C may come as soon as the text is seen
         err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
         err.flush()
         yield
@@ -152,8 +152,8 @@ def ask_once(
 ) -> None:
     """Ask, print the reply alone on standard output, and end.
 
-    Text from a pipe or a file is put before the question, or is the question. With `resume`, the
-    question is asked in that saved chat, which is then saved with the reply.
+    Text from a pipe or a file is put before the question, or is the question. `resume` is the id or
+    name of a saved chat in which to ask; question and reply are saved there.
     """
     text = _message(question)
     later: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def ask_once(
 
 
 def _message(question: str) -> str:
-    """The text of standard input, if any, and then the question."""
+    """The text of standard input, if any, followed by the question."""
     given = ""
     if not sys.stdin.isatty():
         try:
@@ -258,7 +258,7 @@ def tutorial(
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
-        # Only those of the user's settings that do not change what is shown.
+        # Of the user's settings, only those that do not change what is shown.
         model = load_model("tiny", device="cpu", threads=own.threads, progress=report)
         return Session(model, Profile(save=False, theme=own.theme, **SETTINGS))
 

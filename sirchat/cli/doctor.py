@@ -122,6 +122,6 @@ def _page() -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """A line of text escaped for roff, where a dot or quote at the start would be a request."""
+    """A line escaped for roff, in which a dot or quote at the start would begin a request."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

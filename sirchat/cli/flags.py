@@ -26,7 +26,7 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a command.
 
-    The values that the user gave arrive in the command's argument `flags`, by setting name.
+    The command gets the values that the user gave in its argument `flags`, by setting name.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()
@@ -106,7 +106,7 @@ def _flag(*names: str, **options: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """The type of a flag: bool, or text for the profile to parse, so that all errors read alike."""
+    """The type of a flag: bool, or text, which the profile parses and checks like a file's."""
     return bool if annotation is bool else str
 
 
@@ -159,10 +159,10 @@ def misplaced_flag(flag: str, command: str) -> UsageError:
 
 
 def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """The settings from flags, environment and profile files together, by their precedence.
+    """The settings from flags, environment and profile files, combined by precedence.
 
-    If the model will be loaded, and a flag or the environment names it, it is looked for first,
-    before anything heavy is imported.
+    If the model will be loaded, and a flag or the environment names it, sirchat first checks that
+    it exists, before slow imports.
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
@@ -175,7 +175,7 @@ def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load the model and open a session; the policy is checked before anything heavy loads."""
+    """Load the model and open a session; before slow imports, the policy is checked."""
     with quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
@@ -189,7 +189,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Context manager: stop garbage collection, which takes 1/6 of loading and frees nothing."""
+    """Context manager: no garbage collection, which takes 1/6 of loading and frees nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -206,5 +206,5 @@ def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "Lo
         from sirchat.models.compiling import load_model_of
 
     sweep(archives_dir())
-    gc.freeze()  # what was imported stays: searching it for garbage would delay typing
+    gc.freeze()  # imported objects stay; searching them for garbage would delay typing
     return load_model_of(profile, trust_remote_code=trust, progress=report)

@@ -123,7 +123,7 @@ def models_pull(
 
 
 def _data(one: "ListedModel") -> dict[str, object]:
-    """A row of the list as a JSON object."""
+    """One model of the list as a JSON object."""
     found, shape = one.found, one.found.shape
     return {
         "name": found.name,

@@ -60,13 +60,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print this as a manual page, with all settings",
     },
 }
-"""Commands by name, in groups, with a line for each."""
+"""For each group, its commands by name; each has a line that describes it."""
 
 _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """The commands that are installed, by group, with a line for each."""
+    """For each group, its installed commands by name; each has a line that describes it."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -76,12 +76,12 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """The commands that are installed, with a line for each."""
+    """The installed commands by name; each has a line that describes it."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
 def lazy_commands() -> dict[str, str]:
-    """Commands that are imported only when used, each with the module that has it as `NAME_app`."""
+    """Commands that are imported only when used: name and module (it defines `NAME_app`)."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",

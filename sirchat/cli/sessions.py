@@ -113,7 +113,7 @@ def sessions_export(
     export_session(find_session(sessions_dir(), ident), lines)
     if file is None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8")  # in any locale: it is read again
+            sys.stdout.reconfigure(encoding="utf-8")  # in any locale, because it is read again
         typer.echo(lines.getvalue().decode(), nl=False)
         return
     if file.exists() and not force:
@@ -128,9 +128,9 @@ class _Removal:
 
     Attributes:
         path: its file.
-        description: one line that tells which chat it is, for the user to say yes to.
-        messages: what the user said in it, as far as it can be read.
-        relatives: how many other chats come from the same one by `/branch`.
+        description: one line about the chat, for the question whether to remove it.
+        messages: what the user said in the chat; empty if it can't be read.
+        relatives: number of other chats branched (`/branch`) from the same first chat.
     """
 
     path: Path
@@ -139,7 +139,7 @@ class _Removal:
     relatives: int
 
     def what_stays(self, lines: int) -> list[str]:
-        """What is left of the chat elsewhere: so many `lines` in the history, and its branches."""
+        """What stays elsewhere: the number of `lines` in the input history, and related chats."""
         stays = []
         if lines:
             one = lines == 1
@@ -157,7 +157,7 @@ class _Removal:
 
 
 def _removal(ident: str) -> _Removal:
-    """The chat that `ident` means; raises SessionError if there is none, or `last` is open."""
+    """The chat with this id or name; raises SessionError if missing, or if `last` is open."""
     from sirchat.saved.session_list import find_session, list_sessions
     from sirchat.saved.store import SessionStore
 
@@ -183,7 +183,7 @@ def _removal(ident: str) -> _Removal:
 
 
 def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
-    """The input history, if there is one, and how many of its lines are among these messages."""
+    """The input history, if there is one, and the number of its lines that are in `messages`."""
     if not paths.history_file().is_file():
         return None, 0
     from sirchat.ui.line_input import input_history

@@ -13,9 +13,8 @@ from typing import Any
 def prepare_streams() -> str:
     """Replace closed streams, and allow printing in any locale; returns the problem, or "".
 
-    If standard input is closed, there is nothing to read; if standard error is, errors are not
-    shown. Characters that the locale lacks become question marks. Only a closed standard output is
-    a problem.
+    A closed standard input is then empty; errors to a closed standard error are not shown. Only a
+    closed standard output is a problem. Characters that the locale lacks become question marks.
     """
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -37,7 +36,7 @@ def _nothing(number: int, mode: str) -> Any:
 
 
 _ENDING = ("SIGTERM", "SIGHUP")
-_SECONDS = 1.0  # until it is checked that a signal has begun to end the program
+_SECONDS = 1.0  # after a signal, until a check whether the program is ending
 
 
 def end_in_order() -> None:
@@ -49,7 +48,7 @@ def end_in_order() -> None:
     sys.unraisablehook = leave.send_again
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in _ENDING:
-        number = getattr(signal, name, None)  # Windows lacks some
+        number = getattr(signal, name, None)  # Windows lacks some signals
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, leave)
 
@@ -76,7 +75,7 @@ class _Leave:
         """Send a signal again if the program goes on: a library may have caught its SystemExit."""
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
-        while error is not None:  # what is raised while it ends has the SystemExit as its context
+        while error is not None:  # an error raised later has the SystemExit as its context
             if isinstance(error, SystemExit):
                 return
             error = error.__context__
@@ -84,7 +83,7 @@ class _Leave:
         os.kill(os.getpid(), number)
 
     def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Send a signal again if it came where Python ignores exceptions, such as in a __del__."""
+        """Send a signal again if it came where Python ignores exceptions, such as in `__del__`."""
         code = getattr(ignored.exc_value, "code", None)
         if _is_ending(code):
             number = int(code)  # type: ignore[arg-type]
@@ -101,7 +100,7 @@ class _Leave:
 def leave_terminal() -> None:
     """Show the cursor again, which an interrupted progress bar may have left hidden.
 
-    This is the last step of every command, however it ends: from here on a signal ends the process
+    Every command ends with this step, also after an error: from here on a signal ends the process
     at once, without a traceback.
     """
     with suppress(ValueError):  # not in the main thread
@@ -134,7 +133,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _exit(code: int) -> None:
-    """Show what was printed, and end the process at once."""
+    """Flush the output, and end the process at once with this exit code."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

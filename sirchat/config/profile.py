@@ -353,12 +353,12 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """The error for settings `keys` that break `rule`; `profile_files.merged` rewords it."""
+    """An error: the settings `keys` together break `rule` (a text); `merged` rewords it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size such as `512MiB`, `1.5 GB` or `4096`; None for other text and 0 bytes."""
+    """Bytes of a size such as `512MiB`, `1.5 GB` or `4096`; None for other text or 0 bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not found:
         return None

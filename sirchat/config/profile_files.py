@@ -44,7 +44,7 @@ class Layer:
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with `updates`; errors name `source`, such as `/budget`.
+    """A copy of `profile` with the settings `updates`; errors name `source`, such as `/budget`.
 
     Setting another policy clears `policy_options`. Raises SettingError for the first problem.
     """
@@ -96,7 +96,7 @@ def _is_other_policy(values: Mapping[str, object], updates: Mapping[str, object]
 def _conflict_error(
     detail: ErrorDetails, values: Mapping[str, object], set_by: Mapping[str, tuple[int, Origin]]
 ) -> SettingError:
-    """The error for two settings that conflict; it names the one that was set last."""
+    """The error for two settings that conflict; its text names the setting that was set last."""
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
     origin = set_by[key][1]
@@ -129,7 +129,7 @@ _HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown 
 class ProfileInfo:
     """A profile in one of the two profile folders.
 
-    `shipped` is true for one that comes with sirchat, false for one of the user's own.
+    `shipped` is true if the profile comes with sirchat, false if the user made it.
     """
 
     name: str
@@ -143,11 +143,11 @@ def resolve(
 ) -> Profile:
     """The profile that results from flags, environment variables and profile files.
 
-    A source that sets another policy clears the `policy_options` of the sources below it. Raises
+    A source that sets another policy clears the `policy_options` of weaker sources. Raises
     SettingError for the first problem.
 
     Args:
-        profile: a name or a file; if None, `SIRCHAT_PROFILE` names one.
+        profile: a profile's name or file; if None, it is taken from `SIRCHAT_PROFILE`.
         flags: values by setting; None means not given, and text is parsed by `parse_value`. May
             also contain `trust_policy`: `module:Class` policies that files may name, in addition to
             the one that the flag `policy` names.
@@ -188,8 +188,8 @@ def profile_path(name_or_file: str) -> Path:
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
     """Load and check the values that a profile sets; `profile_path` finds its file.
 
-    `trusted` are the `module:Class` policies that it may name. Raises SettingError if there is no
-    such profile, it isn't well-formed, or a key or value is not allowed.
+    `trusted` are the `module:Class` policies that the profile may name. Raises SettingError if
+    there is no such profile, it isn't well-formed, or a key or value is not allowed.
     """
     return _load(profile_path(name_or_file), trusted)
 
@@ -209,7 +209,7 @@ def show(profile: Profile) -> str:
 
 
 def _yaml(profile: Profile, mark: str = "") -> str:
-    """All settings as YAML, with `mark` in front of each line that sets one."""
+    """All settings as YAML; lines that set a value begin with the text `mark`."""
     values = profile.model_dump()
     return "\n".join(
         f"# {field.description}\n{mark}{yaml_line(key, values[key])}"
@@ -220,8 +220,8 @@ def _yaml(profile: Profile, mark: str = "") -> str:
 def init_profile(name: str) -> Path:
     """Create a profile in the user's folder, with every setting commented out; returns its path.
 
-    Only the user can read it. Raises SettingError if the name is invalid or taken, or the file
-    can't be written.
+    Only the user can read the file. Raises SettingError if the name is invalid or taken, or the
+    file can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(

@@ -116,7 +116,7 @@ _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False
 def require_setting(key: object, source: str) -> None:
     """Raise SettingError, with the nearest name as a hint, unless `key` is a setting.
 
-    The message begins with `source`, unless that is empty.
+    The message begins with `source`, unless `source` is empty.
     """
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
@@ -194,7 +194,7 @@ def policy_choices() -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """The allowed values of a setting (`on` and `off` for a boolean); empty if there is no list."""
+    """The allowed values of a setting (`on` and `off` for a boolean); [] if it has no such list."""
     if key == "policy":
         return policy_choices()
     if key == "recall":

@@ -57,7 +57,7 @@ class HighestWeights:
 
     Args:
         layers: numbers of the layers that count.
-        slots: the rows [k], by their slot in the cache.
+        slots: cache slots [k] of the rows.
     """
 
     def __init__(self, layers: Collection[int], slots: Tensor) -> None:
@@ -113,7 +113,7 @@ class AttentionTracker:
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
-        """How many of `count` rows one pass can read if its weights may take `size` bytes a layer.
+        """How many of `count` rows one pass can read with `size` bytes for each layer's weights.
 
         At least one.
         """

@@ -97,12 +97,12 @@ class Budget:
 
     @property
     def eviction_block(self) -> int:
-        """Rows evicted at once while generating; few enough that protected rows can always stay."""
+        """Rows to evict at once while generating; few enough that protected rows can stay."""
         return min(max(8, self.policy_budget // 16), self.most_protected())
 
     @property
     def chunk_size(self) -> int:
-        """Most ids for which room is made at once: E/4, but no more than `most_protected`."""
+        """Most ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
     def max_prefill(self, pinned: bool) -> int:
@@ -120,7 +120,7 @@ class Budget:
     def most_protected(self, at: Positions | None = None) -> int:
         """Most rows of the current round that are protected: half of the room for new tokens.
 
-        That room is E, unless the policy gives less (`newest_room`). `at` as in `evictable`.
+        That room is `evictable`, or less by the policy's `newest_room`. `at` as in `evictable`.
         """
         return self.settings.policy.newest_room(self.evictable(at)) // 2
 
@@ -148,13 +148,13 @@ class Budget:
         return self.settings.policy.compacts_at_anchors
 
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
-        """Where a chunk from `start` to at most `end` ends: after its first anchor, or at `end`."""
+        """End of the chunk that begins at `start`: just after its first anchor, at most `end`."""
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
 
     def visible_to_anchor(self) -> Tensor:
-        """Held rows [k] that an anchor read next may see: its own sequence and the sinks.
+        """Numbers [k] of held rows that the next anchor may see: its own sequence and the sinks.
 
         Equation (4) of Anchor-based LLMs, extended by the sinks, which precede all sequences.
         """
@@ -164,7 +164,7 @@ class Budget:
         return torch.from_numpy(np.flatnonzero((held >= begins) | (held < self.sinks)))
 
     def check_pins(self, reachable: Positions, more: int) -> None:
-        """Raise SettingError if the pins in `reachable` and `more` new pins leave too few rows."""
+        """Raise SettingError if pins at `reachable` and `more` new pins leave too few rows."""
         if self.unbounded or not self.settings.policy.honours_pins:
             return
         pins = self.pins(reachable)

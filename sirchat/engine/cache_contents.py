@@ -39,7 +39,7 @@ class CacheContents:
 
     Attributes:
         budget: the arithmetic of the settings in force.
-        round: number of the current round, of which the newest rows are protected.
+        round: number of the current round, whose newest rows are protected.
     """
 
     def __init__(self, budget: Budget, cache: BoundedCache, store: KeyValueStore) -> None:
@@ -107,12 +107,12 @@ class CacheContents:
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Make room for the user turn `at` of `count` ids, and its reply.
+        """Make room for the user turn `at` of `count` ids, and a reply of up to `max_new_tokens`.
 
         Nothing is done if `evict` is "when-full".
 
-        If it is "between-turns", only the rows above the budget are evicted, and the cache grows to
-        have room for the turn and the reply.
+        If `evict` is "between-turns", only the rows above the budget are evicted, and the cache
+        grows to have room for the turn and the reply.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
@@ -131,7 +131,7 @@ class CacheContents:
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Positions [k], ascending, that would be evicted if room for a block were needed now.
 
-        `in_round` protects the current round's newest rows; without it, these are the rows that the
+        `in_round` protects the current round's newest rows; without it, returns the rows that the
         next round would evict. Empty while there is room for two blocks, or if nothing may be
         evicted. If rows are evicted only between turns: the rows that the next turn would evict.
         """

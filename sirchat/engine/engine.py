@@ -135,12 +135,12 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         lookup: PromptLookup | None = None,
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Generate until a stop id, `max_new_tokens` or an interrupt; the last record says which.
+        """Generate until a stop id, `max_new_tokens` or an interrupt; the last record names it.
 
-        With a `lookup`, tokens that it guesses are computed several at once.
+        With a `lookup`, all tokens of one guess are computed in one forward pass.
 
-        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
-        free; the end of the turn needs these.
+        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows, which the
+        end of the turn needs, would stay free.
         """
         self.contents.round = at.round
         self.reader.drop_ahead()
@@ -174,7 +174,7 @@ class Engine:
         return self.settings.attention_stats is None and not budget.compacts_at_anchors
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
-        """Compute `token_id` and guessed tokens after it, unless the last guess has that token."""
+        """Compute `token_id` and up to `most` guesses, unless the last guess has it next."""
         if self.reader.is_ahead(token_id):
             return
         used = self.reader.drop_ahead()
@@ -192,9 +192,9 @@ class Engine:
         return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
-        """Apply the decay as a round ends: a fixed decay to all rows, `auto` to older rounds only.
+        """Apply the decay after a round: a fixed one to all rows, `auto` only to older rounds.
 
-        If the policy asks for it, the round's held rows are read once more before that.
+        Before that, the round's held rows are read once more if the policy asks for it.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -219,7 +219,7 @@ class Engine:
         """Go back to a checkpoint: undo all that was read or pinned since; the settings stay.
 
         With `keep_pins`, rows pinned now stay pinned and held. Returns the rows evicted or restored
-        because settings or pins differ from then. Raises LookupError, changing nothing, if a row
+        because settings or pins have changed. Raises LookupError, changing nothing, if a row
         that was held then is neither held nor archived.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
@@ -251,7 +251,7 @@ class Engine:
         """Continue a saved conversation.
 
         Args:
-            saved: state of the other engine.
+            saved: state that `save` returned.
             rows: keys and values; where they are None or incomplete, the held ids are read anew.
             device: device of the cache.
             attention: attention that was counted for `rows`.

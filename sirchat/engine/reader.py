@@ -22,7 +22,7 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Most bytes of the logits, or of a counted layer's weights, in one pass (float32)."""
+"""Most bytes of logits, or of a counted layer's attention weights, in one pass (float32)."""
 
 
 class CausalModel(AttendingModel, Protocol):
@@ -66,7 +66,7 @@ class CausalModel(AttendingModel, Protocol):
         """Like `forward`, but returns only the surprisal of the ids and the last logits."""
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """A context to enter for each of several passes of many ids, which then share some work."""
+        """A context manager to use around each of several long passes; they share some work."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Reader:
     """Reads ids for one conversation.
 
     Attributes:
-        logits: raw logits [V] for the next token, from the last token read, as computed before any
-            eviction since; None before the first token.
+        logits: raw logits [V] for the next token, computed when the last token was read; later
+            evictions do not change them. None before the first token.
     """
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
@@ -116,7 +116,7 @@ class Reader:
         self._ahead: _Ahead | None = None
 
     def look_ahead(self, ids: Sequence[int]) -> None:
-        """Compute the logits after each of ids [m], in case they are read next; none is read yet.
+        """Compute the logits after each of ids [m], in case they are read next; does not read them.
 
         The cache must have room for the ids. Reading any other id discards what was computed.
         """
@@ -124,7 +124,7 @@ class Reader:
         self._ahead = _Ahead(ids, logits, self._cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
-        """Whether `look_ahead` has computed the logits after this id, if it is read next."""
+        """Whether `look_ahead` has computed the logits for the case that this id is read next."""
         ahead = self._ahead
         return (
             ahead is not None
@@ -134,7 +134,7 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Drop the ids computed ahead; returns how many were read, or None if there were none."""
+        """Discard the ids of `look_ahead`; returns how many were read; None if it had no ids."""
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.used
 
@@ -192,11 +192,11 @@ class Reader:
                 start += len(part)
 
     def repeat(self, rows: Tensor, layers: int, most: int) -> None:
-        """Read the held rows [k] again after all others, and record the attention they receive.
+        """Read held row numbers `rows` [k] again after all others; record the attention they get.
 
         Nothing else changes. At most `most` ids are read at a time; `layers` is the number of
-        layers that count, 0 for all. If keys have stream positions, reading stops where these would
-        exceed the model's context.
+        layers that count, 0 for all. If keys have stream positions, reading stops before a position
+        exceeds the model's context.
         """
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
@@ -264,7 +264,7 @@ class Reader:
         visible: Tensor | None = None,
         observer: AttentionObserver | None = None,
     ) -> PassResult:
-        """Read ids [m]; the last one sees only the held rows `visible` [k], if given."""
+        """Read ids [m]; if row numbers `visible` are given, the last id sees no other held rows."""
         if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
             assert self._ahead is not None
             self._ahead.used += 1

@@ -63,7 +63,7 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class TurnRef:
-    """The turn and the round that ids belong to."""
+    """Numbers of the turn and the round that ids belong to."""
 
     turn: int
     round: int
@@ -79,7 +79,7 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """Rows at these stream positions were evicted; `resident` rows stay, of `seen` ever read."""
+    """Rows at these stream positions were evicted; `resident` rows stay; `seen` tokens are read."""
 
     positions: Positions
     resident: int
@@ -131,7 +131,7 @@ class ContinuationScore:
 class SearchResult:
     """Archived candidates at `positions` [n], ascending, and their scores [n].
 
-    `layers` has each layer's scores [layers, n] under recall scope `layer`.
+    `layers` has each layer's scores [layers, n] if the recall scope is `layer`; else None.
     """
 
     positions: Positions

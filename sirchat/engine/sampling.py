@@ -26,7 +26,7 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Same seed and conversation, same tokens."""
+    """How tokens are sampled; temperature 0 is greedy. Same seed and chat give the same tokens."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -38,7 +38,7 @@ class Sampling:
 
 
 class Sampler:
-    """Picks one token from logits; another `attempt` at a position uses other random numbers."""
+    """Picks one token from logits; each number `attempt` of a repeated try draws other tokens."""
 
     def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling
@@ -50,8 +50,8 @@ class Sampler:
 
         Args:
             logits: [V], raw.
-            said_ids: takes a count, and returns that many of the newest ids that the model sees,
-                without the template's; all for 0. For the repetition penalty.
+            said_ids: for the repetition penalty; called with a number, it returns so many of the
+                newest ids that the model sees, without the chat template's; with 0, all.
             position: stream position of the next token; the random draw depends on it.
 
         Raises ModelError if the logits are NaN, as after a division by zero.
@@ -103,7 +103,7 @@ _MATCH = 3  # newest tokens that must have occurred before, if the last guess wa
 _LONG = 8  # the same at the start, and if the last guess was wrong
 _WITHIN = 2**14  # newest tokens that are searched
 _BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
-_PAYS = 3  # right tokens that make up for the larger pass
+_PAYS = 3  # right guesses from which on the larger pass saves time
 _LONGEST_REST = 256  # tokens
 
 
@@ -116,7 +116,7 @@ class PromptLookup:
         self._next_rest = 8
 
     def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """At most `most` tokens that may follow `token_id`, which follows `ids` [seen]."""
+        """Guess at most `most` tokens that follow `ids` [seen] and `token_id`; may be empty."""
         if self._rest:
             self._rest -= 1
             return []
@@ -141,9 +141,9 @@ class PromptLookup:
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """Find where the newest tokens occurred before: the index after them, and how many match.
+    """Find where the newest tokens occurred before; returns the index after them, and their number.
 
-    The longest match counts, and the newest of several; (0, 0) if not even three tokens match.
+    The longest match is chosen, the newest of equal ones; (0, 0) if fewer than three tokens match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _MATCH - 1]

@@ -38,13 +38,13 @@ def search(
     """Score the archived rows for a turn; the engine's state is the same afterwards.
 
     Args:
-        engine: whose archive is searched.
+        engine: its archive is searched.
         model: the engine's model.
         ids, roles: the turn's ids and roles [m]; if the turn is long, only its last ids are read,
             as many as the policy may hold.
-        at: the turn.
-        words: a score for each turn so far, by the words it has in common with this one, if the
-            retriever needs them.
+        at: numbers of the turn and its round.
+        words: a score for each turn so far, by the words that it shares with the new turn; needed
+            by some retrievers.
 
     Returns:
         Scores of the candidates; None if there is nothing to search.
@@ -98,7 +98,7 @@ def _archived(engine: Engine, before: int) -> Positions:
 
 
 def _recent(engine: Engine) -> Positions:
-    """Slots of the rows in the policy's recent window, or of all but the sinks if it has none."""
+    """Slots of the rows in the policy's recent window, or of all but sinks without a window."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))
@@ -111,7 +111,7 @@ def _query(
     words: NDArray[np.float64] | None,
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
-    """The query of a turn that starts at `start`, with the rows in these slots."""
+    """The query of a turn from stream position `start` on, with the held rows in these slots."""
     positions = engine.ledger.held_positions[slots]
     return Query(
         engine.cache.first_written(torch.from_numpy(slots), positions),
@@ -123,7 +123,7 @@ def _query(
 
 
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
-    """The result without rows that are held again after the undo: every layer has these."""
+    """The result without rows that are held again after the undo: all layers already have them."""
     if found is None or found.layers is None:
         return None
     there = engine.ledger.column("state")[found.positions] == State.ARCHIVED

@@ -39,7 +39,7 @@ class Archive:
 
     @property
     def disk_error(self) -> str | None:
-        """Why the disk can't be written; None while it can."""
+        """Why the disk can't be written to; None if it can."""
         return self._files.error if self._files is not None else None
 
     def close(self) -> None:
@@ -99,9 +99,9 @@ class Archive:
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
-        """The rows at these stream positions [n], in this order; of one layer only, if given.
+        """The rows at stream positions [n], in the same order; of all layers or only of `layer`.
 
-        Without `values`, the value tensors have width 0, which takes half the time.
+        If `values` is False, the value tensors have width 0; this takes half the time.
         Raises LookupError when one of the rows is not stored.
         """
         if not self.has(positions).all():
@@ -150,7 +150,7 @@ class Archive:
                 yield rows if len(chosen) == segment.used else rows.take(chosen)
 
     def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
-        """Drop the segments with the lowest mean score until the limit is met.
+        """Delete the segments with the lowest mean score until the archive is within its limit.
 
         `score` gives the scores [n] of the rows at stream positions [n]. Returns the positions [k]
         of the dropped rows.
@@ -167,7 +167,7 @@ class Archive:
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
     def remove(self, positions: Positions) -> None:
-        """Overwrite the keys and values of these rows, and drop the index, which learnt from them.
+        """Overwrite the keys and values of these rows; delete the index, which was built from them.
 
         Positions that are not stored are skipped.
         """
@@ -216,7 +216,7 @@ class Archive:
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The segment with free rows, and its number; if needed, a new one shaped like `like`."""
+        """The last segment, or a new one with the shapes of `like` if it is full; its number."""
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
             last = Segment(like)
@@ -224,7 +224,7 @@ class Archive:
         return last, len(self._segments) - 1
 
     def _grow(self, rows: int) -> None:
-        """Make room for `rows` rows, by doubling."""
+        """Make room for positions below `rows`; the array at least doubles if it is too short."""
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)
             grown[: len(self._slots)] = self._slots

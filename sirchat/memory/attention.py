@@ -42,11 +42,11 @@ class RepeatAttention:
         return out
 
     def truncate(self, seen: int) -> None:
-        """Delete the weights of rows from position `seen` on, which count as never read."""
+        """Set the weights of rows from position `seen` on to 0, as for rows read only once."""
         self._highest[seen:] = 0
 
     def erase(self, positions: Positions) -> None:
-        """Delete the weights of these rows."""
+        """Set the weights of these rows to 0."""
         self._highest[positions[positions < len(self._highest)]] = 0
 
 
@@ -67,7 +67,7 @@ class AttentionStatsConfig:
     window: int = 0
 
     def counted_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
-        """Numbers of the counted layers of a model in which the layers `sliding` have a window."""
+        """Numbers of the layers to count; `sliding` are the numbers of sliding-window layers."""
         wide = [number for number in range(num_layers) if number not in sliding]
         among = wide if self.layers and wide else list(range(num_layers))
         count = min(self.layers or num_layers, len(among))
@@ -86,9 +86,9 @@ class PassAttention(NamedTuple):
     """Attention that n rows received in one forward pass.
 
     Attributes:
-        sums: [n], from all queries of the pass.
-        queries: number of queries; their own rows are the newest of the n.
-        newest: [<= window, n], from the newest queries one by one.
+        sums: [n], the sum of the weights from all queries of the pass.
+        queries: number of queries; the last rows of the n are those of the queries.
+        newest: [<= window, n], the weights from each of the newest queries.
     """
 
     sums: Floats
@@ -97,7 +97,7 @@ class PassAttention(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
-        """Sum the weights [m, n] from each query to each row; keep the newest `window` queries."""
+        """Sum the weights [m, n] over m queries; also keep those of the newest `window` queries."""
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
 
@@ -108,11 +108,11 @@ class AttentionCheckpoint:
 
     Attributes:
         positions: [n], ascending.
-        total: [n], each as of the time when the ledger's log decay was `log_decay` [n].
+        total: [n], attention received, last decayed when the ledger's was `log_decay` [n].
         window: weights from the newest queries.
         repeated: [n], see `RepeatAttention`.
-        restorations: number of times that rows had been restored to the cache by then; None if
-            nothing had been counted yet.
+        restorations: how many restorations of rows had been noted before the checkpoint; None if
+            no attention had been counted.
     """
 
     positions: Positions
@@ -154,8 +154,8 @@ class AttentionStats:
     ) -> None:
         """Add the attention of the rows at `positions` [n] in the forward passes of one reading.
 
-        The weights of the newest `window` queries are also kept one by one. Rows that were read
-        while nothing was counted start at the median of the others.
+        The weights of the newest `window` queries are also kept one by one. `log_decay` is the
+        ledger's. Rows read while no attention was counted start at the median of the other rows.
         """
         if not passes:
             return
@@ -175,14 +175,14 @@ class AttentionStats:
         self._window = _newest((*self._window, *newest), window)
 
     def totals(self, positions: Positions, log_decay: float) -> Floats:
-        """Attention of rows [n] after the decays so far; 0 where nothing was counted."""
+        """Attention that rows [n] received, after all decays so far; 0 if none was counted."""
         known, out = positions < len(self._total), np.zeros(len(positions))
         at = positions[known]
         out[known] = self._total[at] * np.exp(log_decay - self._log_decay[at])
         return out
 
     def recent(self, positions: Positions) -> Floats:
-        """Attention of rows [n], ascending, from the newest queries alone."""
+        """Attention that rows [n], ascending, received from the newest queries alone."""
         out = np.zeros(len(positions))
         for one in self._window:
             _, here, there = np.intersect1d(
@@ -192,7 +192,7 @@ class AttentionStats:
         return out
 
     def note_restored(self, positions: Positions) -> None:
-        """Remember the totals of rows that are restored to the cache, so that undo is exact."""
+        """Save the totals of rows that are restored to the cache, so that `undo` is exact."""
         if not (self.is_counted and len(positions)):
             return
         if self._is_checkpointed or not self._restored:
@@ -245,7 +245,7 @@ class AttentionStats:
         self._window = to.window
 
     def load(self, saved: AttentionCheckpoint) -> None:
-        """Take over saved statistics."""
+        """Load saved statistics."""
         if saved.total.any():
             self._put(saved)
             self._window = saved.window
@@ -253,11 +253,11 @@ class AttentionStats:
             self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Exempt rows at `start` or later from the decays so far; `log_decay` is the ledger's."""
+        """Exempt rows at `start` or later from all decays so far; `log_decay` is the ledger's."""
         self._log_decay[start:] = log_decay
 
     def erase(self, positions: Positions) -> None:
-        """Delete all that is known of these rows."""
+        """Delete all statistics of these rows."""
         self.repeat.erase(positions)
         self._total[positions[positions < len(self._total)]] = 0
         self._window = tuple(
@@ -273,7 +273,7 @@ class AttentionStats:
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _grow(self, rows: int) -> None:
-        """Make room for `rows` rows, by doubling."""
+        """Make room for `rows` rows; the arrays at least double if they are too short."""
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
@@ -281,9 +281,9 @@ class AttentionStats:
 
 
 def or_median(received: Tensor) -> Tensor:
-    """Attention of rows [n]; a row without any (read while nothing was counted) gets the median.
+    """Attention of rows [n]; where `received` [n] is 0, the median of the other rows.
 
-    A row that was read while attention was counted always has some, from its own query.
+    It is 0 only for rows read while no attention was counted: others get some from their own query.
     """
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
@@ -300,7 +300,7 @@ def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCh
 
 
 def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
-    """The newest `count` queries of these windows, oldest first."""
+    """The newest `count` queries of all `windows` together, oldest first."""
     kept: list[QueryWindow] = []
     for one in reversed(windows):
         if count <= 0:

@@ -38,7 +38,7 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """Rotary rotations of a layer's two cached tensors; None for a tensor without one."""
+    """Rotary rotations of a layer's two cached tensors; None for a tensor that is not rotated."""
 
     key: Rotation | None
     value: Rotation | None = None
@@ -122,7 +122,7 @@ class _Tensor:
         self.buffer = self._use(grown)
 
     def _allocate(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Allocate the buffer for rows like these [1, H, m, D]."""
+        """Allocate the buffer; `rows` [1, H, m, D] give its heads, dimensions and type."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
         self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
@@ -169,7 +169,7 @@ class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
 
 class BoundedCache(Cache):  # type: ignore[misc]
-    """Keys and values of the held rows: row i is slot i in every layer.
+    """Keys and values of the held rows: without insertions, row i is in slot i of every layer.
 
     Args:
         rotations: one entry per layer.
@@ -218,9 +218,9 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
     def commit(self, count: int, positions: Positions | range | None = None) -> None:
-        """Hold the `count` rows that a forward pass has written after the last row.
+        """Add to the held rows the `count` rows that a forward pass has written after them.
 
-        `positions` are their stream positions [count]; by default they continue the last row's.
+        `positions` [count] are the new rows' stream positions; by default they follow the last one.
         """
         start = self._cursor.length
         if positions is None:
@@ -234,7 +234,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Keep exactly these held rows [k] (int64, ascending), and any inserted rows."""
+        """Keep only the held rows numbered `rows` [k] (int64, ascending) and inserted rows."""
         if self._inserted:
             before = int((rows < self._inserted.start).sum())
             inserted = torch.arange(self._inserted.start, self._inserted.stop)
@@ -245,9 +245,9 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def insert(self, start: int, layers: list[Rows]) -> None:
-        """Insert extra rows, `layers[i]` into layer i, before held row `start`.
+        """Insert extra rows, `layers[i]` into layer i, before held row number `start`.
 
-        They stay until `remove_inserted`; rows inserted earlier are removed.
+        Rows inserted earlier are removed; the new ones stay until `remove_inserted`.
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
@@ -278,7 +278,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
             self._keep_slots(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """The slots [k] of held rows [k]; inserted rows before a held row shift its slot."""
+        """The slots [k] of held row numbers `rows` [k]; inserted rows shift the rows after them."""
         if not self._inserted:
             return rows
         return rows + (rows >= self._inserted.start) * self.inserted_count
@@ -298,7 +298,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
-        """A copy of held rows `rows` [k], at stream `positions` [k], as first written."""
+        """Copy held row numbers `rows` [k], at stream `positions` [k], as first written."""
         rows = self.slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
@@ -318,7 +318,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def replace(self, rows: Rows) -> None:
-        """Hold exactly `rows`, in this order, in slots 0..n-1, their keys rotated accordingly."""
+        """Hold exactly `rows` [n] in slots 0 to n - 1; rotate their keys to the new positions."""
         count = len(rows)
         self._inserted = range(0)
         self.grow_to(count)
@@ -369,7 +369,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
-        """Held rows [k] as attention reads them: keys, then values [H, k, D], of each layer."""
+        """Held row numbers `rows` [k] as attention reads them: keys, values [H, k, D] by layer."""
         slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.layers)) for which in (0, 1)]
         if len(slots) == self.length:

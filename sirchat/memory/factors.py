@@ -45,7 +45,7 @@ def words_of(rows: HeldRows) -> Tensor:
 
 
 def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
-    """For each row, the logarithm [n] of the sum of the values of all rows of its word."""
+    """For each row, the log [n] of the sum of exp(`log_values`) over all rows of the same word."""
     values = log_values.double()
     count = int(word[-1]) + 1 if len(word) else 0
     highest = torch.full((count,), -math.inf, dtype=torch.float64)
@@ -56,9 +56,9 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
 
 
 def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor:
-    """Log scores [n]; each row gets at least `share` times the score of the row before or after.
+    """Log scores [n], raised to at least `share` times the score of the row before or after.
 
-    `position` [n] are ascending; only rows that are adjacent in the stream share.
+    `position` [n], ascending, is each row's place in the stream; only adjacent rows share scores.
     """
     is_adjacent = torch.diff(position) == 1  # [n - 1]
     lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(share)
@@ -79,8 +79,8 @@ def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -
 
     Args:
         surprisal: of each token [n], in nats.
-        rounds: the round of each token [n], ascending by one; round 0 is the system prompt, which
-            is not counted as a round.
+        rounds: the round of each token [n], rising in steps of 1; round 0 is the system prompt,
+            which is not counted as a round.
     """
     last = int(rounds[-1]) if len(rounds) else 0
     first = max(1, last - _MAX_ROUNDS)

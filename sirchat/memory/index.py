@@ -31,7 +31,7 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Least number of rows that one query vector proposes; number that all of them propose together."""
+"""Fewest rows that one query vector proposes; number of rows that all together should propose."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
@@ -134,7 +134,7 @@ class Index:
         self._has[positions] = True
 
     def _grow(self, rows: int) -> None:
-        """Make room for `rows` rows, by doubling."""
+        """Make room for positions below `rows`; the mask at least doubles if it is too short."""
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
@@ -142,7 +142,7 @@ class Index:
 
 
 def united(parts: Sequence[Positions]) -> Positions:
-    """The union of positions, ascending. (Ten times as fast as `np.unique`, which sorts.)"""
+    """The union of arrays `parts`, ascending. (Ten times as fast as `np.unique`, which sorts.)"""
     mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
     for part in parts:
         mask[part] = True
@@ -184,7 +184,7 @@ class Axes:
 
     @staticmethod
     def of(sample: Tensor, dims: int) -> Axes:
-        """The first `dims` principal axes, at most D, of vectors [n, D]."""
+        """The first `dims` principal axes (at most D) of the vectors `sample` [n, D]."""
         mean = sample.mean(0)
         centred = sample - mean
         _, axes = torch.linalg.eigh(centred.T @ centred)  # by ascending variance
@@ -258,14 +258,14 @@ class IndexVectors:
     def of_softmax(self, query: Query) -> list[Tensor]:
         """Queries for the rows with the largest attention logits, whatever their surprisal.
 
-        These rows dominate the softmax's sum. Empty if `of_query` already finds them.
+        These rows dominate the softmax's sum. An empty list if `of_query` already finds them.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []
         return self._projected_queries(query, 0.0)
 
     def _projected_queries(self, query: Query, weight: float) -> list[Tensor]:
-        """Each chosen head's queries [group x m, d], projected, with `weight` for log surprisal."""
+        """Projected queries [group x m, d] of each chosen head; `weight` is for log surprisal."""
         queries = [self._head_queries(query, *head) for head in self.heads]
         parts = [head @ axes.main for head, axes in zip(queries, self._axes, strict=True)]
         if not self._is_weighted:
@@ -306,12 +306,12 @@ class IndexVectors:
 
 
 def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
-    """Append to vectors [n, d] their `numbers` [n], or one number to all: [n, d + 1]."""
+    """Append a last column to vectors [n, d]: `numbers` [n], or one number for all of them."""
     return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
 
 
 def _divide_dims(parts: int) -> list[int]:
-    """Divide DIMS among the parts; the last parts, of deeper layers, get the remainder."""
+    """Divide DIMS among this many `parts`; the last parts (deeper layers) get the remainder."""
     steps, more = divmod(DIMS // _STEP, parts)
     return [_STEP * (steps + (part >= parts - more)) for part in range(parts)]
 
@@ -326,12 +326,12 @@ _PER_LIST = 40  # training vectors for each list
 
 
 def lists_for(rows: int) -> int:
-    """Number of faiss lists for an index of this many rows."""
+    """Number of faiss lists for an index of `rows` rows."""
     return max(1, int(rows**0.5))
 
 
 def sample_for(rows: int) -> int:
-    """Number of vectors to learn the centroids from, for this many rows."""
+    """Number of vectors to learn the centroids from, for an index of `rows` rows."""
     return min(rows, _PER_LIST * lists_for(rows))
 
 
@@ -341,8 +341,8 @@ class FaissIndex:
     Args:
         sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.
         rows: expected number of vectors; four times as many still work well.
-        probes: least number of lists visited for each query; more where a search has few queries,
-            so that all of its queries together could visit each list once.
+        probes: least number of lists that each query visits; with few queries, each visits more,
+            so that all queries together could visit every list once.
     """
 
     def __init__(self, sample: Tensor, rows: int, probes: int) -> None:

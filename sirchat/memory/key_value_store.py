@@ -113,7 +113,7 @@ class KeyValueStore:
         return allowed
 
     def keep(self, rows: Tensor) -> Positions:
-        """Evict all held rows but `rows` [k]; returns the stream positions evicted."""
+        """Evict all held rows except row numbers `rows` [k]; returns the evicted positions."""
         evicted = np.ones(self.ledger.held_count, bool)
         evicted[rows.numpy()] = False
         self._archive_rows(np.flatnonzero(evicted))
@@ -123,7 +123,7 @@ class KeyValueStore:
         return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Hold exactly the rows at these stream positions [n], ascending, all of them reachable.
+        """Hold exactly the rows at stream positions [n], ascending; all must be in `reachable`.
 
         Returns the positions evicted and the positions restored from the archive.
         """
@@ -136,7 +136,7 @@ class KeyValueStore:
         return evicted, restored
 
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Insert archived rows, those at `layers[i]` into layer i, before held row `start`.
+        """Insert into layer i the archived rows at `layers[i]`, before held row number `start`.
 
         Raises LookupError, changing nothing, when one of the rows is not archived.
         """
@@ -150,7 +150,7 @@ class KeyValueStore:
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Context manager: suspend the archive's limit, for a pass that is undone afterwards."""
+        """Context manager: suspend the archive's limit while ids are read that are undone later."""
         limit, self._archive.limit = self._archive.limit, None
         try:
             yield
@@ -158,7 +158,7 @@ class KeyValueStore:
             self._archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The present state, for `undo`; to be called at the beginning of a turn."""
+        """The present state, for `undo`; call this at the beginning of a turn."""
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
@@ -223,9 +223,9 @@ class KeyValueStore:
             yield Block(numbers, rows.tensors)
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """All rows held or archived, as first written, by ascending position, on the CPU.
+        """All held or archived rows as first written, in order of position, on the CPU.
 
-        If they exceed `limit` bytes, the held rows alone; None if the held rows exceed it, too.
+        If they take more than `limit` bytes, only the held rows; if even those do, None.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
@@ -241,7 +241,7 @@ class KeyValueStore:
         return _merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows, device: torch.device) -> None:
-        """Take over saved rows: held rows to the cache on `device`, the others to the archive."""
+        """Load saved rows: held rows into the cache on `device`, the others into the archive."""
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
         self.cache.replace(rows.take(held).to(device))
         if self._archiving:
@@ -265,7 +265,7 @@ class KeyValueStore:
         return State.ARCHIVED if self._archiving else State.GONE
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Add held rows `rows` [k] to the archive, unless they are in it already."""
+        """Add the held rows numbered `rows` [k] to the archive, unless they are already there."""
         positions = self.ledger.held_positions[rows]
         new = ~self._archive.has(positions)
         if new.any():
@@ -276,7 +276,7 @@ class KeyValueStore:
                 self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Fill the cache with `positions` [n]: held rows `rows` [k], others from the archive."""
+        """Hold `positions` [n]: the held row numbers `rows` [k], and others from the archive."""
         held = self.ledger.held_positions[rows]
         if len(held) == len(positions):
             self.cache.keep(torch.from_numpy(rows))

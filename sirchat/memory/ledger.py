@@ -147,8 +147,8 @@ class Ledger:
 
     Args:
         seed: seeds the arrival keys.
-        unknown_surprisal: used as the surprisal, in nats, of the first token, which nothing
-            predicts, until its whole chunk has been read.
+        unknown_surprisal: surprisal in nats given to the first token, which has no prediction,
+            while its chunk is still being read.
 
     Attributes:
         attention: statistics of the attention that each row received.
@@ -165,7 +165,7 @@ class Ledger:
         self._held = np.zeros(1024, np.int64)
         self._held_count = 0
         self._recalled = np.zeros(0, np.int64)
-        self._pinned: NDArray[np.int64] | None = None  # None where it must be looked up anew
+        self._pinned: NDArray[np.int64] | None = None  # None: must be computed again
 
     @property
     def recalled(self) -> NDArray[np.int64]:
@@ -226,18 +226,18 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Use the highest surprisal of the first `count` tokens for the first, which has none."""
+        """Give the first token, which has no surprisal, the highest of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Keep only held rows `rows` [k]; returns the positions evicted, now in `state`."""
+        """Keep held row numbers `rows` [k]; evict the others to `state`, return their positions."""
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
     def hold(
         self, positions: NDArray[np.int64], state: State
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hold exactly the rows at these stream positions [n], ascending; evicted ones get `state`.
+        """Hold exactly the rows at these stream positions [n], ascending; evicted rows get `state`.
 
         Returns the positions evicted and the positions restored.
         """
@@ -279,7 +279,7 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Take over saved rows; rows not held count as deleted until `archive` is called."""
+        """Load saved rows; all but those at `held` count as deleted until `archive` is called."""
         self.seen, self.log_decay = len(rows), log_decay
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
@@ -351,7 +351,7 @@ class Ledger:
     def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
         """The rows at stream positions `at` [n], ascending, as policies see them.
 
-        `protected` [n] marks the rows that must stay.
+        `sinks` is the number of sinks; `protected` [n] marks the rows that must stay.
         """
         columns = self._rows
         flags = columns["flags"][at]
@@ -396,7 +396,7 @@ class Ledger:
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Grow the arrays by doubling, so that appending costs the same after a million tokens."""
+        """Make room for `rows` rows and `held` held ones; doubling keeps appending fast."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

@@ -30,7 +30,7 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each stream position [n]; `seen` counts the tokens read."""
+    """A random number in [0, 1) for each stream position [n]; `seen`: number of tokens read."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))
         state = _mix(state ^ (np.uint64(seen) + _GAMMA))

@@ -29,7 +29,7 @@ SAMPLE = 32_768
 """Size of the sample that, in the softmax of `attention`, represents the rows not proposed."""
 
 LOWEST_OF = 16_384, 65_536
-"""Least and greatest size of the sample for the lowest score; between them, `_PART` of all rows."""
+"""Least and greatest size of the sample for the lowest score; otherwise `_PART` of all rows."""
 
 _PART = 1 / 16
 _BATCH = 8_192  # rows fetched at once
@@ -44,7 +44,7 @@ class Ranked:
 
 
 def wants_index(recall: RecallSettings, rows: int) -> bool:
-    """Whether this many archived rows should be searched through an index."""
+    """Whether an archive of `rows` rows should be searched through an index."""
     can = retriever(recall.retriever).index_probes and recall.scope != "layer"
     if recall.index == "off" or not can:
         return False
@@ -109,7 +109,7 @@ class ArchiveSearch:
         return Ranked(positions, self.retriever.score(candidates))
 
     def _by_similarity(self, index: Index) -> Ranked:
-        """Scores of the proposed rows, and of a sample that gives the lowest score, if weighted."""
+        """Scores of the proposed rows and, if weighted, of a sample to find the lowest score."""
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"
         count = int(np.clip(_PART * len(self.archived), least, most))
@@ -137,7 +137,7 @@ class ArchiveSearch:
         return Candidates(self.archive, positions, self.query, self.rotations, self.ledger)
 
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
-        """Scores [layers, k] of the rows at `positions` [k], softened and weighted as set."""
+        """Scores [layers, k] of the rows at `positions` [k], softened and weighted if set so."""
         if self.recall.soft:
             scores = softened(scores, positions)
         if self.recall.weight == "surprisal":
@@ -146,7 +146,7 @@ class ArchiveSearch:
 
 
 def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
-    """Mask of the positions [n] that are among others [k]; both are ascending."""
+    """Mask of the `positions` [n] that are also in `others` [k]; both are ascending."""
     if not len(others):
         return np.zeros(len(positions), bool)
     at = np.searchsorted(others, positions).clip(max=len(others) - 1)
@@ -162,7 +162,7 @@ def _archived_near(positions: Positions, span: int, archived: Positions) -> Posi
 
 
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
-    """How many of all `total` rows each candidate [n] represents; a proposed row only itself."""
+    """How many of `total` rows each candidate [n] represents; 1 if it is in mask `proposed`."""
     counts = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)
     counts[others] = (total - int(proposed.sum())) / max(1, int(others.sum()))

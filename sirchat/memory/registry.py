@@ -46,7 +46,7 @@ class Registry:
     def find(self, name: str, base: type, hint: str = "") -> type[Any]:
         """The class called `name`, a subclass of `base`.
 
-        Raises SettingError if there is none; it suggests the nearest name, or else `hint`.
+        Raises SettingError if there is none; the error suggests the nearest name, or else `hint`.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():

@@ -41,12 +41,12 @@ class RecallSettings:
             surprisal in nats, if the retriever takes weights.
         n: most rows to restore; as many cache slots are reserved for them.
         soft: take the square root of each score and share it with the rows before and after, if
-            the retriever takes this.
+            the retriever allows this.
         span: neighbours on each side of a hit that are restored with it, counted within n.
-        scope: `token` restores the same rows for all layers, `layer` other rows for each layer.
-        query: what archived rows are compared with: the rows of the turn, which is read once for
-            the search, or the recent window before the turn, as in the paper.
-        index: whether candidates come from a search index; `auto`: if there are more than
+        scope: `token` restores the same rows for all layers; `layer` chooses for each layer anew.
+        query: what archived rows are compared with. `turn`: the rows of the turn, which is read
+            once for the search; `recent`: the recent window before the turn, as in the paper.
+        index: whether candidates come from a search index; `auto`: only if there are more than
             `AUTO_INDEX_ROWS` rows and faiss is installed.
     """
 
@@ -66,7 +66,7 @@ class LayerQueries:
 
     Attributes:
         queries: [H_q, m, D], with the rotary position undone.
-        scale: the factor on q k in the layer's softmax.
+        scale: factor by which q k is multiplied before the layer's softmax.
         heads: number of key heads in the attention call.
     """
 
@@ -75,7 +75,7 @@ class LayerQueries:
     heads: int
 
     def match(self, keys: Tensor) -> bool:
-        """Whether cached keys [H, n, D] have the heads and dimensions of the attended keys."""
+        """Whether cached keys [H, n, D] have as many heads and dimensions as the queries need."""
         return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
@@ -87,7 +87,7 @@ class Query:
         rows: rows [m] of the turn or of the recent window, as first written; none if not needed.
         layer_queries: one entry per layer, where queries were recorded.
         of_template: mask [m] of the rows that are tokens of the chat template.
-        words: a score for each turn so far, by the words in common with this one, if needed.
+        words: a score for each turn so far, by the words that it shares with the new turn.
         start: stream position of the turn's first token.
     """
 
@@ -143,14 +143,14 @@ class Candidates:
 
     @property
     def words(self) -> NDArray[np.float64]:
-        """A score for each turn of the conversation, by the words in common with the new one."""
+        """A score for each turn so far, by the words that it shares with the new turn."""
         if self.query.words is None:
             raise ValueError("this retriever needs the turns' scores by words")
         return self.query.words
 
     @property
     def turns(self) -> NDArray[np.int64]:
-        """The turn [n] of each row."""
+        """The turn number [n] of each row."""
         turns: NDArray[np.int64] = self._column("turn")
         return turns
 
@@ -161,7 +161,7 @@ class Candidates:
         return mask
 
     def random_numbers(self) -> NDArray[np.float64]:
-        """A random number in [0, 1) for each row [n]; the same turn always gives the same ones."""
+        """A random number in [0, 1) for each row [n]; the same turn always gives the same."""
         if self.ledger is None:
             raise ValueError("random numbers need a ledger")
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
@@ -198,7 +198,7 @@ def softened(scores: Tensor, positions: Positions) -> Tensor:
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """At most n positions, ascending, with the highest scores [k]; newer rows win ties.
+    """At most n of the `positions` [k], ascending: those with the highest scores; newer win ties.
 
     With each hit, the candidates up to `span` positions before and after it are chosen, too,
     nearest first, until n are chosen.

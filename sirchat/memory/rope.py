@@ -75,7 +75,7 @@ class Rotation:
 class CosSin:
     """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
 
-    Computed once for each set of frequencies and device, not for each layer.
+    They are computed once for each set of frequencies and device; layers share them.
     """
 
     def __init__(self, old: Tensor, new: Tensor) -> None:
@@ -97,7 +97,7 @@ class CosSin:
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:
-    """The rotation that maps the sample at position 0 to all the others.
+    """The rotation that turns the sample at position 0 into those at all other positions.
 
     Args:
         samples: for each position, the cached tensor [H, D] of the same token at that position;
@@ -109,7 +109,7 @@ def match_rotation(
         The rotation, or None when the tensor does not depend on the position.
 
     Raises:
-        LookupError: the tensor depends on the position and no candidate explains how.
+        LookupError: the tensor depends on the position, but no known rotation explains how.
     """
     if _error(samples, None) <= tolerance:
         return None
@@ -136,7 +136,7 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Ro
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Largest relative error when the sample at 0 is rotated to each other sample's position."""
+    """Largest relative error when the sample at position 0 is rotated to all other positions."""
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():

@@ -32,7 +32,7 @@ class ArchiveFolder:
     """A folder that is removed with all its files when the program ends, or at `remove`.
 
     Attributes:
-        path: where it is, once `make` was called.
+        path: path of the folder, which exists after `make`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,13 +153,13 @@ class Segment:
         self.used = end
 
     def erase(self, rows: NDArray[np.int64]) -> None:
-        """Overwrite rows `rows` [k] of the block with zeros."""
+        """Overwrite the rows numbered `rows` [k] in the block with zeros."""
         self.positions[rows] = -1
         self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
         for tensor in self.tensors:
             tensor[:, torch.from_numpy(rows)] = 0
         while self.used and self.positions[self.used - 1] < 0:
-            self.used -= 1  # erased rows at the end are filled again
+            self.used -= 1  # erased rows at the end are free again
 
     @property
     def is_empty(self) -> bool:
@@ -173,7 +173,7 @@ class SegmentFiles:
     Files are read through memory maps, so that only the pages in use take memory.
 
     Attributes:
-        error: why a segment could not be written; None while all could.
+        error: why a segment could not be written; None if there was no error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -184,7 +184,7 @@ class SegmentFiles:
         self._pending: list[Future[None]] = []
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment in the background; then its tensors are mapped from the file."""
+        """Write full segment `number` in the background; then its tensors are maps of the file."""
         self._pending = [future for future in self._pending if not future.done()]
         self._pending.append(self._writer.submit(self._write, number, segment))
 

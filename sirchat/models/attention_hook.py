@@ -127,7 +127,7 @@ def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether there is an observer of forward passes now."""
+    """Whether any observer now receives the attention of forward passes."""
     return bool(_OBSERVERS.get())
 
 
@@ -164,7 +164,7 @@ def _hooked(usual: str) -> Callable[..., Any]:
 
 
 def _function(name: str, module: Any) -> Callable[..., Any]:
-    """The attention function of that name; `eager` is defined in each model's own module."""
+    """The attention function called `name`; for `eager`, the one in the model's own source file."""
     if name in ALL_ATTENTION_FUNCTIONS:
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
         return found

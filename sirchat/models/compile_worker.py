@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def main(path: Path, niceness: int) -> None:
-    """Compile the graph on standard input to the file `path`, which appears when it is complete."""
+    """Compile the graph read from standard input; the file `path` appears only when complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
     folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
@@ -36,7 +36,7 @@ def main(path: Path, niceness: int) -> None:
 
 
 def give_way(niceness: int) -> None:
-    """Lower the priority by `niceness`, so that a reply generated meanwhile is not slower."""
+    """Lower this process's priority by `niceness`, so that it does not slow down replies."""
     os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
         # Linux shares processors among sessions first, each with a priority of its own.

@@ -1,8 +1,8 @@
 """A decode step that was compiled ahead of time by torch's AOTInductor.
 
-The lengths of the cache are left open when the graph is exported, so one program serves every
-budget, and nothing is compiled again while a chat goes on. A program holds no weights: it serves
-every model of the same shape, and uses the weights that the model has loaded.
+The exported graph accepts a cache of any length, so one program serves every budget, and nothing is
+compiled again during a chat. A program holds no weights: it serves every model of the same shape,
+and uses the weights that the model has loaded.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class CompiledStep:
         self._check(graph)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether it can read another token after the rows of `cache`; it needs two or more."""
+        """Whether the program can read one more token; `cache` must have two rows or more."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache) -> Tensor:
-        """Compute logits [V] like `StepGraph.forward`; writes keys and values after the rows."""
+        """Compute logits [V] like `StepGraph.forward`; writes keys and values into `cache`."""
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -89,7 +89,7 @@ def without_weights(graph: nn.Module) -> bytes:
 
 
 def build(pickled: bytes, path: Path) -> None:
-    """Compile a graph that `without_weights` pickled to the file `path`; takes about a minute.
+    """Compile the graph that `pickled` contains into the file `path`; takes about a minute.
 
     Unpickling can run code, so `pickled` must come from sirchat itself.
     """
@@ -120,7 +120,7 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 class _Exported(nn.Module):
-    """The step to export, on buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
+    """The step to export, given the buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ from sirchat.paths import abbreviated, compiled_dir, private_dir
 Compile = Literal["auto", "on", "off"]
 """Whether single tokens are read by a compiled step.
 
-`auto` uses a program that exists, and a chat compiles a missing one in the background; `on`
-compiles it before the start.
+`auto` uses the compiled program if it exists; if not, a chat compiles it in the background. `on`
+compiles a missing program before the start; `off` uses none.
 """
 
 
@@ -86,7 +86,7 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority, and use it when it is ready.
 
     Returns the thread that waits for the process; None if there is no step or no compiler,
-    the step is compiled already, or compiling failed before. The process ends with this one.
+    the step is compiled already, or compiling failed before. The process ends when sirchat ends.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
@@ -182,7 +182,7 @@ def _failure(path: Path) -> Path:
 
 
 def _fail(path: Path, error: object) -> None:
-    """Delete the program and write down why it can't be used, so that not every start tries it."""
+    """Delete the program and save the reason `error`, so that later starts don't try it again."""
     path.unlink(missing_ok=True)
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     _failure(path).write_text(text[:500], encoding="utf-8")

@@ -3,7 +3,7 @@
 transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
 single token needs no mask, no expanded heads and no batch: here the same weights are used with half
 of the operations. Sums and norms are float32 throughout, so a model in bfloat16 is rounded less
-often than by transformers; in float32 the logits are the same but for rounding.
+often than by transformers; in float32 the logits differ only by rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Writes a layer's new key and value [1, H, 1, D] after those held; returns all [1, H, n + 1, D].
+"""Adds a layer's new key and value [1, H, 1, D] to the n held ones; returns all [1, H, n + 1, D].
 
-Its first argument is the layer's number.
+The arguments are the layer's number, the key and the value.
 """
 
 
@@ -107,7 +107,7 @@ class _Layer(nn.Module):
         self.dtype = dtype
 
     def forward(self, at: int, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Compute the hidden state [d] after layer number `at`."""
+        """Compute the hidden state [d] after layer number `at` from the state `x` before it."""
         x = x + self._attended(at, self.attention_norm(x), cos, sin, update)
         gate, up = self.gate_up(self.network_norm(x)).chunk(2)
         added: Tensor = self.down(F.silu(gate).mul_(up))
@@ -174,7 +174,7 @@ class DecodeStep:
         dtype: type of the cache's keys and values.
 
     Attributes:
-        graph: the computation.
+        graph: the computation of the step.
         compiled: the same computation, compiled; None until it is compiled.
     """
 
@@ -186,7 +186,7 @@ class DecodeStep:
 
     @staticmethod
     def supports(module: Any) -> bool:
-        """Whether the model is on a CPU and has only layers that can be computed here."""
+        """Whether the model is on a CPU and has only layers that this class can compute."""
         config = module.config
         return (
             config.model_type in _KINDS
@@ -200,8 +200,8 @@ class DecodeStep:
     def logits(self, token_id: int, position: int, cache: BoundedCache) -> Tensor:
         """Read `token_id` after the cache's rows; returns the float32 logits [1, V] after it.
 
-        As in a forward pass, its keys and values are written, but `cache.commit` must be called to
-        keep them. `position` is the rotary position.
+        The token's keys and values are written, but `cache.commit` must be called to keep
+        them. `position` is the rotary position.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
@@ -214,6 +214,6 @@ class DecodeStep:
 
 
 def _signed(sin: Tensor) -> Tensor:
-    """Sines [1, D], the first half negated, to multiply with a head whose halves are swapped."""
+    """Sines [1, D] with the first half negated: the factors for a head with swapped halves."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[:, :half], sin[:, half:]), -1)

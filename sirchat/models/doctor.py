@@ -39,7 +39,7 @@ _LONGEST = 5.0  # seconds after which the speed test stops decoding
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; `problem` says what is wrong, and is empty if nothing is."""
+    """The result of one check; `problem` says what is wrong, or is empty if all is well."""
 
     name: str
     value: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(model_name: str) -> Iterator[Finding]:
-    """Yield the result of each check; the model comes last, since it takes longest."""
+    """Yield the result of each check; the slowest check, of the model, comes last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]

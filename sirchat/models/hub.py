@@ -32,7 +32,7 @@ def require(name: str) -> None:
 
 
 def only_cached(name: str) -> bool:
-    """Whether to load the model from the cache because the hub can't be reached or lacks it.
+    """Whether the model must be loaded from the cache: the hub is not reachable or lacks it.
 
     Raises ModelError if the model is not in the cache either.
     """

@@ -31,7 +31,7 @@ class FoundModel:
         source: where it was found.
         path: its file or folder; None if it is not installed.
         size: bytes on disk.
-        shape: its sizes, as its files say; None if they can't be read.
+        shape: the sizes stated in its files; None if the files can't be read.
         problem: why it can't be used; empty if it can.
     """
 
@@ -84,7 +84,7 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """The model of a repository in the hub's cache, or its GGUF files."""
+    """Yield the GGUF files of a repository in the hub's cache, or else its one model."""
     snapshot = snapshot_of(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
@@ -118,7 +118,7 @@ def _models_in(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files in a folder and its subfolders, to a depth of `_DEPTH`; none if it is missing."""
+    """The files in a folder and its subfolders, up to `_DEPTH` levels; [] for a missing folder."""
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
         deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH

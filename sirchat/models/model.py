@@ -64,7 +64,7 @@ class LoadedModel:
         name: as the user gave it.
         module: the transformers model.
         tokenizer: its tokenizer.
-        rotations: one entry per layer, found by the probe.
+        rotations: the rotary embedding of each layer, found by the probe.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
     """
@@ -83,7 +83,7 @@ class LoadedModel:
 
     @cached_property
     def heads(self) -> int:
-        """Number of query heads per layer; the largest one if layers differ; 1 if unknown."""
+        """Number of query heads per layer; the largest number if layers differ; 1 if unknown."""
         config = self.module.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(heads) if isinstance(heads, list | tuple) else heads)
@@ -132,8 +132,8 @@ class LoadedModel:
     def cache_dtype(self) -> torch.dtype:
         """The number type of keys and values in the cache.
 
-        Products of packed weights are rounded to bfloat16. For these, float16 is precise enough and
-        takes half the memory of float32; only the rotation of keys loses precision.
+        Products of packed weights are rounded to bfloat16. For these, float16 is precise enough,
+        and takes half the memory of float32; only the rotation of keys loses precision.
         """
         is_wide = self.dtype == torch.float32
         return torch.float16 if self._is_packed and is_wide else self.dtype
@@ -174,7 +174,7 @@ class LoadedModel:
 
         Args:
             ids: token ids.
-            cache: keys and values so far.
+            cache: keys and values of the n rows.
             visible: bool [m, n + m], the rows that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: records each layer's attention, if the model exposes it.
@@ -188,7 +188,7 @@ class LoadedModel:
             return logits.float()
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """Context manager to enter for each of several long passes: weights are unpacked once."""
+        """A context manager, entered for each of several long passes: weights are unpacked once."""
         return SharedWeights(self.module)
 
     def read(
@@ -236,9 +236,9 @@ class LoadedModel:
         return observed_by(self.module, observer)
 
     def mask(self, visible: Tensor) -> Any:
-        """The additive attention mask [1, 1, m, n + m] for `visible`, bool [m, n + m].
+        """The additive attention mask [1, 1, m, n + m] for `visible`, which is as in `forward`.
 
-        If the model has several kinds of layers, a dictionary with one mask for each kind.
+        If the model has several kinds of layers, returns a dictionary with one mask for each kind.
         """
 
         def additive(sees: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def gguf_parts(
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Probe and wrap a transformers model; raises ModelError if its cache allows no eviction."""
+    """Probe a model and make a LoadedModel; raises ModelError if its cache allows no eviction."""
     config = module.config.get_text_config(decoder=True)
     return LoadedModel(
         name=name,

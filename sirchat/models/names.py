@@ -23,7 +23,7 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """The folder or hub id of a model, and the option of `from_pretrained` for a GGUF file.
+    """The model's folder or hub id, and, for a GGUF file, the `from_pretrained` option for it.
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -61,7 +61,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path that a name means: itself, one in the user's model folder, or a cached GGUF file."""
+    """The path for a name: as given, in the user's model folder, or of a cached GGUF file."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path

@@ -27,7 +27,7 @@ _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than 
 _FEW = 8  # the same for weights that are unpacked already
 _MOST_UNPACKED = 2**29  # bytes of weights that may be unpacked for several passes
 _LIKELIEST = 16  # largest logits of a row, which are computed in float32
-_AT_ONCE = 32  # rows of logits whose largest are computed at once
+_AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
 
 _SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weights", default=None)
@@ -77,7 +77,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Replace this layer's weights by the same weights in `whole`, from row `start` on."""
+        """Use the copy of this layer's weights that `whole` holds, beginning at row `start`."""
 
 
 class Int4Linear(PackedLinear):
@@ -193,7 +193,7 @@ class Int8Linear(PackedLinear):
         return y
 
     def rows(self, which: Tensor) -> Tensor:
-        """Rows `which` [...] of the weights as float32: [..., K]."""
+        """The rows of the weights with the indices `which` [...], as float32 [..., K]."""
         return self.q[which].float() * self.scale[which].float()[..., None]
 
     def extra_repr(self) -> str:
@@ -203,8 +203,8 @@ class Int8Linear(PackedLinear):
 class Int8Head(Int8Linear):
     """The output head in eight bits; its largest logits are float32, not rounded to bfloat16.
 
-    Large logits in bfloat16 have steps of 0.06 to 0.12: close ones would become equal, and a
-    token's surprisal would be wrong by as much. So the largest are computed again in float32.
+    Large logits in bfloat16 have steps of 0.06 to 0.12: close logits would become equal, and
+    surprisal would be wrong by about one step. So the largest are computed again in float32.
     """
 
     @classmethod
@@ -239,7 +239,7 @@ class Int8Head(Int8Linear):
 
 
 class SharedEmbedding(nn.Module):
-    """The embeddings of a model whose output head has the same weights and stores them.
+    """Token embeddings that are read from the output head, which has the same weights.
 
     Args:
         head: the output head, which stores the weights.
@@ -256,14 +256,14 @@ class SharedEmbedding(nn.Module):
 
 
 def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight [N, K] to 255 steps in each row; returns q and scale for `Int8Linear`."""
+    """Round a matrix [N, K] to 255 steps in each row; returns q and scale for `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
     scale = (largest.clamp_min(1e-12) / 127).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a weight [N, K] to 16 steps per group; returns q, scale, minimum for `Int4Linear`."""
+    """Round a matrix [N, K] to 16 steps per group; returns q, scale, minimum for `Int4Linear`."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
@@ -316,7 +316,7 @@ def can_pack_four_bits() -> bool:
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product y [m, N] plus the bias, in the leading shape and the type of the input x."""
+    """The product y [m, N] plus the bias, with the leading dimensions and number type of x."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -357,8 +357,8 @@ def pack_module(module: Any, bits: int) -> None:
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
 
-    Layers with the same input are moved once all of them are packed; if they are packed in the same
-    way, their weights are joined to one matrix.
+    Layers with the same input wait until all of them are packed; if packed in the same way, their
+    weights are joined into one matrix.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in SAME_INPUT if name in group), (name,))
@@ -381,8 +381,8 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
 class WeightStore:
     """One block of memory for the weights of many layers.
 
-    Otherwise, the temporary tensors of packing would leave unused gaps between the weights of the
-    layers (fragmented memory).
+    Without this block, the temporary tensors of packing would leave unused gaps between the weights
+    of the layers (fragmented memory).
 
     Args:
         size: bytes.

@@ -21,8 +21,8 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 def context_length(config: Any) -> int:
     """Number of tokens that the model was trained for.
 
-    Some rotations have other frequencies beyond a length (dynamic NTK, longrope). For these, that
-    length is returned, since keys in the cache could not follow the change.
+    Some rotations change their frequencies beyond a certain length (dynamic NTK, longrope). Then
+    that length is returned, since keys that are already in the cache could not be changed.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
@@ -51,7 +51,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model (without added ones)."""
+    """Raise ModelError if the tokenizer has more tokens than the model; added ones don't count."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -113,8 +113,8 @@ def _check_a_move(
 ) -> None:
     """Raise ModelError if a moved key differs from a key computed at its new position.
 
-    One token is read twice and the first copy is evicted: layer 0 must then equal `at_start`, its
-    state for this token at position 0. This finds models that ignore the given positions.
+    One token is read twice and the first copy is evicted: the key and value left in
+    layer 0 must equal `at_start`, computed at position 0. Models that ignore positions fail this.
     """
     cache = BoundedCache(rotations, capacity=2)
     ids = [[_probe_token(config)] * 2]

@@ -1,8 +1,8 @@
 """Downloads a model from the Hugging Face hub into its cache; continues interrupted downloads.
 
 Weights are taken from safetensors or GGUF only, never from pickles. The hub's library fetches small
-files and defines the cache's layout. If it is interrupted, it deletes the part of a file that it
-has fetched, so large files are fetched here, into `blobs/ETAG.part`.
+files and defines the cache's layout. When interrupted, the library deletes the part of a
+file already fetched, so this module fetches large files itself, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Download a file to `blob`, where the library expects it; continues an interrupted one."""
+    """Download a file to `blob`, where the library expects it; resumes an interrupted download."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
 
 
 def _is_transport(error: Exception) -> bool:
-    """Whether a connection broke; the library's errors for this have no common public base."""
+    """Whether the error is a broken connection; such errors have no common public base class."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)

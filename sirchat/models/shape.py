@@ -23,7 +23,7 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
-_MOST = 1 << 32  # largest number that is believed
+_MOST = 1 << 32  # larger numbers count as invalid
 _MOST_LAYERS = 10_000
 _MOST_BYTES = 1 << 24  # of a config.json; usual ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")

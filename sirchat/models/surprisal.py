@@ -79,8 +79,8 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         ids: [m], the token that came after each row's context.
 
     Returns:
-        float32 [m]. The logits inside are exact up to rounding for float32 weights, and up to about
-        2^-17 of their size for eight-bit weights; for bfloat16 weights, sums are not rounded.
+        float32 [m]. For float32 weights, the logits have only rounding errors; for eight-bit
+        weights, errors of about 2^-17 of their size; for bfloat16 weights, sums are not rounded.
     """
     if hidden.device.type != "cpu":
         found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
@@ -111,7 +111,7 @@ def _exact_parts(head: Any, hidden: Tensor) -> tuple[list[Tensor], str]:
     """Float32 parts [m, d] that add up to `hidden`, and the precision in which to multiply them.
 
     Eight-bit weights are exact in bfloat16, and many processors have fast matrix units that
-    multiply bfloat16 and add in float32. For these, the parts are two bfloat16 ones.
+    multiply bfloat16 and add in float32. Then there are two parts, each multiplied in bfloat16.
     """
     wide = hidden.float()
     if isinstance(head, Int8Linear) and _has_fast_bfloat16():

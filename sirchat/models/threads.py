@@ -19,7 +19,7 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set the number of threads; 0 takes it from the environment, or else from the free cores."""
+    """Set the number of threads; 0 means the environment's, or else one for each free core."""
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)
@@ -54,7 +54,7 @@ def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> i
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Number of physical cores that the logical CPUs `cpus` belong to; two may share a core."""
+    """Number of physical cores that the logical CPUs `cpus` belong to; two CPUs may share one."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -1,7 +1,7 @@
 """Saving of a running chat after every turn, and its continuation by `--resume`.
 
-Each update compares the file with the session and writes the difference, so that every change (a
-turn, an undo) is saved in the same way. Keys and values are saved when the chat ends or on request.
+Each update compares the file with the session and writes the differences; every change (a turn, an
+undo) is saved in this way. Keys and values are saved when the chat ends or on request.
 Without them, resuming computes the held tokens' keys and values again, which gives nearly the same
 cache.
 """
@@ -43,14 +43,14 @@ from sirchat.saved.session_list import remove_session, tells_of
 from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20
-"""Most bytes of keys and values that are saved under `save_kv: auto`."""
+"""Under `save_kv: auto`, keys and values with more bytes than this are not saved."""
 
 _VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a model's config that depend on how it was saved or loaded, not on the model."""
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-"""Columns compared to find out whether a row was replaced by another at its position."""
+"""Ledger columns; if one of them differs at a position, another row has taken its place."""
 
 
 def fingerprint(model: LoadedModel) -> str:
@@ -76,10 +76,10 @@ class Autosave:
 
     Args:
         session: the session to save.
-        store: the open file that it was resumed from; None for a new session.
+        store: the open file that the session was resumed from; None for a new session.
 
     Attributes:
-        name: the user's name for the session, or empty; written by the next update.
+        name: the name that the user gave the session, or empty; the next update writes it.
     """
 
     def __init__(self, session: Session, store: SessionStore | None = None) -> None:
@@ -87,10 +87,10 @@ class Autosave:
         self._store = store
         self._epoch = session.epoch
         self._erasures = session.erasures
-        self._is_replaced = False  # whether by another session of the same conversation
+        self._is_replaced = False  # whether `replace_session` was called since the last update
         self.name = store.name if store else ""
         self._family = str(store.meta.get("family", "")) if store else ""
-        # What is on disk; the session may have gone on since.
+        # What is on disk; the session may have newer turns.
         self._turns = [(t.role, t.text, t.finish) for t in store.turns()] if store else []
         self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
         self._head = store.head() if store else None
@@ -104,11 +104,11 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """Id of the oldest chat from which this one was branched; its own id if it is no branch."""
+        """Id of the first chat in the chain of branches that led to this one; else its own id."""
         return self._family or self.id
 
     def branch(self, name: str) -> Autosave:
-        """Copy the whole chat to a new file, called `name`; this chat's file stays as it is."""
+        """Copy the whole chat to a new file, under the name `name`; the old file is unchanged."""
         copy = Autosave(self._session)
         copy.name, copy._family = name, self.family
         copy.begin()
@@ -125,13 +125,13 @@ class Autosave:
             raise
 
     def follow(self) -> None:
-        """From now on, save the session's new conversation in this file, over the old one."""
+        """After a reset, save the new conversation in this file, in the place of the old one."""
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Clear the name if it repeats text that is to be erased; returns whether it did.
+        """Clear the name if it repeats text that is to be erased; returns whether it was cleared.
 
-        `said` is some words of the conversation, or a `whole` turn.
+        `said` is the text to erase: some words or, if `whole` is set, a complete turn.
         """
         if not tells_of(self.name, said, whole=whole):
             return False
@@ -139,17 +139,17 @@ class Autosave:
         return True
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save another session of this conversation, such as one with another model.
+        """From now on, save `session`: the same conversation, for example with another model.
 
-        The next update writes all of it, to the same file.
+        The next update writes the whole session to the same file.
         """
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def update(self) -> None:
-        """Write what changed; durable on return. Raises SessionError if it can't be written."""
-        if self._epoch != self._session.epoch:  # after a reset: the old file stays as it is
+        """Write what changed; it is durable on return. Raises SessionError if writing fails."""
+        if self._epoch != self._session.epoch:  # after a reset: the old file is not changed
             self.close()
             self._store, self._epoch = None, self._session.epoch
             self._turns, self._rows, self._head = [], np.zeros(0, ROW), None
@@ -179,7 +179,7 @@ class Autosave:
         self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the settings and their size allow; returns whether it did."""
+        """Save keys and values, if the settings and their size allow; returns whether it saved."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
@@ -234,7 +234,7 @@ class Autosave:
 
 
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
-    """Continue a saved session in `session`, which is new; with `rebuild`, read its text again.
+    """Continue the session saved in `store` in the new `session`; `rebuild`: read its text again.
 
     Raises SessionError for a session without turns and, unless `rebuild` is set, for one of another
     model or dtype.
@@ -255,7 +255,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
 def _kept(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
 ) -> tuple[Rows | None, AttentionCheckpoint | None]:
-    """The keys, values and attention of a saved session; None if they are not of this model."""
+    """Keys, values and attention of a saved session; None if missing or of another model."""
     tensors = store.load_kv(stamp)
     if tensors is None:
         return None, None
@@ -273,7 +273,7 @@ def _kept(
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
-    """The model, dtype and versions that a session was made with, and its `family`."""
+    """Facts for the file: model, dtype and versions of the session, and its `family`."""
     return {
         **({"family": family} if family else {}),
         "model": model.name,
@@ -308,14 +308,14 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
 
 
 def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
-    """Write the whole session again; nothing of the old contents stays in any file."""
+    """Write the whole session again; none of the old contents stay in any file."""
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
     store.replace(turns, saved.rows, saved_head(saved, session), meta)
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:
-    """Whether two heads describe the same state, apart from the stamp of keys and values."""
+    """Whether two heads describe the same state; the stamp of keys and values may differ."""
     if other is None or head.seen != other.seen:
         return False
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
@@ -324,7 +324,7 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """Length of the common prefix of two ledgers."""
+    """Number of rows, counted from the start, that two ledgers have in common."""
     count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:

@@ -2,12 +2,12 @@
 
 SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
 the journal, then the file, then the truncated journal: once it returns, neither a kill nor a power
-loss undoes it. Between commits everything is in one file; with a write-ahead log (WAL), the log
-could hold turns that a reader can't see, or text that was erased. (Under an exclusive lock, journal
+loss undoes it. Between commits everything is in one file; a write-ahead log (WAL) could
+hold turns that a reader can't see, or text that was erased. (Under an exclusive lock, journal
 mode DELETE would leave the old pages in the journal and overwrite only its header.)
 
-Open a session's file through SQLite only: if the process that has it locked opens and closes it in
-any other way, the lock is lost.
+Open a session's file through SQLite only: if the process that locked the file opens and closes it
+in any other way, the lock is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ APPLICATION = 0x53495243
 """SQLite's application id in the header of every session file: `SIRC`."""
 
 FORMAT = 2
-"""Version of the tables and their contents; SQLite's user version in the header.
+"""Version of the tables and their contents, stored as SQLite's user version in the header.
 
 Format 1 had no check sums.
 """
@@ -43,7 +43,7 @@ TABLES = (
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
 )
-"""All tables of the file; if there is anything else, such as a view, sirchat did not write it."""
+"""All tables of the file; a file with anything else, such as a view, is not sirchat's."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """Errors raised by decoding damaged values."""
@@ -52,7 +52,7 @@ _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
 def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
-    """A connection to an existing file, in autocommit mode: transactions are explicit.
+    """Open a connection to an existing file, in autocommit mode: transactions are explicit.
 
     `timeout` is how many seconds to wait for a lock.
     """
@@ -71,7 +71,7 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """Context manager: a locked connection in its first transaction; an error closes it."""
+    """Context manager: a locked connection, inside its first transaction; errors close it."""
     connection = connect(path)
     try:
         lock(connection)
@@ -86,7 +86,7 @@ def make_durable(connection: sqlite3.Connection) -> None:
     connection.execute("COMMIT")
     connection.execute("PRAGMA journal_mode=TRUNCATE")
     connection.execute("PRAGMA synchronous=FULL")
-    connection.execute("PRAGMA fullfsync=ON")  # where a plain sync leaves data in the drive's cache
+    connection.execute("PRAGMA fullfsync=ON")  # a plain sync can leave data in the drive's cache
     connection.execute("PRAGMA secure_delete=ON")
     connection.execute("PRAGMA temp_store=MEMORY")  # no text in a temporary folder
 
@@ -97,7 +97,7 @@ def is_session(connection: sqlite3.Connection) -> bool:
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that is no session, or has a newer format or other tables."""
+    """Raise SessionError if the file is not a session, or has a newer format or other tables."""
     if not is_session(connection):
         raise no_session(path)
     version = _pragma(connection, "user_version")
@@ -168,7 +168,7 @@ def result_code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def decoding(path: Path) -> Iterator[None]:
-    """Like `explained`; a value that can't be decoded is reported as damage."""
+    """Like `explained`, but also reports a value that can't be decoded as damage."""
     with explained(path):
         try:
             yield
@@ -186,7 +186,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # none that look alike; no vowels, so no words
+_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no similar letters; no vowels, so no words
 
 
 def new_file(folder: Path, suffix: str) -> Path:
@@ -227,10 +227,10 @@ _QUERIES = {
 
 
 def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
-    """Write the check sums; turns before `turns` and rows before `rows` keep their old sum."""
+    """Write the check sums; they are continued from index `turns` and position `rows`."""
     since = {"turns": turns, "rows": rows}
     before = _written(connection)
-    if before is None:  # a file of the first format, which had none
+    if before is None:  # a file of the first format has no sums
         since, before = {}, {}
     sums = {
         table: _sum(connection, table, since.get(table, 0), before.get(table, 0))
@@ -241,7 +241,7 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 
 
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
-    """Whether the contents match their check sums; if there are none, whether none are required."""
+    """Whether the contents match their check sums; without any, true unless `required`."""
     written = _written(connection)
     if written is None:
         return not required
@@ -254,7 +254,7 @@ def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
 
 
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The check sum of a table; `since` continues the sum `before` from there on."""
+    """The check sum of a table; if `since` is given, `before` is the sum of all rows before it."""
     query = _QUERIES[table]
     total = before if since else 0
     for values in connection.execute(query, (since,) if "?" in query else ()):

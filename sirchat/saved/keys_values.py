@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 
 
 def _sum(tensors: Mapping[str, Tensor]) -> str:
-    """A check sum of tensors on the CPU, with their names, types and shapes."""
+    """A check sum of CPU tensors; it includes their names, types and shapes."""
     import torch
 
     total = 0
@@ -29,7 +29,7 @@ def _sum(tensors: Mapping[str, Tensor]) -> str:
 class KeysAndValues:
     """The file of keys and values that belongs to the session at `path`.
 
-    Methods that write raise SessionError if they can't.
+    Methods that write raise SessionError if writing fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,13 +37,13 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save tensors, no two of which share memory; `stamp` identifies the session's state."""
+        """Save tensors (no two may share memory); `stamp` identifies the session's state."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            self.drop_unfinished()  # it may be a link to another file
+            self.drop_unfinished()  # the old one may be a link to another file
             paths.open_private(self._unfinished, "xb").close()
             about = {"stamp": stamp, "sum": _sum(copies)}
             save_file(copies, self._unfinished, metadata=about)
@@ -56,7 +56,7 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """The tensors; None if they are missing, damaged or of another stamp."""
+        """The saved tensors; None if they are missing, damaged or saved with another stamp."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -79,5 +79,5 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be deleted: {error.strerror}") from None
 
     def drop_unfinished(self) -> None:
-        """Delete the file that a crash left incomplete, if any; raises OSError if it can't."""
+        """Delete the incomplete file that a crash left, if any; raises OSError if that fails."""
         self._unfinished.unlink(missing_ok=True)

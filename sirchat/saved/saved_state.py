@@ -72,7 +72,7 @@ class _Fields(BaseModel):
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head for the file of this session; `saved` is the state of its engine."""
+    """The head to write for `session`; `saved` is its engine's state."""
     now = session.conversation
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
@@ -103,7 +103,7 @@ def decode_state(
 ) -> tuple[EngineState, Conversation, str]:
     """Read the state of the engine, the conversation, and the stamp of keys and values.
 
-    Raises SessionError if they contradict each other, or have ids beyond the `vocabulary`.
+    Raises SessionError if they contradict each other, or have token ids not below `vocabulary`.
     """
     with decoding(store.path):
         fields, turns = _Fields.model_validate(head.fields), store.turns()
@@ -167,7 +167,7 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError if they name a `module:Class` policy that is not in `trusted`, and
+    Raises SettingError if the policy is a `module:Class` that is not in `trusted`, and
     SessionError for settings of another version.
     """
     head = store.head()
@@ -190,7 +190,7 @@ _ATTENTION = "attention."
 
 
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    """Keys and values by number, with their stream positions and rotary positions."""
+    """Keys and values, named by number, with the stream and rotary positions of the rows."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
@@ -214,7 +214,7 @@ def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Remove the attention from saved tensors and return it; None if they have none."""
+    """Remove the attention from saved tensors and return it; None if there is none."""
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
@@ -268,7 +268,7 @@ def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
 
 
 def _ascend(positions: NDArray[Any], seen: int) -> bool:
-    """Whether these are ascending positions [n] in a stream of `seen` tokens."""
+    """Whether `positions` [n] are ascending and lie in a stream of `seen` tokens."""
     if positions.ndim != 1 or positions.dtype != np.int64:
         return False
     inside = ((positions >= 0) & (positions < seen)).all()

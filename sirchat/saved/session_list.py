@@ -37,10 +37,10 @@ _FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
 class SavedSession:
     """One entry of the list of sessions.
 
-    `name` is the user's name for it, or empty; `first` is the beginning of the first user message,
-    on one line; neither is filtered for display. `turns` counts messages. `in_use` means that a
-    process has it open; then `name`, `model` and `first` may be empty and `turns` 0, if they can't
-    be read. `family` is the id of the oldest chat that it was branched from; else its own.
+    `name` is the user's name for the session, or empty; `first` is the beginning of the first user
+    message, on one line; neither is filtered for display. `turns` counts messages. `in_use`: a
+    process has the session open; what can't be read then (`name`, `model`, `first`, `turns`) is
+    empty or 0. `family` is the id of the first chat in its chain of branches, or its own.
     """
 
     id: str
@@ -75,9 +75,9 @@ def list_sessions(folder: Path) -> Listing:
 
 
 def find_session(folder: Path, ident: str) -> Path:
-    """The file of a session by its id, its name, the beginning of its id, or `last`.
+    """The file of the session `ident`: an id, a name, the beginning of an id, or `last`.
 
-    Raises SessionError if none or several match.
+    Raises SessionError if no session or several sessions match.
     """
     if ident == "last":
         return _last(folder)
@@ -99,10 +99,10 @@ def find_session(folder: Path, ident: str) -> Path:
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open the session that `find_session` finds, except that `last` skips damaged ones.
+    """Open the session that `find_session` finds; `last` skips damaged sessions.
 
-    The second value has an error for each skipped session that is newer. Raises SessionError as
-    `find_session` and `SessionStore.open` do.
+    The second value has an error for each skipped session newer than the opened one. Raises
+    SessionError like `find_session` and `SessionStore.open`.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -122,9 +122,9 @@ def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[Damage
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """Check `text` as a name for the session with id `own` (empty if it has no file); returns it.
+    """Return `text`, normalized, as a name for the session with the id `own` (empty: no file yet).
 
-    Raises SessionError for a text that is not allowed as a name, or is another session's name.
+    Raises SessionError if the name is not allowed, or belongs to another session.
     """
     name = checked_name(text)
     for one in list_sessions(folder).sessions:
@@ -145,7 +145,7 @@ def remove_session(path: Path) -> None:
     refuse_missing(path)
     with explained(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
-        # The session's own file last: the others are found by its name.
+        # The session's own file is the last: its name leads to the others.
         for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
-    """Like `lock`, but allows a damaged file, and an empty one, whose session was not begun."""
+    """Like `lock`, but allows a damaged file, and an empty file (its session was not begun)."""
     try:
         lock(connection)
         if path.stat().st_size and not is_session(connection):
@@ -195,11 +195,11 @@ def _newest(found: dict[str, Path]) -> str:
 
 
 def _summary_of(path: Path) -> SavedSession:
-    """The entry of a session, which may be locked by another process.
+    """The list's entry for a session, even if another process has locked it.
 
-    An ordinary reader is stopped by another process's lock, and by a commit that a crash
-    interrupted. The file is then read without locks: it is consistent, unless a commit is going on
-    at this moment.
+    Another process's lock, or a commit that a crash interrupted, stops an ordinary reader. The file
+    is then read without locks: its contents are consistent, unless a commit is running at this
+    moment.
     """
     with decoding(path):
         try:
@@ -236,7 +236,7 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
 
 
 def _unread_summary(path: Path, in_use: bool) -> SavedSession:
-    """The entry of a session that can't be read, from its file name and time."""
+    """The list's entry for a session that can't be read: only the file's name and time."""
     updated = _local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
@@ -263,16 +263,16 @@ def _first_line(text: str) -> str:
 
 
 LENGTH = 40
-"""Most characters of a name."""
+"""The largest number of characters in a name."""
 
 _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 def checked_name(text: str) -> str:
-    """The normalized name; raises SessionError for one that is not allowed.
+    """The name `text`, normalized; raises SessionError for a name that is not allowed.
 
-    Not allowed are ids, beginnings of ids and `last`, which already refer to a session, and a dash
-    in front, which begins a flag.
+    Ids, beginnings of ids and `last` are not allowed, because they already refer to a session; a
+    name can't begin with a dash, because flags do.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _key(name) == "last"
@@ -293,9 +293,9 @@ def same_name(one: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name repeats the text `said`, which is to be erased: words, or a `whole` turn.
+    """Whether a name repeats `said`, a text to erase: words or, if `whole`, a complete turn.
 
-    A name that is a part of the turn also counts as repeating it.
+    A name that is only a part of the complete turn also counts.
     """
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)

@@ -1,8 +1,8 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after the last.
 
-It is an SQLite database: a turn's text, its rows and the new state (the head) are one transaction,
-undo truncates all three, a killed writer leaves the last complete turn, and deleted data is
-overwritten. JSON Lines could not do this.
+It is an SQLite database: one transaction writes a turn's text, its rows and the new state (the
+head); undo truncates all three; if the writer is killed, the last complete turn is still there; and
+deleted data is overwritten. JSON Lines could not do this.
 
 A store holds an exclusive lock on its file until it is closed or its process dies. See `database`
 for the durability of commits.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 SUFFIX = ".sqlite"
 
 _ROLES = get_args(RoleName)
-_NONE = 2**62  # beyond every index: nothing is changed
+_NONE = 2**62  # larger than every index: nothing is changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Head:
     """The session's state after its last turn.
 
     Args:
-        seen: number of tokens of the stream so far; one ledger row each.
-        held: stream positions [n] in the cache, ascending.
+        seen: number of tokens of the stream so far; each has one ledger row.
+        held: stream positions [n] of the held rows, ascending.
         logits: raw logits [vocabulary] after the last token, or None.
         fields: the rest of the session's state, as JSON.
     """
@@ -82,8 +82,8 @@ class Head:
 class SessionStore:
     """One saved session, under an exclusive lock; use `create` or `open` to make one.
 
-    Every method that writes is durable on return. If the file can't be written it raises
-    SessionError, and nothing is changed.
+    What a method writes is durable when it returns. If the file can't be written, the method
+    raises SessionError, and nothing is changed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -99,8 +99,8 @@ class SessionStore:
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
         """Start a session in a private folder.
 
-        `meta` is JSON that stays readable until `replace` changes it, so it must not contain text
-        of the conversation. Raises SessionError if no file can be created.
+        `meta` is JSON that stays in the file until `replace` changes it; it must not have text of
+        the conversation. Raises SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
@@ -118,7 +118,7 @@ class SessionStore:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Continue a session; what a crash interrupted is completed or rolled back.
+        """Open a saved session; writing that a crash interrupted is completed or rolled back.
 
         Raises SessionError for a file that is missing, not a session, of a newer sirchat, in use by
         another process, or damaged.
@@ -152,15 +152,15 @@ class SessionStore:
         self._connection.close()
 
     def check_place(self) -> None:
-        """Raise SessionError if the file was removed: writes would still succeed, and be lost."""
+        """Raise SessionError if the file was removed; what is written to it would then be lost."""
         if not self.path.is_file():
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
-        """Add turns, the rows [k] of the k tokens since the last head, and the new head.
+        """Add turns, the rows [k] of the k tokens read since the last head, and the new head.
 
-        `rows` is a structured array of flat fields. Rows are never changed later: what does change,
-        such as which of them are held, belongs in the head.
+        `rows` is a structured array of flat fields. Rows are never changed later; values that
+        change, such as which rows are held, belong in the head.
         """
         first = min((turn.index for turn in turns), default=_NONE)
         with self._transaction(first, head.seen - len(rows)):
@@ -171,14 +171,14 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the head; no token may have been read since the last one."""
+        """Replace the head; no token may have been read since the old head."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
             self._put_head(head)
 
     def rename(self, name: str) -> None:
-        """Set the user's name for the session; an empty one removes it."""
+        """Set the user's name for the session; an empty text removes it."""
         with self._transaction(_NONE, _NONE) as connection:
             connection.execute("DELETE FROM about WHERE name = 'name'")
             if name:
@@ -199,7 +199,7 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.
 
-        Raises SessionError if they were written with other fields than `dtype` has.
+        Raises SessionError if the saved rows have other fields than `dtype`.
         """
         with decoding(self.path):
             self._check_fields(dtype)
@@ -231,9 +231,9 @@ class SessionStore:
         head: Head,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace all contents, and leave nothing of the old ones in any file.
+        """Replace all contents; none of the old contents stay in any file.
 
-        Saved keys and values are deleted, too, as they were computed from the old text. `meta` is
+        Saved keys and values, which were computed from the old text, are deleted, too. `meta` is
         replaced if given.
         """
         _check_count(rows, head.seen)
@@ -251,14 +251,14 @@ class SessionStore:
         self._finish_erasing()
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save keys and values in a file beside the session, all or none.
+        """Save keys and values in a file beside the session; all are saved, or none.
 
         `stamp` identifies the state that they belong to. No two tensors may share memory.
         """
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved keys and values; None if they are missing, damaged or of another stamp."""
+        """The saved keys and values; None if missing, damaged or saved with another stamp."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
@@ -267,9 +267,9 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self, turns: int = 0, rows: int = 0) -> Iterator[sqlite3.Connection]:
-        """A transaction, committed at the end and rolled back on an error.
+        """Context manager: a transaction, committed at the end and rolled back on an error.
 
-        Turns before index `turns`, and rows before position `rows`, are not changed by it.
+        It may change only turns from index `turns` on, and rows from position `rows` on.
         """
         self.check_place()
         with explained(self.path), self._connection:
@@ -306,7 +306,7 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
 
     def _cut_last_rows(self, seen: int) -> None:
-        """Shorten the last block of rows to end at position `seen`."""
+        """Shorten the last block of rows, so that it has only positions below `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
             row = np.dtype([(name, kind) for name, kind in self._about("row")])
             kept = data[: (seen - start) * row.itemsize]
@@ -329,9 +329,9 @@ class SessionStore:
             )
 
     def _finish_erasing(self) -> None:
-        """Rewrite the file without the free pages and gaps that could still hold deleted text.
+        """Rewrite the file without the free pages and gaps that could still contain deleted text.
 
-        The deletion's transaction marks this as due, so that it is done even after a crash.
+        The transaction that deletes also sets a mark, so that this is done even after a crash.
         """
         with explained(self.path):
             if self._about("erasing"):
@@ -345,7 +345,7 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same fields, little-endian and without padding; padding would leak memory contents."""
+    """The fields of `dtype`, little-endian and unpadded; padding would leak memory contents."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 

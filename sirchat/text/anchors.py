@@ -20,8 +20,8 @@ Variant = Literal["ac", "ep"]
 Per = Literal["sentence", "round", "tokens", "random"]
 """Where the added token is inserted.
 
-`sentence`: after each sentence. `round`: after each reply and each system prompt, where few-shot
-demonstrations end. `tokens`: after every 10 tokens of a text. `random`: after each token with
+`sentence`: after each sentence. `round`: after each reply and each system prompt (the end of
+few-shot demonstrations). `tokens`: after every 10 tokens of a text. `random`: after each token with
 probability 0.1 (section 7.1).
 """
 
@@ -39,7 +39,7 @@ class Anchors:
         variant: see `Variant`.
         per: see `Per`; under `ep` always `sentence`.
         token_id: id of the added anchor token; None under `ep`.
-        sinks: number of first tokens of a text that all tokens attended to in training.
+        sinks: number of tokens at a text's start that all later tokens attended to in training.
     """
 
     variant: Variant
@@ -141,7 +141,7 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids, with anchors, of a text that is no chat; `round` means `sentence` for it."""
+    """The ids, with anchors, of a text that is no chat; `round` is treated as `sentence`."""
     if anchors is None:
         return encode(text)
     per = "sentence" if anchors.per == "round" else anchors.per
@@ -149,7 +149,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with an anchor after the n-th id (from 1) wherever `is_chosen(n)`."""
+    """The ids, with an anchor after the n-th id (from 1) if `is_chosen(n)` is true."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNFINISHED = "\ufffd"
-"""The character in the decoded text of a token that is only a part of a character."""
+"""What a tokenizer returns for a token that contains only some bytes of a character."""
 
 _LONGEST = 8
 """Largest number of tokens that spell one character, or a few characters that share tokens."""
@@ -43,7 +43,7 @@ class TextStream:
         self._prefix_length = 0  # characters of the ids from _start to _returned
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes; empty if a character is still incomplete."""
+        """Add an id; returns the text that it completes, empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
@@ -72,14 +72,14 @@ class TextStream:
 
 
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""A function from ids and their stream positions to the text of each; see `TokenTexts`."""
+"""A function from ids and their stream positions to the text of each id; see `TokenTexts`."""
 
 
 class TokenTexts:
     """The text of each token as it appears in running text, with the space before a word.
 
     Where consecutive tokens spell one character, the first gets the whole character and the others
-    get empty text. If some of these tokens are missing, each of the others gets U+FFFD.
+    get empty text. If only some of these tokens are given, each gets U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -125,14 +125,14 @@ class TokenTexts:
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
     """The tokens that contain any of the characters from `start` to before `end`; start < end.
 
-    `ends` [n] is, for each token, the index of the character after its last one.
+    `ends` [n] contains, for each token, the index just after its last character.
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 
 
 def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """Which tokens [n] contain any character that `pattern` matches in their joined text."""
+    """For each piece [n], whether `pattern` matches any of its characters in the joined text."""
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     found = np.zeros(len(pieces), bool)
     for match in pattern.finditer("".join(pieces)):
@@ -141,7 +141,7 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 class SentenceEnds:
-    """Returns whether a sentence ends with an id of a stream, in any script.
+    """Called with an id of a stream, returns whether it ends a sentence, in any script.
 
     It must be called once for each id, in order: a character can be made of several tokens.
     """
@@ -176,7 +176,7 @@ _INSIDE = "-'\u2019/@_&"
 
 
 class WordContinuation:
-    """Returns whether an id belongs to the same word as the id before it, for one tokenizer.
+    """Called with two consecutive ids, returns whether both belong to the same word.
 
     A word has no spaces, for example `Kowalski`, `7:45`, `555-0123` or `it's`; a punctuation mark
     after a word is not part of it.

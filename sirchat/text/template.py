@@ -50,7 +50,7 @@ class TurnIds:
 
     Attributes:
         ids: [n].
-        roles: [n], `TEMPLATE` for the ids that the chat template adds around the text.
+        roles: [n], one for each id; `TEMPLATE` for ids that the chat template adds to the text.
         content: start and end index of the text's ids.
     """
 
@@ -79,7 +79,7 @@ class Template:
         ]
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the first turn: the system prompt's, None without one, and the user turn's.
+        """The first turn: the ids of the system prompt (None without one), and of the user turn.
 
         The system prompt's ids include what the template puts around them, even if the template
         makes the prompt a part of the user turn. If the template allows no system message, the
@@ -153,8 +153,8 @@ class Template:
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """Ids that end generation: `end_ids`, and control tokens that no reply contains.
 
-        After a token that begins a turn, the rest would be the next speaker's. Other control
-        tokens, such as padding, are not text, and must not be read as control tokens.
+        After a token that begins a turn, the model would write the next speaker's text. Other
+        control tokens, such as padding, are not text, and must not be read as control tokens.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
@@ -173,7 +173,7 @@ class Template:
     def _openers(self) -> set[int]:
         """Ids of the control tokens with which the template begins a turn.
 
-        For a user or system turn, this is only the first one in its header: the others may also
+        Of the header of a user or system turn, only the first is included: the others may also
         occur in replies. All control tokens between a user's text and the reply are included.
         """
         control = self._control
@@ -185,7 +185,7 @@ class Template:
 
     @property
     def _foreign(self) -> set[int]:
-        """Control tokens that this template never uses, except to begin a conversation."""
+        """Ids of control tokens that this template never uses after a conversation's beginning."""
         stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
@@ -217,7 +217,7 @@ class Template:
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """A system prompt, with an anchor after it if `per` is `round`."""
+        """`turn`, a system prompt, with an anchor after it if `per` is `round`."""
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
@@ -277,7 +277,7 @@ class Template:
         return [int(i) for i in ids]
 
     def _marked(self, messages: Sequence[Message], source: str) -> list[Message]:
-        """The messages; transformers' marks keep their text from becoming control tokens."""
+        """The messages, marked by transformers so that their text can't become control tokens."""
         conversations, *_ = self._tokenizer._mark_chat_inputs(
             source, [list(messages)], None, None, {}, True, False
         )
@@ -313,7 +313,7 @@ class Template:
         return found
 
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
-        """Separate the text's ids from the template's, which do not change with other texts.
+        """Separate the ids of the text from those of the template, which are the same for any text.
 
         `others` are the ids of the same turn with other texts, which contain no control tokens.
         Raises ModelError if this text has become control tokens.
@@ -354,7 +354,7 @@ class Template:
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """The ids that a system message after a reply adds; empty if it is moved elsewhere."""
+        """The ids that a system message adds after a reply; empty if the template moves it."""
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []

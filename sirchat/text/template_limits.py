@@ -30,7 +30,7 @@ _SECONDS = 0.5  # of processor time; templates of real models take some millisec
 _STEPS = 500_000  # lines of a template and of jinja that are run
 _MOST_SOURCE = 2**20  # characters of a template
 _MOST_ADDED = 200_000  # characters that a template may add to the texts
-_MOST_COPIES = 8  # of the texts that one rendering may contain
+_MOST_COPIES = 8  # copies of the texts that one rendering may contain
 _MOST_MADE = 2**26  # characters and list items that are made in one rendering, in total
 _MOST_ITEMS = 2**19  # of a list, including those of its inner lists
 _MOST_BITS = 2**14  # of a whole number
@@ -156,7 +156,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts the estimated size of its result before it makes the result."""
+        """The filter `function`, changed to count the estimated size of its result beforehand."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             given = args[_leading(function) :]
@@ -200,9 +200,9 @@ class _Concatenations(NodeTransformer):
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
-    """Compile `source`; returns a function of a character limit and variables that renders it.
+    """Compile `source`; the returned function renders it with a character limit and variables.
 
-    Raises TemplateError if `source` is too long or has an operation that may take for ever.
+    Raises TemplateError if `source` is too long or has an operation that may never end.
     """
     if len(source) > _MOST_SOURCE:
         raise TemplateError(f"it has more than {_MOST_SOURCE:,} characters")
@@ -242,7 +242,7 @@ def _length(value: Any) -> int:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Size of an operator's result in characters or items; over the limit for a huge number."""
+    """Size of an operator's result in characters or items; a huge number is over the limit."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else 0
         return _MOST_MADE + 1 if bits > _MOST_BITS else 0
@@ -259,7 +259,7 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
-    """Upper bound for a formatted text's length; each `mark` may stand for the longest value."""
+    """Upper bound for a formatted text's length; counts the longest value for each `mark`."""
     if _WIDE.search(text):
         return _MOST_MADE + 1
     longest = max(map(_length, values), default=0)

@@ -118,6 +118,6 @@ def last_fenced(text: str) -> str | None:
 def without_surrogates(text: str) -> str:
     """The text with U+FFFD in place of each lone surrogate.
 
-    Python uses these for bytes that are not UTF-8; tokenizers and files refuse them.
+    Python uses surrogates for bytes that are not UTF-8; tokenizers and files refuse them.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -131,7 +131,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _format_of(first: str) -> str:
-    """The format of a file with this first line; "unfinished" if its JSON does not end there."""
+    """The format of a file with this first line; "unfinished" if more lines of JSON follow."""
     if _PREFIX.match(first):
         return "text"
     if not first.lstrip().startswith(("{", "[")):
@@ -171,7 +171,7 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Yield turns that begin with a prefix such as `USER:`; a turn without text is left out.
 
-    The first prefix decides how all prefixes are written: `USER:`, `User:` or `user:`.
+    A prefix counts only if its case is that of the first one: `USER:`, `User:` or `user:`.
     """
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
@@ -295,7 +295,7 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
 
 
 def _joined(lines: Iterable[Line], name: str) -> str:
-    """The lines as one text; blank lines replace skipped ones to keep line numbers."""
+    """The lines as one text; skipped lines become blank, so that line numbers stay right."""
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
@@ -340,7 +340,7 @@ class _JsonText:
             at = self._next(end)
 
     def member(self, at: int, key: str) -> int:
-        """The index of the value of `key`, the last one if repeated, in the object at `at`."""
+        """The index of the value of `key` in the object at `at`; the last if `key` is repeated."""
         found, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":
             name, end = self._decode(at)

@@ -51,11 +51,11 @@ class AttachedFile:
 def with_files(
     text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """The message to send for a typed message in which `@path` names files; and these files.
+    """The message to send for a typed `text` in which `@path` names files; and the list of files.
 
-    Each file's text is put before the message, once. A word that names no file stays as it is, with
-    a `note` if it looks like a path; `\\@` is a plain sign. `pasted_signs` are the indices of signs
-    that were pasted, and so name no file.
+    Each file's text is put before the message, once. A word that names no file is not changed; if
+    it looks like a path, `note` is called. `\\@` is an ordinary `@`. `pasted_signs`: indices of
+    each `@` that was pasted; a pasted `@` names no file.
 
     Raises UsageError, as `load_text_file` does, if a file exists but can't be used.
     """
@@ -80,7 +80,7 @@ def with_files(
 
 
 def open_mention(before: str) -> str | None:
-    """The part of a file's name typed after `@`, with any quote before it; None if there is none.
+    """The part of a file's name typed after `@`, with its opening quote, if any; None without `@`.
 
     `before` is the text before the cursor.
     """
@@ -89,9 +89,9 @@ def open_mention(before: str) -> str | None:
 
 
 def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
-    """The message that `/read FILE [QUESTION]` sends, and its file.
+    """The message that `/read FILE [QUESTION]` sends, and a list with the file.
 
-    Raises UsageError without a name, and as `load_text_file` does.
+    Raises UsageError if `rest` names no file, and if the file can't be loaded.
     """
     name, question = first_name(rest)
     if not name:
@@ -101,7 +101,7 @@ def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
 
 
 def first_name(text: str) -> tuple[str, str]:
-    """The first word of a text, or the words in quotes at its start; and the rest."""
+    """The first word of a text, or all words in quotes at its start; and the rest of the text."""
     found = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
     if found is None:  # it matches any text
         return "", text
@@ -123,7 +123,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The file that a word names, or an empty text; and the text for the word in the message."""
+    """The name of the file after `@` ("" if it names none); and the text for it in the message."""
     word = found["word"] or ""
     if found["escape"]:
         return "", found[0][1:]
@@ -146,7 +146,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, then the message: it is still held when parts of the files are evicted."""
+    """The files' texts, then the message; thus the files are evicted before the message."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 
@@ -154,9 +154,9 @@ _BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
 def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The part of a file's name before the cursor, with any quote; None if there is none.
+    """The part of a file's name at the end of `text`, with its opening quote; None without a name.
 
-    `commands` matches the commands that a name may follow.
+    `commands` matches the commands after which a file's name may come.
     """
     command = commands.match(text)
     if command and (begun := _BEGUN.match(text, command.end())):
@@ -165,9 +165,9 @@ def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> 
 
 
 def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Files and folders whose names begin with `begun`; names with spaces get quotes.
+    """Yield files and folders whose names begin with `begun`; names with spaces get quotes.
 
-    Hidden files are offered once the dot is typed.
+    Hidden files are offered only if the first dot is typed.
     """
     name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
     found = PathCompleter(expanduser=True).get_completions(Document(name), event)

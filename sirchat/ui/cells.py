@@ -1,8 +1,8 @@
 """Text in terminal cells: every character has a known width, so that columns line up.
 
-Terminals disagree about joined emoji, flags, skin tones and the spacing marks of Indic scripts, so
-these are replaced by forms that have one width on all of them. Right-to-left text stays in logical
-order.
+Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
+scripts, so these are replaced by characters that have the same width on all terminals.
+Right-to-left text stays in logical order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from sirchat.ui.text import displayable
 
 BASE: Final = "◌"
-"""Drawn under a combining mark that follows no letter, and in place of a spacing mark."""
+"""Drawn under a combining mark without a letter before it, and instead of a spacing mark."""
 
 NEWLINE: Final = "⏎"
 TAB: Final = "→"
@@ -30,13 +30,13 @@ _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24
-"""Cells of the longest word that moves to the next line whole; longer words are broken."""
+"""Most cells of a word that is moved to the next line unbroken; longer words are broken."""
 
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 
 class StyledRun(NamedTuple):
-    """Shown text in one style; if `whole`, it is not broken across lines."""
+    """A piece of text in one style, as it is drawn; if `whole`, it is not broken across lines."""
 
     text: str
     style: Style
@@ -52,7 +52,7 @@ def shown(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """A name for a title: as `shown`, with white space reduced to single spaces."""
+    """A name as it is drawn in a title: like `shown`, but with single spaces."""
     return shown(" ".join(displayable(text).split()))
 
 
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 
 
 def grid_safe(text: str) -> str:
-    """The text with characters of known width only; a mark without a letter gets a `BASE`."""
+    """The text, in characters of known width; a combining mark without a letter gets `BASE`."""
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"
@@ -101,7 +101,7 @@ def _safe(char: str) -> str:
 
 
 def _modifies(code: int) -> bool:
-    """Whether it is a variation selector or skin tone, which changes the previous character."""
+    """Whether the character changes the previous one: a variation selector or a skin tone."""
     return (
         0xFE00 <= code <= 0xFE0F
         or 0xE0100 <= code <= 0xE01EF
@@ -111,14 +111,14 @@ def _modifies(code: int) -> bool:
 
 
 def cut(text: str, width: int) -> str:
-    """Shown text, cut to `width` cells with an ellipsis."""
+    """A text made by `shown`, cut to `width` cells; an ellipsis replaces the rest."""
     if cell_len(text) <= width:
         return text
     return _split(text, max(0, width - 1))[0] + "…"[:width]
 
 
 def line_of(runs: Iterable[StyledRun]) -> Text:
-    """One line of the runs; neighbours of the same style are joined, which saves bytes."""
+    """The runs as one line; neighbouring runs of the same style are joined, which saves bytes."""
     line = Text(no_wrap=True, overflow="ignore")
     for style, parts in groupby(runs, key=lambda part: part.style):
         line.append("".join(part.text for part in parts), style or None)
@@ -126,7 +126,7 @@ def line_of(runs: Iterable[StyledRun]) -> Text:
 
 
 def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Lines of at most `width` cells, broken after spaces, or within words longer than a limit."""
+    """Break runs into lines of at most `width` cells: after spaces, or within very long words."""
     lines: list[list[StyledRun]] = [[]]
     room = width = max(width, 2)  # else a wide character would fit nowhere
     for word, size in _words(runs):
@@ -139,7 +139,7 @@ def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
 
 
 def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
-    """Append a run to the last line, broken where needed; returns the cells left there."""
+    """Append a run to the last line, broken if needed; returns the free cells of the last line."""
     text = run.text
     while (size := cell_len(text)) > room:
         head, text = _split(text, room)
@@ -152,7 +152,7 @@ def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int)
 
 
 def _split(text: str, width: int) -> tuple[str, str]:
-    """Split a text after at most `width` cells; a mark stays with its letter."""
+    """Split a text after at most `width` cells; a combining mark stays with its letter."""
     used = 0
     for index, char in enumerate(text):
         used += get_character_cell_size(char)

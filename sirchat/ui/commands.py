@@ -51,7 +51,7 @@ _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
 _FORMER = {"forget": "erase", "forgotten": "evicted"}
-"""Former names of commands: they still work, with a note of the new name; no list has them."""
+"""Former names of commands: they still work, with a note of the new name, but are not listed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Retry:
-    """Asks for another reply to the last message, sampled with `settings` this time only."""
+    """Asks for another reply to the last message; `settings` are sampling settings for it alone."""
 
     settings: dict[str, Any]
 
@@ -85,14 +85,14 @@ class Summarize:
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Asks to go on with another session: of another chat, or of this one, read anew."""
+    """Asks the chat to go on with another session: of another chat, or of this chat, read anew."""
 
     session: Session
     is_other_chat: bool
 
 
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What a command asks the chat to do next, in addition to what the command did itself."""
+"""What a command asks the chat to do after the command itself."""
 
 
 class Commands:
@@ -117,7 +117,7 @@ class Commands:
 
     @classmethod
     def names(cls) -> list[str]:
-        """All commands, without the slash."""
+        """Names of all commands, without the slash."""
         own = [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
         return [*own, *_ALIASES]
 
@@ -131,7 +131,7 @@ class Commands:
         return arguments.strip().strip("-"), " ".join(description.split())
 
     def run(self, line: str) -> Action | None:
-        """Run one command line, slash included; returns what the chat does next.
+        """Run one command line, slash included; returns what the chat must do next, if anything.
 
         Raises UsageError for an invalid line.
         """

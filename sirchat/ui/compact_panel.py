@@ -1,7 +1,7 @@
 """The compact panel: at most eight rows, none of which wraps, and few bytes per frame.
 
-Pure functions from a snapshot to something rich can print. It is drawn several times a second
-while a model runs, perhaps over a slow connection.
+Pure functions from a snapshot to something that rich can print. The panel is drawn several times a
+second while a model runs, perhaps over a slow connection.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _NOTHING: Final = "·"
 _ALL: Final = "█"
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
 _NO_BREAK: Final = "\xa0"
-"""A blank at which no line ends."""
+"""A space where no line is broken."""
 
 _WIDE = 72
-"""Least width in columns at which the panel has whole sentences."""
+"""Least width of the panel, in columns, for whole sentences; a narrower panel has short labels."""
 
 
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Draw title, gauge, turns, the words evicted next, and the held words of highest score.
+    """Draw title, gauge, turns, the words to be evicted next, and the held words of highest score.
 
-    `evicted`: words that were just evicted; they have a row of their own, struck out.
+    `evicted`: words that were just evicted; they are shown in one more row, struck out.
     """
     width -= 1  # a full row would make some terminals wrap
     lines = [
@@ -74,7 +74,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The first row; its rule is short, for a full-width rule takes a tenth of a frame's bytes."""
+    """The first row; its rule is short, as one of full width takes a tenth of a frame's bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)
@@ -115,13 +115,13 @@ def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
-    """A bar of `width` cells; its full and empty parts differ in weight as well as colour."""
+    """A bar of `width` cells, of which `share` is full; its full part is thicker than the rest."""
     full = round(width * min(1.0, max(0.0, share)))
     return [StyledRun("━" * full, theme.gauge), StyledRun("─" * (width - full), theme.rest)]
 
 
 def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
-    """A row with one cell for each of the latest turns: how much of the turn is still held."""
+    """A row with one cell per turn that shows how much of it is held; old turns may not fit."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
         count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
@@ -141,7 +141,7 @@ def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def share_glyph(turn: HeldShare) -> str:
-    """The glyph for a turn's held share: a block for all, a dot if no word said is held."""
+    """The glyph for a turn's held share: a full block for all; a dot if none of its words is."""
     if turn.held >= turn.tokens > 0:
         return _ALL
     if not turn.held_said:
@@ -150,7 +150,7 @@ def share_glyph(turn: HeldShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The score that a token needs to be held, and the words that are evicted next."""
+    """A row: the score that a token needs to be held, and the words that are evicted next."""
     parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
         needs = "a token needs" if width >= _WIDE else "needs"
@@ -168,7 +168,7 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
-    """The words just evicted, as many as fit."""
+    """A row with the words that were just evicted, as many as fit."""
     label = "evicted: "
     text = cut(_joined(words), width - len(label))
     return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
@@ -180,7 +180,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 class _Word(NamedTuple):
-    """A word to draw: adjoining tokens, of which `first` is number `slot` of the held tokens."""
+    """A word to draw, of one or more tokens; `slot`: index of its `first` among all held tokens."""
 
     first: TokenRow
     slot: int
@@ -189,7 +189,7 @@ class _Word(NamedTuple):
 
 
 def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """The held words of highest score that fit, and who said them."""
+    """Rows with the held words of highest score, as many as fit, and who said them."""
     slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
     words = [
         _Word(
@@ -211,7 +211,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines with nearly as many of `count` words as fit, found by trying and correcting."""
+    """Lines with nearly the most words that fit, at most `count`; `runs(n)` draws n words."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
@@ -228,7 +228,7 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """The share of the rows' cells that the runs take, or of a frame's bytes if that is larger."""
+    """The share of the space for held text that `runs` need: in cells or bytes, the larger one."""
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:
@@ -240,7 +240,7 @@ def _over(runs: Iterable[StyledRun], width: int) -> float:
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """The words' runs, with a mark where tokens are missing, and a label where the turn changes."""
+    """Yield the words' runs; a mark where tokens are missing; a label where another turn begins."""
     position = slot = turn = -1
     for first, at, runs, _ in words:
         unseen = at - slot - 1

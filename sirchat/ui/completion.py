@@ -27,7 +27,7 @@ from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
-"""A value and its meaning."""
+"""A value that completion offers, and its meaning."""
 
 _PANEL = (
     ("full", "everything that is held, now"),
@@ -86,7 +86,7 @@ class SlashCompleter(Completer):
                 )
 
     def _choices(self, before: list[str]) -> Iterator[Selection]:
-        """Values that can follow these words; the first word is the command."""
+        """Yield the values that can follow the words `before`; the first word is the command."""
         before = [word for word in before if word]
         match before:
             case []:
@@ -122,7 +122,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Selection]:
-        """All policies with their help; kept, as each help text reads the registry of plugins."""
+        """All policies with their help; cached, as each help text reads the plugin registry."""
         return [(name, _policy_help(name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
@@ -139,7 +139,7 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Names and ids of the chats that can be loaded, newest first, each with its first message."""
+    """Yield names and ids of chats that can be loaded, newest first, with their first message."""
     yield "last", "the one written to last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
     for one in sessions:
@@ -150,7 +150,7 @@ def _saved_chats() -> Iterator[Selection]:
 
 
 def _drawing() -> Iterator[Selection]:
-    """Settings that say how the tokens of a reply are drawn, with their help."""
+    """Yield the sampling settings, with their help."""
     for name in SAMPLING_PARAMETERS:
         yield name, Profile.model_fields[name].description or ""
 
@@ -176,7 +176,7 @@ def _value_help(setting: str, value: str) -> str:
 
 
 def _options(policy: str) -> Iterator[Selection]:
-    """The options of a policy that are not also settings."""
+    """Yield the options of a policy, without those that are also settings, with their help."""
     try:
         options = options_of(policy)
     except SirchatError:

@@ -22,7 +22,7 @@ _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 @dataclass(frozen=True)
 class _Request:
-    """What to erase: words or a turn; `everywhere`: from typed lines of other chats, too."""
+    """What to erase: words or a turn (`target`); `everywhere`: also lines typed in other chats."""
 
     target: str
     everywhere: bool
@@ -106,7 +106,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """The number of tokens that a target means, and the turns that contain it."""
+        """The number of tokens that match a target, and indices of the turns that contain it."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -121,7 +121,7 @@ class Erasing:
         return turn_of_target(target, [one.role for one in self._session.turns])
 
     def _turns_with(self, words: str) -> list[int]:
-        """The turns that contain these words."""
+        """Indices of the turns that contain these words."""
         pattern = whole_words(words)
         return [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
 
@@ -138,7 +138,7 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """Number of typed lines with the target in this chat, and in others; no `/erase` lines."""
+        """Numbers of typed lines with the target, of this chat and of others; no `/erase` lines."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -150,7 +150,7 @@ class Erasing:
         return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
-        """The surprising words of the turn that `target` means; none if it means words."""
+        """The surprising words of the turn named by `target`; none if it names words."""
         if self._turn(target) is None:
             return []
         try:
@@ -178,9 +178,9 @@ class Erasing:
 
 @dataclass(frozen=True)
 class _Matches:
-    """Tells whether a typed line is to be erased: it has the `pattern`, or is the `whole` message.
+    """Tells whether to erase a typed line: if it matches `pattern`, or is the message `whole`.
 
-    `among` are the lines that may have the pattern, besides `/erase` lines; None for all.
+    `among`: the lines in which to look for the pattern, besides `/erase` lines; None: all lines.
     """
 
     pattern: re.Pattern[str] | None

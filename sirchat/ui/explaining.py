@@ -19,7 +19,7 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 
 
 def show_evicted(session: Session, screen: Screen) -> None:
-    """Show the words evicted from each turn, and count turns whose words are all held elsewhere."""
+    """Show each turn's evicted words; if all of them are held elsewhere, only count the turn."""
     turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
     if named:
@@ -44,7 +44,7 @@ def show_thought(session: Session, screen: Screen) -> None:
 
 
 _LENGTH = 40  # most characters that are quoted of the words asked for
-_FEW = 4  # up to one token in so many is "only" a few
+_FEW = 4  # at most one token in this number is "only" a few
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
 _RANKED_BY = {
@@ -53,11 +53,11 @@ _RANKED_BY = {
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
 }
-"""For each policy, why it ranks tokens higher: the verb for one token, for several, the rest."""
+"""For each policy, words for why it ranks tokens higher: singular verb, plural verb, the rest."""
 
 
 def explain(token_ranks: Sequence[TokenRank], target: str, policy: str) -> str:
-    """Say in one or two sentences why the tokens that `target` means are held or evicted."""
+    """Say in one or two sentences why the tokens of `target` (words or turn) are held or not."""
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
     best = min(held or token_ranks, key=lambda one: (one.rank is None, one.rank))
     if not held:
@@ -173,7 +173,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/exit": "leave, as Ctrl-D does",
     },
 }
-"""By group: commands, some with their arguments, and what they do. A row may name several."""
+"""For each group: commands (some with arguments) and what they do. A row may name two commands."""
 
 KEYS: Final = (
     "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
@@ -181,12 +181,12 @@ KEYS: Final = (
     "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
 )
 
-_NAMES, _COLUMN = 16, 50  # width in cells of the commands; of a column of groups, with the gap
+_NAMES, _COLUMN = 16, 50  # widths in cells: of the commands; of a column of groups and its gap
 _MOST = 3  # columns
 
 
 def draw_help(width: int) -> RenderableType:
-    """All groups, in as many columns as fit into `width` cells."""
+    """The help of all groups of commands, in as many columns as fit into `width` cells."""
     count = max(1, min(_MOST, (width + 2) // _COLUMN))
     names = list(GROUPS)
     share = -(-len(names) // count)

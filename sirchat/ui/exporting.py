@@ -139,7 +139,7 @@ def _speaker(turn: Turn, session: Session) -> str:
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
-    """Write a private file, whole or not at all; only `force` replaces an existing file."""
+    """Write a private file completely or not at all; replaces an existing file only if `force`."""
     path = path_named(name)
     try:
         if path.is_dir():
@@ -177,7 +177,7 @@ _FLAG = "--osc52"
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     """Run `/copy` with the arguments in `rest`: copy a reply, and say how much was copied.
 
-    Control characters are left out, as on the screen: pasted elsewhere they could do harm.
+    Control characters are left out, because they could do harm where the text is pasted.
 
     Raises UsageError if nothing is copied.
     """
@@ -200,7 +200,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def _text_of(session: Session, target: str) -> str:
-    """The text to copy: the last reply, the reply N turns ago, or the last reply's last code."""
+    """The text to copy: the last reply; its last code ("code"); or the reply N turns ago ("N")."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
@@ -224,14 +224,14 @@ def _text_of(session: Session, target: str) -> str:
 
 
 _SECONDS = 3.0
-"""Time after which a tool that has not ended is given up."""
+"""Most seconds to wait until a tool ends; after that, it counts as failed."""
 
 
 class _Tool(NamedTuple):
-    """A program that takes the clipboard's text on standard input.
+    """A program that puts its standard input on the clipboard.
 
-    `display` is the environment variable that must be set, if the tool needs a display. A tool
-    without it writes to the clipboard of the machine that it runs on.
+    `display`: for a tool that needs a display, the environment variable that must be set. A tool
+    that needs none writes to the clipboard of the machine on which it runs.
     """
 
     command: tuple[str, ...]
@@ -276,13 +276,13 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
 
 
 def osc52(text: str) -> str:
-    """The escape sequence by which a terminal puts a text on its clipboard, if it allows that."""
+    """The escape sequence that asks a terminal to put `text` on its clipboard."""
     encoded = base64.b64encode(without_surrogates(text).encode()).decode()
     return f"\x1b]52;c;{encoded}\x07"
 
 
 def _run(program: str, tool: _Tool, text: str) -> str:
-    """Run a tool; returns what went wrong, or an empty text.
+    """Run a tool; returns a description of the error, or an empty text if it worked.
 
     Some tools stay in the background to serve the text. They get no output pipe, since we would
     wait until it closes, and run in a session of their own, which Ctrl-C does not reach.

@@ -34,7 +34,7 @@ def interruptible_imports() -> Iterator[None]:
 
 @contextmanager
 def left_to_child() -> Iterator[None]:
-    """Context manager: leave Ctrl-C to a program that runs inside, such as a pager or editor."""
+    """Context manager: ignore Ctrl-C, so that a child process (pager, editor) handles it alone."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         yield
@@ -43,10 +43,10 @@ def left_to_child() -> Iterator[None]:
 
 
 class Interrupt:
-    """Context manager that turns Ctrl-C into a flag, which the engine checks between tokens.
+    """Context manager: Ctrl-C sets a flag, which the engine checks between tokens.
 
-    Calling it returns whether the flag is set. A forward pass is thus never cut short. A third
-    Ctrl-C raises KeyboardInterrupt, in case the next check takes too long.
+    Calling the object returns whether the flag is set. A forward pass is thus never interrupted. A
+    third Ctrl-C raises KeyboardInterrupt, in case the next check takes too long.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class LineInput:
 
 @contextmanager
 def line_input(screen: Screen) -> Iterator[LineInput]:
-    """Context manager: take the terminal's keys, as `Keyboard` does, and yield what reads lines."""
+    """Context manager: opens keyboard, history and prompt; the terminal's echo is off inside."""
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
         history = input_history(screen.note)
@@ -61,7 +61,7 @@ class Typed(History):
 
     Attributes:
         typed_now: lines typed since the program began.
-        typed_for: for each message sent with a file's text in it, the line that was typed.
+        typed_for: the typed line, by the message that was sent with a file's text in it.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -78,7 +78,7 @@ class Typed(History):
         return list(self.load_history_strings())
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        """Erase each line that matches; raises OSError."""
+        """Erase each line for which `matches` is true; OSError if the file can't be written."""
         self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
         self.typed_now = {one for one in self.typed_now if not matches(one)}
         self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
@@ -93,7 +93,7 @@ class InMemory(Typed, InMemoryHistory):
 
 
 class _Private(Typed, FileHistory):
-    """A file with private permissions, also when recreated; errors of writing are ignored."""
+    """A history in a file that only the user can read; errors when a line is added are ignored."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):
@@ -116,7 +116,7 @@ class _Private(Typed, FileHistory):
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history file; if it can't be written, call `complain` and use a history in memory."""
+    """The history in a file; or, after a call of `complain`, in memory if writing fails."""
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)
@@ -131,7 +131,7 @@ if sys.platform != "win32":
     import termios
 
 _ESCAPE_SECONDS = 0.05
-"""An Esc without further bytes for this long is the Esc key, not the start of an arrow key."""
+"""If no byte follows an Esc for this time, it is the Esc key, not the start of an arrow key."""
 
 _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
@@ -144,7 +144,7 @@ class Keyboard:
 
     Args:
         keys: the source of keys, shared with the prompt.
-        out: the terminal, for switching bracketed paste; None switches nothing.
+        out: the terminal, where bracketed paste is switched on and off; if None, never.
     """
 
     def __init__(self, keys: Input, out: Any = None) -> None:
@@ -184,7 +184,7 @@ class Keyboard:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context manager: restore the terminal's former state for a program that runs inside."""
+        """Context manager: the terminal has its usual state inside, for example for an editor."""
         self._restore()
         try:
             yield
@@ -197,7 +197,7 @@ class Keyboard:
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Read the keys typed so far; returns whether Esc alone was among them."""
+        """Read the keys typed so far; returns whether the Esc key was among them."""
         if sys.platform == "win32":
             return False
         return self._read_escape(self._keys.read_keys())
@@ -250,7 +250,7 @@ class Keyboard:
             self._write(_PASTE_ON)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Exit by an exception, so that every context restores what it changed."""
+        """Exit by an exception, so that every context manager restores what it changed."""
         sys.exit(128 + number)
 
 

@@ -19,7 +19,7 @@ from sirchat.ui.theme import Theme
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """A table of all settings; a star marks a changed default, a dot a setting that is fixed."""
+    """A table of all settings; star: the value is not the default; dot: the setting is fixed."""
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -34,7 +34,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 
 
 def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
-    """One row per session, in the given order, with a star at the chat whose id is `present`."""
+    """A table with a row per saved session, in the given order; a star marks the id `present`."""
     rows = [_session_cells(one, one.id == present) for one in sessions]
     table = Table(box=None)
     for number, title in enumerate(("id", "name", "changed", "model", "turns", "begins")):
@@ -71,7 +71,7 @@ class ListedModel:
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print the models that can be used, then the others, each with the reason why not."""
+    """Print the models that can be used, then the others, each with its problem."""
     models = list(models)
     rows = [_model_cells(one) for one in models if not one.found.problem]
     wide = [max(cell_len(row[n]) for row in [_TITLES, *rows]) for n in range(len(_TITLES))]
@@ -91,7 +91,7 @@ def print_models(models: Iterable[ListedModel], console: Console) -> None:
 
 
 def in_bytes(size: int | None) -> str:
-    """A size in words, such as `98 MB`."""
+    """A size in bytes as text with a unit, such as `98 MB`; `?` for None."""
     if size is None:
         return "?"
     for unit, of in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -35,14 +35,14 @@ _WORDS = 3
 """Most evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""A frame looks for evicted words among this number of the latest evicted tokens."""
+"""Number of the latest evicted tokens among which a frame looks for evicted words."""
 
 _REGION_ROWS = 10
 """Most rows of the live region."""
 
 
 class LiveView:
-    """Context manager that shows one turn's events; nothing else may write to the terminal."""
+    """Context manager: shows one turn's events; inside, nothing else may write to the terminal."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
@@ -170,7 +170,7 @@ class LiveView:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print what is new of the reply, and redraw the region, in one write."""
+        """Print the new part of the reply, and redraw the live region, in one write."""
         console = self._screen.console
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
@@ -239,11 +239,11 @@ class LiveView:
         return parts
 
     def _snapshot(self) -> Snapshot:
-        """A snapshot with at most as many tokens as three rows can hold."""
+        """A snapshot with only the strongest tokens: as many as the screen has columns."""
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Remove the region, and write the part of the reply that it held."""
+        """Remove the live region, and write the part of the reply that was in it as plain text."""
         if self._stop_live():
             self._screen.stream(self._take_rows())
         if self._line:
@@ -251,7 +251,7 @@ class LiveView:
             self._streams, self._line = True, ""
 
     def _stop_live(self) -> bool:
-        """Remove the region; returns whether there was one."""
+        """Remove the live region; returns whether there was one."""
         if self._live is None:
             return False
         self._region.content = Text("")
@@ -286,7 +286,7 @@ class _Region:
 
 
 class _Written:
-    """Text with the escape sequences that place it; rich passes it on unchanged."""
+    """Text that contains its own escape sequences; rich writes it unchanged."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -59,8 +59,8 @@ class MarkdownLayout:
     """Lays out Markdown.
 
     Args:
-        colours: whether to use colours, or only bold and the like.
-        color_system: the colours that the terminal has, as rich names them; None for none.
+        colours: whether to use colours; if not, only bold, underline and similar styles.
+        color_system: rich's name for the colours that the terminal has; None if it has none.
     """
 
     def __init__(self, *, colours: bool, color_system: str | None) -> None:
@@ -81,11 +81,11 @@ class MarkdownLayout:
     def rows(
         self, source: str, width: int, *, soft: bool, is_draft: bool = False
     ) -> list[StyledRow]:
-        """The rows of a text: its blocks, with an empty row between them.
+        """Lay out a text in rows: all its blocks, with an empty row between two blocks.
 
-        With `soft`, paragraphs and code are wrapped by the terminal; see `cut_line`. A draft is a
-        text that is still growing: open emphasis in its last block is closed, and a table there
-        is shown as the number of its rows.
+        With `soft`, the terminal wraps paragraphs and code; see `cut_line`. `is_draft`: the text
+        will still grow: if its last block has open emphasis, this is closed; if its last block is
+        a table, only the number of its rows is shown.
         """
         blocks = parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -131,7 +131,7 @@ class MarkdownLayout:
 
 
 def parse(source: str) -> list[list[Token]]:
-    """The Markdown tokens of each block; a block's first token has its range of lines in `map`."""
+    """The Markdown tokens of each block; `map` of a block's first token is its range of lines."""
     blocks: list[list[Token]] = []
     for token in _parser().parse(source):
         if token.level == 0 and token.nesting >= 0:
@@ -141,9 +141,9 @@ def parse(source: str) -> list[list[Token]]:
 
 
 def finished_lines(source: str) -> int:
-    """Number of lines in blocks that later text can't change: in all blocks but the last.
+    """Number of lines in the finished blocks, which are all blocks but the last one.
 
-    The last line may be unfinished, but must not consist only of what could be markup.
+    The last line may be unfinished, but must not consist only of signs that could be markup.
     """
     last = source.rfind("\n") + 1
     if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
@@ -181,7 +181,7 @@ def _is_marked(token: Token) -> bool:
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The block; a table at its end, if any, is replaced by one line that counts the rows.
+    """The block; if it ends with a table, one line with the number of rows replaces that table.
 
     The table's columns may still change, and then every row would have to be written again.
     """
@@ -206,7 +206,7 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
 
 
 def _shown(tokens: Sequence[Token]) -> list[Token]:
-    """Change tokens so that rich hides nothing: addresses become text, line breaks stay."""
+    """Changed tokens from which rich hides nothing: addresses are text, and line breaks stay."""
     shown = []
     for token in tokens:
         if token.type == "inline":
@@ -269,7 +269,7 @@ def _parameters(style: Style, colors: ColorSystem) -> str:
 
 
 class _Flow(markdown.TextElement):
-    """A paragraph or code; its lines are not wrapped if it `flows`, as at the top level."""
+    """A paragraph or code; if `flows` (outside lists and quotes), its lines are not wrapped."""
 
     style_name = "markdown.paragraph"
 
@@ -356,7 +356,7 @@ def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]
 
 
 class _Blocks(markdown.Markdown):
-    """rich's `Markdown`, for tokens that are parsed already, with the elements above."""
+    """Variant of rich's `Markdown` with the elements above, for tokens that are already parsed."""
 
     elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
         **markdown.Markdown.elements,

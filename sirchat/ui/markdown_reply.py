@@ -1,9 +1,9 @@
 """A reply as Markdown while it is generated: what to write as it grows.
 
-Finished blocks are laid out once and not changed again. The unfinished block is shown below them,
-without an end that may be markup, so that little changes later: emphasis shows from its first word
-on, a table as the number of its rows. Rows that have left the window are never changed: where later
-text would change them, they stay, and the rest of the block follows as it was written.
+Finished blocks are laid out once and not changed again. The unfinished block is shown below them.
+Signs at its end that may be markup are not shown yet, so that little changes later; emphasis shows
+from its first word on; a table is shown as the number of its rows. Rows that have left the window
+never change: if later text would change them, the rest of the block follows as it was written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNDECIDED = re.compile(
     r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[\\&]+\Z"
     r"|(?:\A|\n)[ \t>*+\-.)\d]*\|(?=[^\n]*[^\s>|:\-])[^\n]*(?:\n[ \t>|:\-]*)?\Z"
 )
-"""The end of a draft that may yet turn out to be markup."""
+"""Matches signs at the end of an unfinished text that may be the beginning of markup."""
 _DECORATION = re.compile(r"[\s▌•─]")
 _DIM = "2"
 
@@ -32,11 +32,11 @@ class MarkdownReply:
 
     Args:
         layout: draws Markdown.
-        below: whether something is drawn in the rows below the reply, which then ends with a line
-            break; if not, the terminal wraps paragraphs.
+        below: whether something is drawn in the rows below the reply; then the reply ends with a
+            line break. If nothing is drawn there, the terminal wraps paragraphs.
         fold: how the reasoning at the beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins inside reasoning, as the template wrote the first tag.
-        only_reasoning: whether only reasoning is shown; the caller then shows the `rest`.
+        is_open: whether the reply begins inside reasoning, because the template has its first tag.
+        only_reasoning: show only the reasoning; the caller then shows the text in `rest`.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class MarkdownReply:
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add filtered text; `tokens` is the number of the reply's tokens, this text included."""
+        """Add filtered text; `tokens`: number of the reply's tokens so far, with this text."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """What to write so that a window of this size shows the text so far; all at the end.
+        """What to write so that a window `width` columns wide shows the text so far.
 
-        `height` is the number of rows that the reply surely has.
+        At the end (`is_end`), all text is shown. `height`: number of rows free for the reply.
         """
         written = ""
         if width != self._width:
@@ -164,7 +164,7 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks, and those of the rest, with an empty row between."""
+        """The rows of the finished blocks (`length` characters), and of the text after them."""
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
         if not length:
@@ -173,7 +173,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source: as Markdown, or plain if a block goes on as written."""
+        """The rows of a part of the source: Markdown; or as written, from `_plain_from` on."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -182,10 +182,10 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """`target`, but with the present rows where they can't change; None if the text differs.
+        """The rows `target`, but begun by the rows that can't change; None if their texts differ.
 
-        The rows may be broken elsewhere, as after a change of the window; then what follows the
-        text that stays begins a new row.
+        The rows may be broken at other places, for example after a change of the window's width;
+        then the text that follows the unchanged rows begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -203,7 +203,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from a cell on, which begins a new row; the rest of its line is broken anew."""
+        """The rows from cell `x` of row `y` on; the rest of that line is broken into new rows."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:
@@ -212,7 +212,7 @@ class MarkdownReply:
         return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
 
     def _flush(self, length: int, rows: int) -> None:
-        """Make so many characters of the source, and so many rows, final."""
+        """Make the first `length` characters of the source, and the first `rows` rows, final."""
         self._painter.commit(rows)
         self._source = self._source[length:]
         self._shown = max(0, self._shown - length)
@@ -222,13 +222,13 @@ class MarkdownReply:
 
 
 def _settled(source: str) -> int:
-    """The index up to which a draft can be shown; what follows may be markup."""
+    """Number of characters that can be shown of an unfinished text; the rest may be markup."""
     undecided = _UNDECIDED.search(source)
     return undecided.start() if undecided else len(source)
 
 
 def _word_start(text: str, position: int) -> int:
-    """The start of the word that `position` is in; `position` itself if it is between words."""
+    """Index where the word at index `position` begins; `position` itself if no word is there."""
     if text[position : position + 1].isspace():
         return position
     while position and not text[position - 1].isspace():

@@ -12,22 +12,22 @@ from collections.abc import Sequence
 from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
 
 _BLANK = (" ", "")
-_GAP = 5  # so many blanks or more are skipped, not written
-_BACK = 5  # up to so many columns, the cursor goes back step by step
+_GAP = 5  # a gap of at least this number of blanks is skipped, not written
+_BACK = 5  # most columns that the cursor goes back by backspaces
 
 
 class Painter:
-    """Paints rows of a terminal, from the row where the cursor stood at first downward.
+    """Paints rows of a terminal; the first is the row where the cursor stood at the beginning.
 
     Attributes:
-        rows: the rows that are shown, without the committed ones.
+        rows: the rows that are shown, without the rows that `commit` made final.
         gone: how many of the first `rows` can't change any more.
         width: of the window, in columns.
 
     Args:
-        below: whether the cursor is left in the row below the last one, for what is drawn there;
-            otherwise behind the last character, whose style stays on. When the next rows are
-            painted, cursor and style must be as they were left; `end_style` ends the style.
+        below: if True, the cursor is left in the row below the last row, where something else is
+            drawn; if False, behind the last character, whose style stays on. When the next rows
+            are painted, cursor and style must be as they were left; `end_style` ends the style.
     """
 
     def __init__(self, *, below: bool) -> None:
@@ -41,11 +41,11 @@ class Painter:
         self._style = ""
 
     def can_paint(self, target: Sequence[StyledRow]) -> bool:
-        """Whether `target` keeps the rows that can't change any more as they are."""
+        """Whether the rows `target` begin with the rows that can't change any more, unchanged."""
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """The text to write so that the terminal shows `target` in place of the present rows."""
+        """The text to write so that the terminal shows the rows `target`, not the present rows."""
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -64,18 +64,18 @@ class Painter:
         return "".join(self._out)
 
     def commit(self, count: int) -> None:
-        """Make the first `count` rows final: they never change again, and are taken off `rows`."""
+        """Remove the first `count` rows from `rows`: they are final, and never change again."""
         self.rows = self.rows[count:]
         self.gone = max(0, self.gone - count)
         self._y -= count
         self._existing -= count
 
     def scroll(self, reachable: int) -> None:
-        """Fix all rows but the last `reachable`, which alone are surely in the window."""
+        """Allow changes only in the last `reachable` rows, which are surely still in the window."""
         self.gone = max(self.gone, len(self.rows) - reachable)
 
     def begin_anew(self) -> str:
-        """The text to write after the window's width changed; the present rows are fixed then."""
+        """Text to write after the window's width changed; the present rows never change again."""
         self.gone = len(self.rows)
         if self._below or not self.rows:
             return ""
@@ -92,7 +92,7 @@ class Painter:
     def _write_row(
         self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
     ) -> None:
-        """Write one row, from the first cell on that differs from `old`."""
+        """Write the row `new` in place of `old`, beginning at the first cell that differs."""
         cells = new.cells
         before = old.cells if old is not None else ()
         old_width, new_width = cells_width(before), cells_width(cells)
@@ -114,7 +114,7 @@ class Painter:
             self._write(cells)
 
     def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
-        """Go to a cell; a row that the terminal wraps is reached by filling the row above."""
+        """Move to column `x` of row `y`; if row `y` is a wrapped one, fill the row above first."""
         if new.continues and x == 0 and y >= self._existing:
             above = target[y - 1].cells
             if not self._is_at(y - 1, above):
@@ -202,7 +202,7 @@ TIME_SHARE = 1 / 50
 
 
 class Pace:
-    """Decides when the next frame is due; the larger or slower the frames, the fewer are drawn.
+    """Decides when the next frame is due: if frames are large or slow, fewer are drawn.
 
     Args:
         seconds: least time between two frames.
@@ -217,6 +217,6 @@ class Pace:
         return time.monotonic() >= self._due
 
     def drew(self, seconds: float, size: int) -> None:
-        """Record that a frame took so many seconds and bytes."""
+        """Record a frame: the seconds that it took, and its `size` in bytes."""
         wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

@@ -20,10 +20,10 @@ from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading,
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _BESIDE = 110
-"""Least width in columns for sections side by side."""
+"""Least width, in columns, at which two sections are drawn side by side."""
 
 _RANKED = 10
-"""Tokens in each of the two rankings."""
+"""Number of tokens in each of the two rankings."""
 
 _MARGIN = 13
 """Cells of the column with the turn's number and role."""
@@ -32,7 +32,7 @@ _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Gauge, all held text, rankings, histogram and turns, in a box `width` cells wide."""
+    """Draw gauge, all held text, rankings, histogram and turns, in a box `width` cells wide."""
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
@@ -54,7 +54,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """One block for each turn that still has held tokens."""
+    """Lines of all held text: one block for each turn that still has held tokens."""
     lines: list[Text] = []
     roles = {turn.index: turn.role for turn in snapshot.turns}
     gaps = _gaps(snapshot)
@@ -81,7 +81,7 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """A turn's tokens with the gaps before them; brackets around sinks, pins, recalled tokens."""
+    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens."""
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
         brackets = _brackets(row)
@@ -141,8 +141,8 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
     """The title of the rankings' last column, and its text for each token, by position.
 
-    A score with a unit is shown as it is. Scores without a unit may span decades, so ranks are
-    shown. Without any scores there are no texts.
+    The text is the score, if scores have a unit; if not, the token's rank, since such scores may
+    differ by powers of ten. If no token has a score, there are no texts.
     """
     known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
     if snapshot.unit:
@@ -154,7 +154,7 @@ def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
 
 
 def _ranked_by(snapshot: Snapshot) -> str:
-    """The heading of the first ranking; without scores, tokens are ranked by surprisal."""
+    """The heading of the first ranking, which is by score; without scores, by surprisal."""
     has_scores = any(row.score is not None for row in snapshot.rows)
     return "strongest" if has_scores or not snapshot.rows else "most surprising"
 
@@ -175,7 +175,7 @@ def _half(width: int) -> int:
 
 
 def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Draw both side by side if they fit, else one below the other."""
+    """Draw two sections side by side if they fit, else one below the other."""
     half = _half(width)
     if half == width:
         return Group(left, Text(), right)
@@ -187,7 +187,7 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
-    """The meaning of colours and marks."""
+    """Lines that explain the colours and marks."""
     space = StyledRun("  ", theme.quiet)
     runs = [StyledRun("nats ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):

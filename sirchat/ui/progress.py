@@ -34,7 +34,7 @@ def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text
 
 @contextmanager
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
-    """Context manager: show a bar while `name` loads; yields its callback, None without a bar."""
+    """Context manager: show a bar while model `name` loads; yields its callback; None: no bar."""
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
         return
@@ -55,7 +55,7 @@ _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 @contextmanager
 def pull_progress(console: Console) -> Iterator[Progress]:
-    """Context manager that yields the function that shows the progress of a download."""
+    """Context manager: yields a callback that shows the progress of a download."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield _Log(console)
         return
@@ -77,7 +77,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
 
 
 class _Log:
-    """Writes a line when the first bytes have arrived, then every few seconds, and at the end."""
+    """Writes a line on a download when it begins, every few seconds, and at its end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -30,7 +30,7 @@ _PROMPT = FormattedText([("class:prompt", "> ")])
 _EDIT = FormattedText([("class:prompt", "edit> ")])
 
 _CLOSED = "Event loop is closed"
-"""Text of the error that asyncio raises for a Ctrl-C at the moment when a prompt closes."""
+"""Text of the error that asyncio raises if Ctrl-C comes at the moment when a prompt closes."""
 
 _STYLE = Style.from_dict(
     {
@@ -46,8 +46,8 @@ _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"}
 class Line:
     """One input: a command, slash included, or a message.
 
-    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed. `pasted_signs` are the
-    indices in `text` of each `@` that was pasted, not typed.
+    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed. `pasted_signs`: indices in
+    `text` of all `@` that were pasted, not typed.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Line:
 
     @property
     def ends_chat(self) -> bool:
-        """Whether this is a command that ends the chat, which needs no session."""
+        """Whether this is a command that ends the chat; such a command needs no session."""
         return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
@@ -68,7 +68,7 @@ class Prompt:
         keys: the source of keys; others may read it between prompts.
         output: the terminal.
         history: earlier input.
-        has_colours: returns whether colours may be used, at every redraw.
+        has_colours: returns whether colours may be used; called at every redraw.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Prompt:
         suggested: str = "",
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Line | None:
-        """The next line that is not blank; None at the end of the input.
+        """Read the next line that is not blank; returns None at the end of the input.
 
-        A `suggested` line is shown until something is typed, and Enter takes it. `meanwhile` runs
-        in the prompt's event loop until the line is entered. Raises KeyboardInterrupt for Ctrl-C at
-        an empty prompt, and the error that `give_up` is called with.
+        The `suggested` line is shown until something is typed; Enter alone enters it. `meanwhile`
+        runs in the prompt's event loop until the line is entered. Raises KeyboardInterrupt for
+        Ctrl-C at an empty prompt, and the error that `give_up` gets, if it is called.
         """
 
         def begin() -> None:
@@ -168,11 +168,11 @@ class Prompt:
             self._prompt.message = _PROMPT  # else the prompt session keeps the other one
 
     def redraw(self) -> None:
-        """Draw the prompt again, soon; any thread may ask for it."""
+        """Ask the prompt to draw itself again soon; any thread may call this."""
         self._prompt.app.invalidate()
 
     def print_above(self, show: Callable[[], object]) -> None:
-        """Print above the open prompt, and keep what is typed; called in its event loop.
+        """Call `show`, which prints above the open prompt; call this in the prompt's event loop.
 
         The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
         """
@@ -183,7 +183,7 @@ class Prompt:
         self.redraw()
 
     def give_up(self, error: BaseException) -> None:
-        """Make `read` raise `error`; typed text stays on the screen, and goes into the history."""
+        """Make `read` raise `error`; text typed so far stays on the screen and in the history."""
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
             return
@@ -207,7 +207,7 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Pasted text that is edited no longer counts as pasted, but each pasted `@` in it does."""
+        """Pasted text that is edited no longer counts as pasted, but each `@` in it still does."""
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
@@ -221,7 +221,7 @@ class Prompt:
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
     def _placeholder(self) -> FormattedText:
-        """The suggested line; empty once the prompt is done, so that it does not stay there."""
+        """The suggested line; empty when the prompt closes, so that the line leaves the screen."""
         is_shown = not self._prompt.app.is_done
         return FormattedText([("class:placeholder", self._suggested if is_shown else "")])
 
@@ -283,7 +283,7 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Empty the line, and keep it in the history; if it is empty, raise KeyboardInterrupt.
+        """Clear the typed text, and keep it in the history; if there is none, KeyboardInterrupt.
 
         In `edit`, always raise KeyboardInterrupt: the message stays as it was.
         """
@@ -338,7 +338,7 @@ _WORD = re.compile(r"@\S+")
 
 
 class PastedSigns:
-    """Follows a text while it is edited, and knows which of its `@` signs were pasted.
+    """Knows which `@` signs of a text were pasted; must be told of each change of the text.
 
     A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
     """
@@ -348,7 +348,7 @@ class PastedSigns:
         self.begin()
 
     def begin(self) -> None:
-        """Start anew with an empty text; words that were pasted before stay known."""
+        """Start again with an empty text; words that were pasted before stay known."""
         self._text = ""
         self._signs = frozenset[int]()
 
@@ -358,7 +358,7 @@ class PastedSigns:
         return self._signs
 
     def changed(self, text: str, *, pasted: bool = False) -> None:
-        """Record the text as it is now; its new part was typed, or was `pasted`."""
+        """Record the text after a change; `pasted`: whether its new part was pasted, not typed."""
         old = self._text
         start = _common_length(old, text)
         tail = _common_length(old[start:][::-1], text[start:][::-1])

@@ -38,7 +38,7 @@ from sirchat.ui.turn_commands import edited, editor
 
 
 class Chat:
-    """One session at the prompt.
+    """A chat at the prompt, in one session at a time.
 
     The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
     `trusted` are the `module:Class` policies that profiles and saved chats may name. An error in a
@@ -68,7 +68,7 @@ class Chat:
         )
 
     def run(self, first: Line | None = None) -> None:
-        """Act on the line `first`, if given, and then on each line read, until the user leaves."""
+        """Handle the line `first`, if given, and then each line read, until the user leaves."""
         line = first
         while True:
             try:
@@ -88,7 +88,7 @@ class Chat:
         self._saved_chat.close()
 
     def say_where(self) -> None:
-        """Say where the chat is kept, once it is closed."""
+        """Print where the chat is saved; call this after `close`."""
         self._saved_chat.say_where()
 
     def _commands_of(self, session: Session) -> Commands:
@@ -141,7 +141,7 @@ class Chat:
         return True
 
     def _do(self, action: Action | None, line: Line) -> bool:
-        """Do what a command asks for; False if the user leaves."""
+        """Do the `action` that a command asks for, if any; returns False if the user leaves."""
         match action:
             case Leave():
                 return False
@@ -160,7 +160,7 @@ class Chat:
         return True
 
     def _retry(self, settings: dict[str, Any]) -> None:
-        """Draw another reply to the last message; `settings` hold for this reply only."""
+        """Generate another reply to the last message; `settings` are used for this reply only."""
         session = self._session
         with temporarily(session, "/retry", settings):
             if session.profile.temperature == 0:
@@ -185,7 +185,7 @@ class Chat:
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _send(self, text: str, line: Line) -> None:
-        """Send the message `text`; it differs from the typed `line` if that names a file."""
+        """Send the message `text`; if the typed `line` names a file, `text` has the file's text."""
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
@@ -205,7 +205,7 @@ class Chat:
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """A function that returns whether the user has asked to stop the reply."""
+    """Return a function that tells whether to stop the reply: Esc, Ctrl-C, or already `wanted`."""
 
     def stops() -> bool:
         nonlocal wanted

@@ -17,7 +17,7 @@ from sirchat.ui.status_line import describe_turn
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """`feed`: read the recorded replies; `json`: print events as JSON; `name`: for messages."""
+    """`feed`: read the recorded replies; `json`: print JSON; `name`: of the file, in messages."""
 
     feed: bool = False
     json: bool = False
@@ -34,8 +34,8 @@ def replay(
 
     Ctrl-C closes the current turn early, and ends the replay.
 
-    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; the
-    turns before that have been printed.
+    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; all
+    turns before the error have been printed.
     """
     play(session, turns, screen.json if options.json else _Dialogue(screen, session).show, options)
 
@@ -46,7 +46,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session, and call `show` with each event, from start to end.
+    """Run the turns through the session; call `show` with each event, also those of start and end.
 
     Raises as `replay` does.
     """
@@ -98,7 +98,7 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield each turn with the next one; without `look_ahead`, at once with None (typed input)."""
+    """Yield pairs: each turn and the next; without `look_ahead` (typed input), turn and None."""
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
         return
@@ -143,9 +143,10 @@ class _Dialogue:
 
 
 def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -> None:
-    """Send `text` and print the reply while it is generated; with `as_json`, print the events.
+    """Send `text` and print the reply while it is generated; if `as_json`, print the events.
 
-    Unless `thinking` is `show`, the reply's reasoning is left out, and with `fold` a note says so.
+    The reply's reasoning is printed only if the setting `thinking` is "show"; if it is "fold", a
+    note says that the reasoning was left out.
     Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
     show = screen.json if as_json else _Reply(session, screen).show

@@ -28,20 +28,20 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 
 _FIRST = "main"
-"""A second name for the first chat of a family: all branches come from it."""
+"""Another name for the first chat of a family, from which all branches were copied."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Settings in `FIXED` that belong to a session; the others in it belong to the program."""
+"""Settings in `FIXED` that belong to a session; the others in `FIXED` belong to the program."""
 
 
 class SavedChat:
-    """Saves the chat if its settings say so, until writing fails (a full disk, for example).
+    """Saves the chat if its settings say so; stops if writing fails (full disk, for example).
 
     Args:
-        session: the current one.
+        session: the current session.
         screen: where messages go.
         store: the file that the session was resumed from, if any.
-        debug: raise errors of saving instead of showing them.
+        debug: raise errors of saving instead of showing them. trusted: policies, as `module:Class`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SavedChat:
         self._is_on = session.profile.save
 
     def update(self) -> None:
-        """Write what is new to disk; an error ends the saving, not the chat."""
+        """Write the new part of the chat to disk; after an error, the chat is no longer saved."""
         if not self._is_on:
             return
         try:
@@ -71,7 +71,7 @@ class SavedChat:
 
     @property
     def not_written(self) -> Path | None:
-        """The chat's file if saving was given up, so that its contents are old; else None."""
+        """The chat's file, if it is out of date because saving has failed; else None."""
         if self._is_on or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
@@ -87,15 +87,15 @@ class SavedChat:
             self._saving.abandon()
 
     def say_where(self) -> None:
-        """Say where the chat is kept, once it is closed, and how to resume it."""
+        """Print that the chat is saved, and how to resume it; call this after `close`."""
         if self._is_on and self._saving.id and self._screen.is_interactive:
             self._screen.remark(f"saved; to continue it: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
-        """Save the chat now, with keys and values, and from now on; optionally under a name.
+        """Save the chat now, with keys and values, and from now on after each turn.
 
-        Raises SessionError, with nothing changed, for an invalid name, and if the chat can't be
-        written.
+        `name`: a new name for the chat, if any. Raises SessionError, with nothing changed, for an
+        invalid name, and if the chat can't be written.
         """
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
@@ -107,10 +107,10 @@ class SavedChat:
         self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
-        """Leave this chat for a saved chat, whose session is returned; None if it is this chat.
+        """Switch to the saved chat `ident`; returns its session, or None if it is this chat.
 
-        `last` skips damaged chats, and names them. Raises SessionError or SettingError; the
-        current chat is then unchanged.
+        `ident`: id, name or "last", which skips damaged chats with a note. Raises SessionError or
+        SettingError; the current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -136,7 +136,7 @@ class SavedChat:
     def branch(self, name: str, back: int) -> None:
         """Go on in a copy of this chat called `name`, without the last `back` user turns.
 
-        This chat stays on disk as it is. Raises SessionError or UndoError; this chat then goes on.
+        The old chat stays on disk unchanged. After SessionError or UndoError, the old chat goes on.
         """
         name = free_name(sessions_dir(), name, "")
         if not self._is_on or not self._session.turns:
@@ -159,7 +159,7 @@ class SavedChat:
             self._screen.note(f"read anew: {self._session.seen:,} tokens")
 
     def switch(self, ident: str) -> Session | None:
-        """The same as `load`, for branches of this chat only; `main` is the first of them."""
+        """Like `load`, but only for branches of this chat; the `ident` "main" is the first chat."""
         branches = self._branches()
         for one in branches:
             is_first = ident == _FIRST and one.id == self._saving.family
@@ -200,7 +200,7 @@ class SavedChat:
             self._screen.error(str(refused))
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Drop the chat's name if it contains `text` (is `text` if `whole`); True if dropped."""
+        """Remove the chat's name if it contains `text` (if `whole`: is `text`); True if removed."""
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
             self._screen.note(
@@ -247,7 +247,7 @@ class SavedChat:
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
-        """Say where the chat is saved, and that it was renamed if `former` was another name."""
+        """Print where the chat is saved; if its name `former` was another one, print that, too."""
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("nothing is said yet; the chat is saved from its first turn on")
@@ -267,7 +267,7 @@ class SavedChat:
         )
 
     def _resumed(self, store: SessionStore) -> Session:
-        """The saved session under its own settings, with the loaded model."""
+        """The session saved in `store`, with its own settings and the model that is loaded now."""
         if store.head() is None:
             raise SessionError(f"session {store.id} holds no turn yet")
         model, current = self._session.model, self._session.profile
@@ -281,7 +281,7 @@ class SavedChat:
     def _leave(self, otherwise: str) -> None:
         """If the settings say so, save this chat with keys and values; its file stays open.
 
-        If that fails, raises SessionError, whose message begins with `otherwise`.
+        If saving fails, raises SessionError with a message that begins with `otherwise`.
         """
         if not self._session.profile.save:
             return
@@ -302,11 +302,11 @@ def _name_part(saving: Autosave) -> str:
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
 _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
-"""Settings that change replies and are not in the first line that a chat shows."""
+"""Settings that change replies, but are not in the first line that a chat shows."""
 
 
 def greet_again(session: Session, screen: Screen) -> None:
-    """Show the last turns, how much is held, and settings of replies that are not the default."""
+    """Print the last turns, how much is held, and settings of replies that differ from defaults."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)

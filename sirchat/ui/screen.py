@@ -23,13 +23,13 @@ LEAST_ROWS, LEAST_COLUMNS = 14, 50
 
 
 class Screen:
-    """The output streams, and the theme.
+    """The streams for output, and the theme for its colours.
 
     Args:
         out: stream for replies; standard output by default.
         err: stream for notices, progress and errors; standard error by default.
         theme: name of a theme, or "auto"; see `sirchat.ui.theme`.
-        is_quiet: whether remarks, which nobody asked for, are left out.
+        is_quiet: whether remarks (notes that nobody asked for) are left out.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Screen:
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
-        """Draw in these colours from now on."""
+        """Use the theme called `name` from now on."""
         self.theme: Theme = theme_named(name, os.environ)
         self._error_style = "red" if self.has_colours else "bold"
 
@@ -117,13 +117,13 @@ class Screen:
             self._out.flush()
 
     def show(self, drawing: RenderableType) -> None:
-        """Print a drawing, such as the panel; whoever draws must filter its text."""
+        """Print a drawing, such as the panel; its text must already be filtered."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
         """Print a drawing; use the pager if the drawing is taller than three windows.
 
-        A pager catches what is typed next, so it is not used where scrolling back is easy.
+        A pager takes the keys that are typed next, so it is not used where scrolling back is easy.
         """
         options = self.console.options
         rows = len(self.console.render_lines(drawing, options, pad=False))
@@ -147,7 +147,7 @@ class Screen:
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
-        """Print a note that nobody asked for, such as a status line, unless quiet."""
+        """Print a note that nobody asked for, such as a status line, unless `is_quiet`."""
         if not self.is_quiet:
             self.note(text)
 
@@ -160,7 +160,7 @@ _WINDOWS = 3
 
 
 def _paged(pager: list[str], text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; False if it can't be started."""
+    """Show a text in the pager, which handles Ctrl-C; False if the pager can't be started."""
     # `less` shows colours, leaves the text on the screen, and says in its last line how to leave.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ}
     try:

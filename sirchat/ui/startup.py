@@ -55,9 +55,9 @@ def chat(
     The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
     `trusted` are the `module:Class` policies that profiles and saved chats may name.
 
-    A new chat on a terminal shows its prompt at once. Elsewhere, a progress bar is shown first; a
-    saved chat shows one, too, and then its last turns. Errors in loading are raised. An error in a
-    turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
+    A new chat on a terminal shows its prompt at once. In all other cases, a progress bar is shown
+    first; a saved chat then shows its last turns. Errors in loading are raised. An error in a turn
+    is shown, and the chat goes on; if `debug`, unexpected errors are raised.
     """
     with line_input(screen) as entry:
         prompt = entry.prompt
@@ -146,8 +146,8 @@ THREAD = "opening a session"
 """Name of the thread that loads the model and opens the session."""
 
 _SWITCH_SECONDS = 0.0005
-"""How long the thread may keep Python's lock (GIL) while a key waits: the prompt needs
-the lock many times for each key."""
+"""Longest time for which the thread may keep Python's lock (GIL) while the prompt waits for it:
+the prompt needs the lock many times for each key."""
 
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
 
@@ -156,8 +156,8 @@ class SessionLoader:
     """Opens a session in a thread that ends with the program.
 
     Attributes:
-        session: a future of the session and the events of its start, or of the error.
-        step: what is being done, such as `Loading weights 3/30`; empty before that is known.
+        session: a future that gives the session and the events of its start, or raises the error.
+        step: what the thread does now, such as `Loading weights 3/30`; empty at the beginning.
     """
 
     def __init__(self, open_session: Open, on_step: Callable[[], None]) -> None:
@@ -171,15 +171,15 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread; call this after the prompt is drawn, which loading would delay."""
+        """Start the thread; call this after the prompt is drawn: loading would delay it."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
-        """Wait, with a progress bar, for the session; returns it and the events of its start.
+        """Wait for the session, with a progress bar; returns the session and its first events.
 
-        Raises the error of opening it, and KeyboardInterrupt for Ctrl-C.
+        Raises the error if the session can't be opened, and KeyboardInterrupt for Ctrl-C.
         """
         from sirchat.ui.progress import loading_bar
 

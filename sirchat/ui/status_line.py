@@ -15,7 +15,7 @@ _CELLS, _WIDE = 8, 80
 def toolbar(session: Session, width: int) -> str:
     """The line of model, policy, held tokens and budget, decay, and speed of the last reply.
 
-    `width`: of the window, in columns; in a narrow window the gauge is left out.
+    `width`: of the window, in columns; in a narrow window the gauge (bar) is left out.
     """
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
@@ -32,7 +32,7 @@ def toolbar(session: Session, width: int) -> str:
 
 
 def _gauge(share: float) -> str:
-    """How full the cache is, in a few cells."""
+    """A short bar that shows how full the cache is; `share` 1 is full."""
     full = round(_CELLS * min(share, 1.0))
     return "━" * full + "─" * (_CELLS - full)
 
@@ -56,9 +56,9 @@ def describe_turn(turn: TurnDone, budget: int) -> str:
 def describe_round(
     user: TurnDone | None, reply: TurnDone, budget: int, evicted_words: Sequence[str] = ()
 ) -> str:
-    """A line about a user turn and its reply: tokens in and out, speed, evicted, held tokens.
+    """A line about a user turn and its reply: tokens in and out, speed, evicted and held tokens.
 
-    `evicted_words` are evicted words that the user said.
+    `evicted_words` are words of the user that were evicted in this round.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)

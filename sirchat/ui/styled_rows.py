@@ -44,16 +44,16 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 
 
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
-    """The rows of a text that is shown as it is, without Markdown; for `soft` see `cut_line`."""
+    """Cut a text, shown as it is and not as Markdown, into rows; for `soft` see `cut_line`."""
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
 
 
 def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
-    """The rows of one line in a window `width` columns wide.
+    """Cut one line into rows for a window `width` columns wide.
 
-    With `soft` the terminal wraps the line, so that it is copied as one line. Without `soft`, or
-    where the terminal's character widths can't be predicted, the line is broken between words,
+    If `soft`, the terminal wraps the line, so that it is copied as one line. If not, or if the
+    line has characters whose width differs between terminals, the line is broken between words,
     into rows of at most `width` - 1 columns.
     """
     cells = _ended(line)
@@ -85,7 +85,7 @@ def has_known_widths(cells: Iterable[Cell]) -> bool:
 
 
 def _ended(line: Sequence[Cell]) -> list[Cell]:
-    """The cells without final spaces; a space takes the previous style unless it shows there."""
+    """Remove final spaces; other spaces get the style before them, unless it shows on a space."""
     cells: list[Cell] = []
     length = 0
     for char, style in line:
@@ -98,7 +98,7 @@ def _ended(line: Sequence[Cell]) -> list[Cell]:
 
 
 def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
-    """Rows as a terminal wraps them; a line break precedes a wide character that doesn't fit."""
+    """Wrap cells as a terminal does; a wide character that doesn't fit follows a line break."""
     rows: list[StyledRow] = []
     row: list[Cell] = []
     used, continues = 0, False
@@ -126,10 +126,10 @@ def _has_no_width(char: str) -> bool:
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """Split a line into its full rows and the rest; joined, they are the line again.
+    """Split a text into full rows and the rest; the rows and the rest, joined, are the text again.
 
-    A row ends after a space if it contains one. All text up to a line break goes into rows, the
-    last of which keeps the break.
+    A row that is full is broken after its last space, if it has one. All text before a line break
+    goes into rows, and the line break stays at the end of its row.
     """
     *finished, rest = line.split("\n")
     rows: list[str] = []

@@ -36,7 +36,7 @@ _CACHE_SETTINGS = (
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 )
-"""Settings that can change what is held; after a change, evicted tokens are reported."""
+"""Settings that can change which tokens are held; evictions are reported after a change."""
 
 
 class Switching:
@@ -51,9 +51,9 @@ class Switching:
         self._screen = screen
 
     def setting(self, source: str, name: str, text: str) -> None:
-        """Set a setting, or an option of the policy, to the value in `text`.
+        """Set the setting or policy option `name` to the value in `text`.
 
-        Without text, show the current value. Raises SettingError, which names `source`.
+        If `text` is empty, show the current value. SettingError names the command, `source`.
         """
         profile = self._session.profile
         self._refuse_unknown(name)
@@ -77,10 +77,10 @@ class Switching:
         self._apply("/policy", f"policy is {name} already", **updates)
 
     def profile(self, name: str) -> None:
-        """Apply a whole profile; settings it does not name go back to the user's default.
+        """Apply all settings of the profile `name`; all others get the user's default again.
 
-        Settings fixed for the conversation stay, with a note. Screen settings that the
-        profile does not name stay, too, without a note.
+        Exceptions: settings fixed for the conversation are not changed, and a note says so; screen
+        settings that are not in the profile are not changed either.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -100,9 +100,9 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens that `target` names, and report what was evicted or restored.
+        """Pin or unpin the tokens of `target` (words, or a turn); report evicted and restored ones.
 
-        `around`: so many tokens on either side of them are pinned or unpinned, too.
+        `around`: number of tokens before and after them that are pinned or unpinned, too.
         """
         evicted = restored = 0
         for event in self._session.pin(target, pinned, around):
@@ -118,7 +118,7 @@ class Switching:
         self._report_moved(evicted, restored)
 
     def describe(self, name: str) -> str:
-        """A setting, or an option of the policy: its value, and the allowed values."""
+        """A text about the setting or policy option `name`: its value, and the allowed values."""
         profile = self._session.profile
         self._refuse_unknown(name)
         if name in Profile.model_fields:
@@ -137,7 +137,7 @@ class Switching:
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Switch, and report changes and evictions; `otherwise` is the note if nothing changed."""
+        """Change settings, and report what changed; `otherwise` is the note if nothing changed."""
         changed: list[str] = []
         evicted = restored = 0
         with Interrupt() as interrupted:
@@ -172,7 +172,7 @@ class Switching:
 
 
 _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
-"""Settings that change with the model, as long as they have the model's own defaults."""
+"""Settings that change with the model, if they still have the old model's defaults."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _Former:
     """The session before the last change of the model, and how the new session began.
 
     Attributes:
-        session: the session before, as it was.
+        session: the former session, unchanged.
         profile: the settings of the new session at its beginning.
         stamp: `epoch` and `erasures` of the new session at its beginning.
     """
@@ -210,10 +210,10 @@ class ModelSwitching:
         self._screen.note(f"model is {name}; others here: {others}; get more: sirchat models pull")
 
     def switch(self, session: Session, name: str) -> Session | None:
-        """Load the model `name`, and return a session in which it has read the chat.
+        """Load the model `name`, and return a new session in which this model has read the chat.
 
-        Returns None if it is in use already. Raises SirchatError, with nothing changed, if it can't
-        be loaded or can't hold the chat.
+        Returns None if the model is already in use. Raises SirchatError, with nothing changed, if
+        the model can't be loaded or can't hold the chat.
         """
         if name == session.model.name:
             self._screen.note(f"model is {name} already")
@@ -228,9 +228,9 @@ class ModelSwitching:
         return new
 
     def go_back(self, session: Session) -> Session | None:
-        """Return to the session before the last change of the model; None if it is not kept.
+        """Return to the session before the last change of the model; None if it was dropped.
 
-        Settings changed since then are changed there, too; SettingError if that is not possible.
+        Settings changed since then are changed in that session, too; SettingError if that fails.
         """
         if self._former is None:
             return None
@@ -302,7 +302,7 @@ class ModelSwitching:
 
 
 def _weight_bytes(model: LoadedModel) -> int:
-    """Bytes of all weights; weights that several layers share count once."""
+    """Bytes of all weights of a model; weights that several layers share count once."""
     tensors = (*model.module.parameters(), *model.module.buffers())
     storages = [one.untyped_storage() for one in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())

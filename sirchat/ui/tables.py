@@ -22,11 +22,11 @@ from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
-"""Largest width of a ranking, in cells; narrow, so that a token is near its numbers."""
+"""Largest width of a ranking in cells; it is small, so that a token is near its numbers."""
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """A table of tokens with ids, surprisal, scores and flags; attention only if it is tracked."""
+    """A table of tokens: id, surprisal, score and flags, and attention if any token has it."""
     tracked = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -50,9 +50,9 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
 
 
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
-    """Each token's score, the factors it is made of, and its rank among the held tokens.
+    """A table of tokens: each token's score, the factors of the score, its rank among held tokens.
 
-    Columns that don't fit into `width` cells go into further tables, so that no number is cut.
+    Columns that don't fit into `width` cells go into a second table below, and so on.
     """
     factors = list(token_ranks[0].factors) if token_ranks else []
     numbers = {
@@ -83,7 +83,7 @@ def _rank_table(
     numbers: Mapping[str, Sequence[str]],
     above: Sequence[Table],
 ) -> Table:
-    """A table of the tokens with these numbers; only the first table has turn and state."""
+    """A table of tokens with the columns `numbers`; also turn and state, if no table is `above`."""
     table, short = _table(theme), bool(above)
     _columns(table, "position", *["turn"] * (not short))
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -100,13 +100,13 @@ def _rank_table(
 
 
 def _width(table: Table) -> int:
-    """Cells that a table takes if there is room."""
+    """Width of a table in cells, if nothing is cut."""
     console = Console(width=1000)
     return Measurement.get(console, console.options, table).maximum
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """A table of the tokens recalled for the last round, the highest recall score first."""
+    """A table of recalled tokens; `scores`: their recall score for the last round, by position."""
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -125,9 +125,10 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 def draw_ranking(
     rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
 ) -> RenderableType:
-    """A few tokens in the given order: position, turn, surprisal and, if any, `scores`.
+    """A table of tokens in the given order, with position, turn, surprisal and a text in `scores`.
 
-    `scores` has a text for each position, and `name` is the title of that column.
+    `scores` gives the text by position; `name` is the title of that column. If `scores` is
+    empty, there is no such column.
     """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
@@ -162,7 +163,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
 
 
 def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
-    """One row per turn: how many tokens are evicted, and as many words as fit."""
+    """A table with a row per turn: number of evicted tokens, and as many evicted words as fit."""
     table = _table(theme)
     table.width = width
     _columns(table, "turn")
@@ -183,7 +184,7 @@ def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> Rend
 def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
-    """One bar per bin of surprisal: its heavy part is held tokens, its light part evicted ones."""
+    """Lines with a bar per bin of surprisal; thick part: held tokens; thin part: evicted tokens."""
     lines = [line_of([StyledRun(_bin("nats", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
@@ -224,7 +225,7 @@ def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
 
 
 def _length(cells: float) -> int:
-    """Cells of a bar; at least one if there is anything to show."""
+    """Length of a bar in whole cells; at least 1, unless `cells` is 0."""
     return max(1, round(cells)) if cells > 0 else 0
 
 
@@ -239,5 +240,5 @@ def _columns(table: Table, *names: str) -> None:
 
 
 def heading(text: str, theme: Theme, width: int) -> Text:
-    """A section's title."""
+    """The title of a section, cut to `width` cells."""
     return line_of([StyledRun(cut(text, width), theme.heading)])

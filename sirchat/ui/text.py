@@ -30,11 +30,11 @@ class DisplayFilter:
         self._state = _State.TEXT
 
     def push(self, text: str) -> str:
-        """The part of the chunk that may be shown."""
+        """Filter the next chunk of the stream; returns the part that may be shown."""
         return "".join(char for char in text if self._shows(char))
 
     def _shows(self, char: str) -> bool:
-        """Advance by one character; returns whether the character is shown."""
+        """Update the state for the next character; returns whether the character is shown."""
         state = self._state
         if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
             self._state = _State.TEXT
@@ -98,7 +98,7 @@ def displayable(text: str) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The text on one line, cut to `length` characters."""
+    """The text on one line, cut to at most `length` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
 

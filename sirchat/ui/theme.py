@@ -20,7 +20,7 @@ LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 """Upper limits of the surprisal buckets, in nats."""
 
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""For each intensity, strong first: the least share of surprisal left after decay."""
+"""Least share of surprisal left after decay, for each intensity: strong, fading, faint."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
@@ -30,7 +30,7 @@ Shades = tuple[Style, Style, Style]
 
 @dataclass(frozen=True)
 class Theme:
-    """The styles of one kind of background.
+    """The styles for one kind of background, such as a dark one.
 
     Attributes:
         tokens: for each surprisal bucket, the style of each intensity.
@@ -74,13 +74,13 @@ def bucket(surprisal: float) -> int:
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """Intensity by the share of surprisal (nats) left after decay: 0 strong, 1 fading, 2 faint."""
+    """The intensity, from the share of surprisal left after decay: 0 strong, 1 fading, 2 faint."""
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none"; "auto" follows COLORFGBG, and is dark without it."""
+    """The theme "dark", "light" or "none"; "auto" chooses by COLORFGBG (dark if it is not set)."""
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]
         name = "light" if background in ("7", "15") else "dark"

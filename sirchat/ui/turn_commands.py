@@ -23,11 +23,11 @@ from sirchat.ui.text import displayable_line, shorten
 
 
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
-    """Take back the last user turn and all after it, and say so.
+    """Undo the last user turn and everything after it, and print a note.
 
-    After a resume, or if tokens that the turn evicted are no longer archived, another session reads
-    the turns before it anew; that session is returned, and is saved in the same file. Raises
-    UndoError, with nothing changed, if the user has said nothing.
+    Returns None, or a new session: after a resume, or if tokens that the turn evicted are no longer
+    archived, a new session reads all earlier turns again, and is saved in the same file. Raises
+    UndoError, with nothing changed, if there is no user turn.
     """
     try:
         events = session.undo()
@@ -59,7 +59,7 @@ def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
 
 
 def sampling_settings(words: str) -> dict[str, Any]:
-    """Parse settings that say how tokens are drawn, such as `--temperature 0.9 --top-p=0.8`.
+    """Parse sampling settings, such as `--temperature 0.9 --top-p=0.8`.
 
     Raises UsageError for other settings; whether the values are allowed is not checked.
     """
@@ -80,7 +80,7 @@ def sampling_settings(words: str) -> dict[str, Any]:
 
 
 def editor() -> list[str]:
-    """The command of the user's editor, from VISUAL or EDITOR; empty if none is named."""
+    """The command of the user's editor, from VISUAL or EDITOR; empty if neither is set."""
     named = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     try:
         return shlex.split(named)

@@ -39,12 +39,12 @@ COMMANDS: Final = {
     *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
 }
-"""Commands that the user may try: they change or show this chat's memory, and write no file."""
+"""Commands allowed in the tutorial: they change or show the chat's memory, and write no file."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Where `word` should be found once a step is done, and where not; None: not checked.
+    """Says where `word` must be after a step (True) or must not be (False); None: not checked.
 
     `in_reply`: in the model's reply; `in_memory`: in the text of the tokens that are held.
     """
@@ -62,8 +62,8 @@ class TutorialStep:
         before: text that is shown first.
         line: the message or command that Enter sends.
         after: text that is shown if all effects were observed.
-        effects: what the line should bring about.
-        shows_panel: whether `after` speaks of the compact panel.
+        effects: the expected effects of the line.
+        shows_panel: whether the text `after` explains the compact panel, which is then shown.
     """
 
     before: str
@@ -191,7 +191,7 @@ _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
 
 Read = Callable[[str], Line | None]
-"""Takes the suggested line, and returns the line that the user enters; None if the user leaves."""
+"""Takes the suggested line; returns the line that the user enters, or None if the user leaves."""
 
 Stops = Callable[[Interrupt], Interrupted]
 """Takes the flag for Ctrl-C, and returns a function that says whether to stop the reply."""
@@ -266,7 +266,7 @@ class _Tutorial:
         self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
 
     def _take(self, step: TutorialStep) -> bool:
-        """Send each line of the user, up to the step's own line; False if the user leaves."""
+        """Send the user's lines until one is the step's line; False if the user leaves before."""
         while True:
             line = self._read(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -300,7 +300,7 @@ class _Tutorial:
         return self._commands.run(text)
 
     def _conclude(self, step: TutorialStep) -> bool:
-        """Explain the effects; or, if some were not observed, name them and return False."""
+        """Explain the step's effects; if some did not happen, name these, and return False."""
         if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
@@ -346,7 +346,7 @@ class _Tutorial:
 
 
 def _held_text(session: Session) -> str:
-    """The text of the tokens that are held, with a mark where some are missing."""
+    """The text of the tokens that are held, with a mark where tokens are missing."""
     parts, before = [], -1
     for row in session.snapshot().rows:
         parts.append(row.text if row.position == before + 1 else f"⋯{row.text}")

@@ -67,7 +67,7 @@ def repeated_blocks(
 ) -> Iterator[float]:
     """Yield seconds per token for blocks of a reply that repeats the text just read.
 
-    `engine` must not have read anything yet. The text fills a quarter of the cache.
+    `engine` must be new. `lookup`: whether prompt lookup is on. The text fills 1/4 of the cache.
     """
     text = some_ids(model, options.cache // 4)
     for _ in engine.feed(text, [Role.USER] * len(text), _TURN):
@@ -103,7 +103,7 @@ _COLUMNS = 1024
 def weight_bytes(model: LoadedModel) -> int:
     """Bytes of the weights that a decode step reads: all of them, as they are stored.
 
-    An embedding counts only if the output head shares it. All experts of a mixture count.
+    Embeddings count only if the output head shares them; in a mixture, all experts count.
     """
     module = model.module
     head = module.get_output_embeddings()
@@ -119,7 +119,7 @@ def _sizes(module: nn.Module) -> dict[int, int]:
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds to read `size` bytes on the device: the limit of a step.
+    """Yield, without end, the seconds to read `size` bytes on the device: no step is faster.
 
     A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
     """

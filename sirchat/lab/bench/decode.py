@@ -45,11 +45,11 @@ def bench_decode(
 ) -> Iterator[Ratio]:
     """Measure decode (also against its limit), prefill, the archive, and decode late in a stream.
 
-    The last is measured after each number of tokens in `options.seen` that is above the first.
+    Late decode is measured after each number of tokens in `options.seen` above its first one.
 
     Args:
         model: the model that is measured.
-        options: sizes.
+        options: sizes of the benchmark.
         bare: the model for the bare loop; None for the same model.
         peer: llama.cpp with the same model, if it is compared too.
         sirllm: SirLLM's released code, if it is compared too.
@@ -123,7 +123,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Run the same blocks, each with the compiled step switched off."""
+    """Run the blocks of `blocks` with the compiled step switched off; yield their seconds."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -134,7 +134,7 @@ def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
 
 
 def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
-    """Compare a decode step with reading its weights once."""
+    """Compare the time of a decode step with the time to read the model's weights once."""
     size = weight_bytes(model)
     measured = compare(
         "decode against reading the weights once",
@@ -177,7 +177,7 @@ def generated_blocks(
 ) -> Iterator[float]:
     """Yield, without end, the seconds per token of blocks of generation with one eviction each.
 
-    `seen` tokens are read first (twice the cache, by default); `archive` is a limit in bytes.
+    `seen` tokens are read first (0: twice as many as the cache holds); `archive`: limit in bytes.
     """
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
@@ -253,7 +253,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield seconds per token for reading the same ids in one pass, with the last logits only."""
+    """Yield seconds per token for reading ids in one bare pass; only the last logits are kept."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         cache = DynamicCache(config=model.module.config)

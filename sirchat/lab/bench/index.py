@@ -72,7 +72,7 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Compare the time of a search through an index with an exact search, for each retriever.
+    """Compare the time of a search through an index with that of an exact one, per retriever.
 
     The archive has `rows` rows. Raises UsageError if faiss is not installed, or the model is not
     `tiny`.
@@ -190,7 +190,7 @@ def _read(
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
     """Read conversations [B, TOKENS]; yield the rows of each with their surprisals, in nats.
 
-    The rows are numbered from stream position `start` on.
+    The first row gets stream position `start`, the next rows the positions after it.
     """
     cache = DynamicCache(config=model.module.config)
     logits = model.module(input_ids=ids, past_key_values=cache).logits  # [B, TOKENS, V]

@@ -1,9 +1,9 @@
 """Runs llama-cpp-python for `peers.py`, in another process and maybe another Python.
 
 It imports nothing of sirchat. It reads commands from stdin, one JSON list per line, and answers
-each with a number. Seconds: ["load", path, threads, rows, rearranges]; ["read", ids], into an empty
-cache; ["decode", ids], one by one after those in the cache. Bytes: ["resident"], the memory of the
-process; ["peak"], the most that it ever had.
+each with a number. The answer is in seconds for ["load", path, threads, rows, rearranges], ["read",
+ids] (into an empty cache), and ["decode", ids] (one by one, after the ids in the cache); in bytes
+for ["resident"], the memory of the process, and ["peak"], its highest value so far.
 """
 
 import json

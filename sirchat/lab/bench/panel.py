@@ -28,7 +28,7 @@ BLOCK_SECONDS = 1.0
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare seconds per token with the panel and without; the note says how much each wrote.
+    """Compare seconds per token with the panel and without; `note`: kB/s that each side wrote.
 
     Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """
@@ -63,7 +63,7 @@ def _blocks(
         for event in events:
             view.show(event)
             if not session.speed:
-                continue  # still prefill
+                continue  # the prompt is still being read
             now = time.perf_counter()
             if begun and now - begun >= BLOCK_SECONDS:
                 yield (now - begun) / (session.seen - seen)

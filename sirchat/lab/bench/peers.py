@@ -159,7 +159,7 @@ def gguf_of(name: str) -> Path | None:
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
     """Context manager: llama.cpp with the model `name`, run by `python` (None: this Python).
 
-    If `python` is None, it may give None: the model is no GGUF file, or this Python lacks
+    If `python` is None, the value is None for a model that is no GGUF file, or if this Python lacks
     llama-cpp-python. Raises SettingError if `python` is given and the model is no GGUF file.
     """
     path = gguf_of(name) if name not in SHAPES else None

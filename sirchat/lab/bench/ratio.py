@@ -64,7 +64,7 @@ class BenchOptions:
     Attributes:
         cache: rows held in the cache while decoding.
         rounds: pairs of blocks that are timed.
-        seen: tokens read before decode is timed; each later number is compared with the first.
+        seen: numbers of tokens read before decode is timed; each is compared with the first.
     """
 
     cache: int = 1024
@@ -73,7 +73,7 @@ class BenchOptions:
 
     @property
     def block(self) -> int:
-        """Tokens in a timed block: as many as between two evictions, so each block has just one."""
+        """Tokens in a timed block: the number from one eviction to the next, so it has just one."""
         return max(8, self.cache // 16)
 
 
@@ -104,7 +104,7 @@ def compare(
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
     for number in range(options.rounds + 1):
-        if number % 2:  # neither side always goes first
+        if number % 2:  # the side that goes first alternates
             pair = (next(ours), next(other))
         else:
             second = next(other)
@@ -178,7 +178,7 @@ def bench_model(
     dtype: DtypeName = "auto",
     quantize: Quantize = "auto",
 ) -> LoadedModel:
-    """A model of SHAPES with random weights, or the model that `load_model` loads by that name."""
+    """A model with random weights if `name` is in SHAPES, else the one that `load_model` loads."""
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype, quantize=quantize)
     where = pick_device(device)

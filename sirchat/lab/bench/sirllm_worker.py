@@ -2,8 +2,8 @@
 
 It imports nothing of sirchat, and copies nothing of SirLLM. It reads commands from stdin, one JSON
 list per line, and answers each with a number of seconds: ["load", configuration, device, dtype,
-threads, tokens held, decay]; and ["read", turns], after what the cache holds, where a turn is a
-list of ids.
+threads, tokens held, decay]; and ["read", turns], where each turn is a list of ids and is read
+after the tokens that the cache holds.
 
 The loop is that of SirLLM's `streaming_inference_token_entropy`, with one option per question.
 """

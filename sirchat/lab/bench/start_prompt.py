@@ -40,10 +40,10 @@ class PromptFigures(TypedDict):
 
 
 def time_prompt(settings: Sequence[str]) -> PromptFigures:
-    """Time a chat's start under these flags.
+    """Time the start of a chat with the command-line flags `settings`.
 
-    The line is entered as soon as the model is loaded; `reply` is the time when the first text of
-    the reply appears. Raises ModelError, with a message of one line, if the chat ends early.
+    The typed line is sent as soon as the model is loaded; `reply` is the time when the first text
+    of the reply appears. Raises ModelError, with a message of one line, if the chat ends early.
     """
     with TemporaryDirectory() as home:
         if models_dir().exists():

@@ -21,7 +21,7 @@ _SEQUENCE = 20
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Time a step on a row of `tokens`: forward and backward in bfloat16, AdamW in float32.
+    """Time a step on a row of `tokens` ids: forward and backward in bfloat16, AdamW in float32.
 
     Compares a dense mask with none and, on a GPU, a block mask with the dense one.
     """

@@ -279,7 +279,7 @@ def training(
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings with these values; raises SettingError if one is not allowed."""
+    """The user's default settings with the given values; SettingError if a value is not allowed."""
     return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
 
 
@@ -302,7 +302,7 @@ def _load(profile: Profile) -> "LoadedModel":
 
 
 def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
-    """The model with float32 weights for the bare loop; None if it has them, or is on a GPU."""
+    """A float32 copy for the bare loop; None if `model` is in float32 already, or on a GPU."""
     if model.device.type != "cpu" or model.precision == "float32":
         return None
     return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

@@ -124,7 +124,7 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
-    """Run the comparison, with a progress bar; returns it, and whether Ctrl-C ended it."""
+    """Run the comparison, with a progress bar; returns the result, and whether Ctrl-C ended it."""
     from rich.console import Console
     from rich.progress import Progress
 

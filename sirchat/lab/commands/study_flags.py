@@ -69,7 +69,7 @@ class Compared(TypedDict):
 
 
 class Defaults(NamedTuple):
-    """Default values of the flags that choose what a study compares; `of`: help of `--limit`."""
+    """Defaults of the flags that choose what a study compares; `of`: help text of `--limit`."""
 
     policies: str = "entropy,sink"
     budgets: str = "256"
@@ -83,9 +83,9 @@ def study(
 ) -> Callable[[Callable[..., "Study"]], None]:
     """Register a function that builds a study as the command `name` of `app`.
 
-    The function's first parameter gets the settings to compare, whose flags have the defaults
-    `compares`; if that is None, it gets the profile. Its other parameters are the command's
-    options. The command also runs under its `former` name, with a note that tells the new name.
+    The function's first argument is what to compare, from flags with the defaults `compares`; if
+    `compares` is None, the first argument is the profile. Other parameters are the command's
+    options. The command also runs under its `former` name, with a note about the new name.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -118,9 +118,9 @@ def study(
 
 
 def repeatable(profile: Profile) -> Profile:
-    """The profile without a compiled model, unless asked for, so that results can be repeated.
+    """The profile with `compile` off, unless the user set it, so that results can be repeated.
 
-    A compiled step rounds differently, and whether there is one depends on earlier chats.
+    A compiled step rounds differently, and earlier chats decide whether a step is compiled.
     """
     if "compile" in profile.model_fields_set:
         return profile
@@ -133,7 +133,7 @@ def settings_of(
     """A profile for each row of a comparison; settings that its policy does not use are left out.
 
     The profile's policy options go to every policy that has them. Raises SettingError for a value
-    that is not allowed, and for a sweep or an option of an unknown name.
+    that is not allowed, and for a sweep or an option with an unknown name.
     """
     swept = dict(_swept(one) for one in sweep)
     axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
@@ -153,7 +153,7 @@ def settings_of(
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
-    """The name and the values in a text like `recent=16,32`: of a setting or a policy option."""
+    """Split `recent=16,32` into name and values; it names a setting or a policy option."""
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
@@ -163,7 +163,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings of one row that its policy uses, with the `shared` options that it has."""
+    """The settings in `given` that the row's policy uses, and those `shared` options it has."""
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
@@ -179,7 +179,7 @@ def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[
 
 
 def _lacks(key: str, policy: str) -> bool:
-    """Whether `key` is a setting or option for policies, but not for this policy."""
+    """Whether `key` is a setting or an option of other policies, but not of `policy`."""
     kind = policy_class(policy)
     known = {*kind.uses, *(field.name for field in fields(kind))}
     return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)

@@ -78,7 +78,7 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds, the last asking for a fact, and the number of the round that states it."""
+        """The rounds (the last asks for a fact), and the number of the round that states it."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
@@ -87,7 +87,7 @@ class AnchorAttention(ExtendedByLimit):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The right round's share by layer, and the weights of the first conversation."""
+        """Table by layer: the share of the round with the fact; table of the first conversation."""
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
         rows: list[tuple[Value, ...]] = [

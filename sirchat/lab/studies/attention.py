@@ -79,7 +79,7 @@ class AttentionStudy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a text and returns, by layer, attention to token 1 and segments."""
+        """A function that reads a text and returns `mean_by_segment` for each layer."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -138,7 +138,7 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """Attention received by the first token, then by each segment on average [1 + SEGMENTS].
+    """Attention received by the first token, then the mean of each segment [1 + SEGMENTS].
 
     `received` [n] is the attention that each token receives, `nats` [n] its surprisal; the
     surprisal of the first token is not used.
@@ -174,7 +174,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """Context manager: the module with eager attention, which returns its weights."""
+    """Context manager: the module, switched to eager attention, which returns attention weights."""
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

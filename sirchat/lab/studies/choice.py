@@ -19,7 +19,7 @@ Scoring = Literal["paper", "text", "released", "reply"]
 - `text`: likewise, but the replies are the options' own texts, and the question does not list them
   (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
 - `released`: as in SirLLM's released code. The option whose reply equals the greedy output;
-  if none does, the most likely one by the first token in which the replies differ.
+  if no reply does, the options are compared by the first token in which their replies differ.
 - `reply`: the option that a generated reply names, if it names one.
 """
 
@@ -30,9 +30,9 @@ class Question:
 
     Attributes:
         text: the question, with its options if they are listed.
-        replies: one for each option, none a prefix of another; with only one, nothing is chosen.
+        replies: one for each option; none is a prefix of another. A single reply needs no choice.
         right: index of the right reply.
-        group: name of the group of questions that this one is counted with.
+        group: name of the group that this question is counted in.
         stem: the question without listed options, for the scoring `text`; empty if there is none.
         texts: the replies to the stem, one for each option; empty without a stem.
     """
@@ -51,16 +51,16 @@ class Question:
 
     @property
     def unlisted(self) -> Question:
-        """The question as the scoring `text` asks it: no listed options, their texts as replies."""
+        """The question for the scoring `text`: options are not listed; replies are their texts."""
         if not self.texts:
             return self
         return replace(self, text=self.stem, replies=self.texts, stem="", texts=())
 
 
 def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
-    """Ask, and continue with the reply of the chosen option; returns its index.
+    """Ask the question, continue with the chosen option's reply, and return the option's index.
 
-    Returns None if a generated reply names no option; the conversation then continues with it.
+    Returns None if a generated reply names no option; the conversation continues with that reply.
     """
     if scoring == "text":
         return choose_text(session, question)[0]
@@ -75,8 +75,8 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
     """Ask without listed options, and continue with the text of the chosen one.
 
-    Returns two indices: of the chosen option, which has the greatest sum of its tokens'
-    log-probabilities, and of the option with the greatest mean, which does not favour short ones.
+    Returns two indices. The chosen option has the greatest sum of log-probabilities of its tokens;
+    the second index is of the option with the greatest mean, which does not favour short options.
     """
     asked = question.unlisted
     scores = _scores(session, asked)
@@ -97,7 +97,7 @@ def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]
 
 
 def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
-    """The index of the option that `scoring` chooses; the first one among equals."""
+    """The index of the option that `scoring` chooses; if several are equal, the first of them."""
     if scoring == "released":
         for number, one in enumerate(scores):
             if one.greedy:
@@ -110,7 +110,7 @@ def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
 
 
 def named_option(text: str, replies: Sequence[str]) -> int | None:
-    """The index of the option whose reply the text begins with; None for no option."""
+    """Index of the option whose reply is the beginning of the text; None if there is none."""
     text = text.strip()
     for number, reply in enumerate(replies):
         if text.startswith(reply.rstrip(".")):
@@ -119,6 +119,6 @@ def named_option(text: str, replies: Sequence[str]) -> int | None:
 
 
 def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
-    """Number of ids that all options begin with."""
+    """Number of ids, from the start, that are the same in all options."""
     columns = zip(*(one.ids for one in scores), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -1,9 +1,9 @@
 """Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
 Demonstrations are questions of the project's question bank with their answers. Their held tokens
-are reused for every question. C is how much smaller the cache is than the demonstrations. T is how
-much faster a question is answered than by reading the demonstrations again, and than with the full
-cache. `max` (MaxKV) is the largest number of tokens held while a reply was generated.
+are reused for every question. C is how much smaller the cache is than the demonstrations. T, the
+speed-up of an answer, is given twice: against reading the demonstrations again for each question,
+and against the full cache. `max` (MaxKV) is the largest number of tokens held during an answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Demonstrations(Grid):
     """The demonstrations study; `limit` is the number of sets of demonstrations.
 
     Attributes:
-        shots: numbers of demonstrations in a set; each makes a row of the table for each setting.
+        shots: numbers of demonstrations in a set; the table has a row for each number and setting.
         questions: number of questions asked after each set.
         places: further placements of anchors among the demonstrations (section 7.1), besides the
             model's own.
@@ -77,7 +77,7 @@ class Demonstrations(Grid):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """As in `Grid`; raises SettingError for `places` if the model has no anchor token."""
+        """Like `Grid.worker`; raises SettingError for `places` if the model has no anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
                 f"model {model.name!r} has no anchor token for --places to move",
@@ -108,7 +108,7 @@ class Demonstrations(Grid):
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The paper's Acc, C, T and MaxKV."""
+        """A table with the paper's columns Acc (share of right answers), C, T and MaxKV."""
         findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
@@ -128,7 +128,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The findings of `full` with as many shots as `cell`, if `full` is among the settings."""
+        """The findings of `full` with the number of shots of `cell`; None if `full` was not run."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one

@@ -1,8 +1,8 @@
 """Facts that the user states are asked for later, word for word: in one topic, or in several.
 
-Facts: the user states several, small talk follows, and each is asked for at several distances. The
-facts of a conversation share one cache. A round is read in one piece, user and reply together. A
-question and its answer are undone before the next one, so that no question helps or harms another.
+Facts: the user states several facts, small talk follows, and each fact is asked for at several
+distances. The facts of a conversation share one cache. A round is read in one piece, user turn and
+reply together. A question is undone before the next, so that no question helps or harms another.
 An answer is wrong if any of its tokens is wrong. The mean surprisal of the rounds after the facts
 gives the perplexity of the text that follows.
 
@@ -80,7 +80,7 @@ class Facts(Grid):
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
     def conversation(self, count: int, number: int) -> FactsDialogue:
-        """Conversation `number` with `count` facts; the same seed gives the same one."""
+        """Conversation `number` with `count` facts; with the same seed it is always the same."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
@@ -130,10 +130,10 @@ class FactsDialogue:
 
 
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
-    """The share of right answers in conversations of `count` facts, at one distance.
+    """The share of right answers for `count` facts, `between` rounds of small talk after them.
 
-    Questions of one conversation are not independent, so the interval covers both Wilson's over
-    questions and Student's over conversations.
+    Questions of one conversation are not independent, so the interval contains two: Wilson's over
+    questions, and Student's over conversations.
     """
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])

@@ -1,9 +1,9 @@
 """95 % intervals: of a share, of a mean, and of means over questions that share conversations.
 
 Questions of one conversation are not independent, so a bootstrap sample draws whole conversations
-with replacement. The random numbers are seeded: the same values give the same interval. With a
-handful of conversations an interval is a rough guide: four of them can't show how far a fifth might
-be off.
+with replacement. The random numbers are seeded: the same values give the same interval. With few
+conversations an interval is only a rough guide: four conversations can't show how different a fifth
+might be.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def paired_interval(
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
     """The mean of all values, with an interval from resampling clusters, then values in each.
 
-    Use it for a few clusters of many values that are themselves a sample: even a single cluster
+    Use it for few clusters, if the values in each are themselves a sample: even a single cluster
     gets an interval, since its values are resampled. (The hierarchical bootstrap; Davison and
     Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.) For paired settings, give
-    the differences. The interval is infinite for fewer than two values; the mean of none is NaN.
+    the differences. The interval of fewer than two values is infinite; the mean of none is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)

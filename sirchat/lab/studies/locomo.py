@@ -114,8 +114,8 @@ class Locomo(Grid):
         """Read a conversation and ask about it.
 
         The record has `fits`, false if the model's context is too short for a policy that evicts
-        nothing. If true, it also has the number of `tokens` read, the `seconds` for `reading` and
-        `asking`, and a record for each of the `questions`; see `ReadTalk`.
+        nothing. If `fits` is true, it also has the number of `tokens` read, the `seconds` for
+        `reading` and `asking`, and a record for each of the `questions`; see `ReadTalk`.
         """
         talk, start = self.talks[int(unit)], time.perf_counter()
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
@@ -166,7 +166,7 @@ def _count(conversations: Sized) -> str:
 
 
 Values = Mapping[tuple[int, int], float]
-"""A value for each question, by (place of its conversation, number of the question)."""
+"""A value for each question; a key is (index of its conversation, number of the question)."""
 
 Measured = Callable[[Record], float | None]
 """Takes one value from a question's record; returns None if the record has no such value."""
@@ -180,7 +180,7 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of the report; `settings[n]` is the setting of `findings[n]`.
 
-    Without replies nothing is said about F1; with a single row there is no table of differences.
+    Without replies there is no F1; with a single row there is no table of differences.
     """
     measured = {
         "token F1": f1,
@@ -268,7 +268,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """Table: each row minus the first one, minus `sink` of the same budget, and minus `full`."""
+    """Table of differences: each row minus the first, minus `sink` at its budget, minus `full`."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):
@@ -283,7 +283,7 @@ def _differences(
 
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The index of the first row with this policy and budget, or None; `full` has any budget."""
+    """The index of the first row with this policy and budget (any budget for `full`), or None."""
     for at, one in enumerate(settings):
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at
@@ -291,7 +291,7 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
 
 
 def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """The mean paired difference of two rows; None if they are the same, or share no question."""
+    """Row `at` minus row `other`, averaged over questions; None if nothing can be compared."""
     if other is None or other == at:
         return None
     mine, theirs = values[at], values[other]
@@ -300,7 +300,7 @@ def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | No
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A table of one value by the category of the question."""
+    """A table of the mean of one value for each category of questions."""
 
     def of(category: int) -> Measured:
         return lambda question: measured(question) if question["category"] == category else None

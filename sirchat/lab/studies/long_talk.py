@@ -2,8 +2,8 @@
 
 LoCoMo (https://arxiv.org/abs/2402.17753; `locomo10.json`, a list of conversations) and Realtalk
 (https://arxiv.org/abs/2502.13270; a file `Chat_*.json` for each conversation, or a folder of them).
-Both name the turns that hold the evidence for each question. A turn with a picture has the
-picture's caption, which the files give, in its text.
+Both name the turns that hold the evidence for each question. If a turn has
+a picture, its text includes the picture's caption from the file.
 
 A conversation becomes rounds of a chat: whoever speaks first is the user, anyone else gives the
 replies. Successive messages of the same side make one turn, one line each. Every message begins
@@ -72,7 +72,7 @@ class TalkQuestion:
     Attributes:
         number: its place in the file, from 0.
         text: the question.
-        answer: the right answer; in category 1 several, with commas; '' if there is none.
+        answer: the right answer; in category 1 several, separated by commas; '' if there is none.
         category: a key of CATEGORIES.
         evidence: ids of the turns with the evidence; ids that no turn has are left out.
         adversarial: the wrong answer that an adversarial question suggests; '' for any other one.
@@ -103,7 +103,7 @@ class LongTalk:
 def long_talks(path: Path) -> list[LongTalk]:
     """The conversations of a file, or of all `Chat_*.json` in a folder, sorted by number.
 
-    Raises SettingError if there are none, or a file can't be read in either format.
+    Raises SettingError if there are no conversations, or a file can't be read in either format.
     """
     files = [path]
     if path.is_dir():
@@ -213,7 +213,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """The text of one turn, and the place of each message in it: (id, first character, end)."""
+    """The text of one turn, and where each message is in it: (id, start, end) in characters."""
 
     text: str = ""
     messages: tuple[tuple[str, int, int], ...] = ()
@@ -260,7 +260,7 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
-    """Read a whole conversation; returns the stream positions of each message's tokens, by id.
+    """Read a whole conversation; returns each message's token positions, by the message's id.
 
     After the first round, user turn and reply are read in one piece, which takes a third of the
     time; nothing is recalled while reading. The session is then in the same state as if the rounds

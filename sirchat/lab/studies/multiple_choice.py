@@ -2,7 +2,7 @@
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
 from the project's own question bank. Few-shot rows (the paper's Table 4) ask every question in an
-empty cache, after the n questions before it with their right answers.
+empty cache, into which only the n previous questions and their right answers have been read.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class MultipleChoice(Grid):
     Attributes:
         task: `dailydialog` or `grocery`.
         scoring: how an option is chosen.
-        shots: numbers of shots of the few-shot rows, which follow the rows of the settings.
+        shots: numbers of shots; each makes a few-shot row, below the rows of the settings.
         data: a folder with the released files, or a file like them; None for generated
             conversations.
-        answered: read the right replies to questions of general knowledge; no option is chosen.
+        answered: whether questions of general knowledge get their right replies without a choice.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -80,7 +80,7 @@ class MultipleChoice(Grid):
         return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
-        """The settings, then the few-shot rows, under `full`."""
+        """A row for each setting, then the few-shot rows, which run under `full`."""
         full = changed(self.settings[0], self.name, policy="full")
         return super().cells() + [
             Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
@@ -93,7 +93,7 @@ class MultipleChoice(Grid):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Run a conversation; the record says by group whether each chosen option was right.
 
-        Under the scoring `text`, it also says whether the best option by the mean per token was.
+        Under the scoring `text`, it also says it of the option with the best mean per token.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}

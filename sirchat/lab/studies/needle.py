@@ -28,8 +28,8 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""Each task's size: the number of stories, of which one is asked for (stories); of rounds of small
-talk after one fact (facts); of successive facts (items); of lines with a number each (lines)."""
+"""The size of each task: for stories, the number of stories; for facts, the number of rounds of
+small talk after the fact; for items, the number of facts in a row; for lines, that of lines."""
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -80,9 +80,9 @@ def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
 
 
 def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
-    """The conversations of a file, without those whose answer no turn contains.
+    """The conversations of a file; a conversation whose answer is in no turn is left out.
 
-    Raises SettingError when the file can't be read, or has no such conversation.
+    Raises SettingError when the file can't be read, or no conversation is left.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -99,7 +99,7 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
 
 def scored_part(text: str) -> str:
-    """The part of an answer, complete or not, that is compared: in a story, from the hero on.
+    """The part of an answer, complete or not, that is scored: in a story, from the hero on.
 
     The number of a story is not scored: it precedes the hero, and the bundled model copies only
     what follows a word.
@@ -166,5 +166,5 @@ def _answer(question: str, lines: list[str]) -> str:
 
 
 def _normalised(text: str) -> str:
-    """The text in lower case, with single blanks and without full stop at the end, to compare."""
+    """The text for comparison: in lower case, with single blanks, without full stop at the end."""
     return " ".join(text.lower().split()).rstrip(".")

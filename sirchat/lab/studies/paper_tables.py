@@ -19,7 +19,7 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# By model: ACCc and ACCg under the same policies; for two models the paper has only two of them.
+# By model: ACCc and ACCg under the same policies; for two models the paper has only two.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),

@@ -5,8 +5,8 @@ chat. The surprisal of a token depends on the tokens held when it was read. `ful
 the context length of the model, as in the paper. Anchor tokens that a model asks for are inserted,
 but not counted.
 
-Some parts of a text are harder than others. Several readings even this out: each starts further
-into the same text, and then reads the part before its start, so that a part's place varies.
+Some parts of a text are harder than others. Several readings even this out: each starts later in
+the same text and ends with the part before its start, so each part is read at different places.
 
 `Context` is the perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4):
 synthetic conversations are read from their beginning, and the perplexity at a length is that of all
@@ -72,7 +72,7 @@ class Perplexity(Grid):
         return [str(number) for number in range(self.readings)]
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
-        """The ids of one reading, round by round; `limit` ids in all, or fewer."""
+        """The ids of one reading, round by round; at most `limit` ids in all."""
         if self.text is None:
             left = self.limit
             for ids in self._talk(model, reading):
@@ -170,7 +170,7 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The ids up to the `count`-th one that is not an anchor, and an anchor that follows it."""
+    """The first `count` ids that are not anchors, with the anchors among and after them."""
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 
@@ -187,7 +187,7 @@ def round_ids(template: Template, user: str, reply: str, *, first: bool = False)
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
-    """The surprisal [n], in nats, of each token of rounds read under a setting; first one NaN."""
+    """Read rounds under a setting; returns each token's surprisal [n] in nats; the first is NaN."""
     engine = open_engine(model, setting)
     for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)

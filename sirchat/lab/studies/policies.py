@@ -36,7 +36,7 @@ class Policies:
 
     Attributes:
         settings: profiles, one for each row of a table.
-        limit: number of questions for each cell of a table, and of rounds for all games together.
+        limit: number of questions for each table cell, and number of rounds of all games together.
         seed, repeats: as in `Grid`.
         parts: which of `PARTS` to run.
         facts, between: as in `Facts`.
@@ -99,7 +99,7 @@ class Policies:
         }
 
     def shared(self) -> Record:
-        """The parameters that all units depend on, which the results log begins with."""
+        """The parameters that all units depend on; the results log begins with them."""
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
@@ -133,7 +133,7 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting: in each, one switch that its policy has on is turned off."""
+    """Copies of the setting: each turns off one of the policy's switches that are on."""
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

@@ -55,7 +55,7 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
 
 
 def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
-    """Read the setting's system prompt, and return the ids of the first user turn.
+    """Read the setting's system prompt; returns the ids of the first user turn, with text `user`.
 
     The prompt is pinned if the setting says so. Without a prompt nothing is read; the chat template
     may then put its own prompt into the user turn.
@@ -90,7 +90,7 @@ def read(session: Session, user: str, reply: str) -> None:
 
 
 def ask(session: Session, user: str) -> str:
-    """The reply that the model generates to the user's message, stripped; '' if there is none."""
+    """The reply that the model generates to the user's message, without blanks at its ends."""
     for event in session.ask(user):
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
@@ -112,5 +112,5 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
 
 
 def switch(session: Session, **settings: object) -> None:
-    """Change settings of a session, all together."""
+    """Change several settings of a session at once."""
     session.switch("eval", **settings)

@@ -41,9 +41,9 @@ class RecallStudy(Grid):
         kinds: kinds of fact; successive conversations go through all kinds and distances.
         ask: `told` asks for the fact; `corrected` changes the fact half-way and asks for the newer
             value; `untold` asks for a fact that was not stated, often one like the stated fact.
-        generate: let the model answer the rounds between, instead of giving the right replies.
+        generate: whether the model answers the rounds after the fact; else right replies are read.
 
-    Raises SettingError for an unknown kind or ask.
+    Raises SettingError for an unknown kind or value of `ask`.
     """
 
     between: tuple[int, ...] = (20,)
@@ -73,14 +73,14 @@ class RecallStudy(Grid):
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
-        """Conversation `number`; the same seed gives the same one."""
+        """Conversation `number`; with the same seed it is always the same."""
         kinds, distances = self.asked_kinds, self.between
         kind = kinds[number % len(kinds)]
         between = distances[number // len(kinds) % len(distances)]
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; returns the reply, whether it was right, and how much was held."""
+        """Run a conversation; returns reply, whether it is right, and number of tokens held."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:

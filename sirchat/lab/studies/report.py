@@ -161,7 +161,7 @@ def print_report(report: Report, head: Record) -> None:
 
 
 def _widths(columns: list[list[str]], room: int | None) -> list[int]:
-    """The width of each column, so that all columns fit into `room`, if possible; None: no limit.
+    """The width of each column; together they fit into `room`, if possible (None: any width).
 
     Words, numbers and the rows' names are never broken, so rows may still be wider than `room`.
     """
@@ -291,7 +291,7 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """The row, with each value in a `wide` column replaced by the three that `expand` returns."""
+    """The row; `expand` replaces each value in a column of `wide` by three values."""
     return [
         one
         for number, value in enumerate(row)

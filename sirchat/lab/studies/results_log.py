@@ -22,8 +22,8 @@ _FORMAT = 2
 class ResultsLog:
     """The records of finished units by key, in memory and, with a `path`, in a file.
 
-    `about` has what all units share, and becomes the file's first line. Raises SettingError, saying
-    what differs, for a file with another first line: it belongs to another run.
+    `about` has the parameters that all units share; it becomes the file's first line. Raises
+    SettingError, saying what differs, if the file has another first line: it is of another run.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:

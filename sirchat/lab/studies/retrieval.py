@@ -6,7 +6,7 @@ more recent tokens instead, and with all tokens restored. `full` reads the same 
 separately.
 
 Privacy (Retrieval-Augmented StreamingLLM, 1): an old turn states something private, which is then
-evicted. The more tokens are recalled, the more of it can be extracted from the model. Privacy is
+evicted. The more tokens are recalled, the more of this can be extracted from the model. Privacy is
 measured by asking for the private answer: its surprisal in nats per token, and how often the model
 generates it word for word. Utility is how often the model chooses the right option of a question
 that needs no memory, with the same number n of recalled tokens.
@@ -132,7 +132,7 @@ class Retrieval(ExtendedByLimit):
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
-        """Conversation `number`; the same seed gives the same one."""
+        """Conversation `number`; with the same seed it is always the same."""
         if self.data is not None:
             return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)
@@ -143,7 +143,7 @@ class Retrieval(ExtendedByLimit):
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a conversation, and records for each cell if the answer was right.
+        """A function that runs a conversation, and records for each cell whether it was right.
 
         The record also has the number of `tokens` of the conversation.
         """
@@ -265,7 +265,7 @@ def read_dialogue(session: Session, one: NeedleDialogue) -> None:
 
 
 def is_answered(session: Session, one: NeedleDialogue) -> bool:
-    """Whether the model's reply to the question is right; generation stops once it can't be."""
+    """Whether the model's reply to the question is right; stops generating when it is wrong."""
     parts: list[str] = []
     for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
         if isinstance(event, Delta):
@@ -314,7 +314,7 @@ class Privacy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and asks its question with every n of `counts`."""
+        """A function that reads a conversation, and asks about it for each number in `counts`."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:

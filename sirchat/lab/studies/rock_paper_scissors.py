@@ -63,7 +63,7 @@ class RockPaperScissors(Grid):
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
-        """The players, each with the moves of its file, or none if they are drawn at random."""
+        """The players, each with the moves in its file; no moves if they are drawn at random."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
         if Path(os.path.expanduser(self.data)).is_file():
@@ -87,7 +87,7 @@ class RockPaperScissors(Grid):
         return [f"{player} {number}" for number in range(self.limit) for player in self.players]
 
     def moves(self, unit: str) -> Sequence[str]:
-        """The player's moves in one match, which do not depend on the model's."""
+        """The player's moves in one match, which do not depend on the model's moves."""
         player, _, number = unit.partition(" ")
         released = self.players[player]
         if released:
@@ -97,7 +97,7 @@ class RockPaperScissors(Grid):
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Play a match; returns the shares of rounds won, tied and lost; `silent` ones are lost."""
+        """Play a match; returns shares of rounds won, tied and lost (if no move is named, lost)."""
         won = tied = silent = 0
         moves, user = self.moves(unit), game_opening()
         for theirs in moves:

@@ -1,7 +1,7 @@
 """Reads SirLLM's released files, or files like them: conversations of multiple-choice questions.
 
-The files are found in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`), side by side in
-one folder, or by their own paths.
+The files may be in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`) or side by side in
+one folder, or a file is given by its path.
 
 A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
 In DailyDialog the id is `CONVERSATION_TURN`. In Grocery Shopping `key_N` says what to buy,
@@ -37,9 +37,9 @@ def move_files(player: str) -> tuple[str, ...]:
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is not a folder, else the first of these files in it, or None.
+    """The path `data` if it is not a folder; else the first of the files `names` in it, or None.
 
-    Looks into the folder's own `data/`, too, as in a copy of the authors' repository.
+    Also looks into the folder's own `data/`, as in a copy of the authors' repository.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():

@@ -65,7 +65,7 @@ class Cell:
     Attributes:
         name: the row's name.
         setting: the profile.
-        seeds: the setting is run once with each; several only if the policy draws at random.
+        seeds: the setting is run once with each seed; only random policies have several.
         shots: number of demonstrations, in studies that have some.
         per: where anchors are placed; None for the model's own places.
     """
@@ -90,7 +90,7 @@ class Findings:
         return [one for records in self.by_seed for one in records]
 
     def share(self, key: str, **wanted: object) -> Estimate:
-        """The share of records with a true `key`, among the records with the `wanted` values."""
+        """Among the records with the values `wanted`, the share of those in which `key` is true."""
         return share_over_seeds(
             [
                 [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
@@ -162,7 +162,7 @@ class Grid(ABC):
         ]
 
     def shared(self) -> Record:
-        """The parameters that all units depend on, which the results log begins with."""
+        """The parameters that all units depend on; the results log begins with them."""
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:
@@ -226,7 +226,7 @@ def share(right: Iterable[bool]) -> Estimate:
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
     """The share of true answers, given the answers of each seed; NaN if there are none.
 
-    With several seeds the interval covers two: Wilson's over all answers together, and Student's
+    With several seeds the interval contains two: Wilson's over all answers together, and Student's
     over the shares of the seeds, which shows how much the random draws matter.
     """
     pooled = share([one for of_seed in answers for one in of_seed])
@@ -274,10 +274,10 @@ class Extensible(Protocol):
     """A study that a later run can extend, adding to the same results log."""
 
     def shared(self) -> Record:
-        """The parameters that all units depend on, which the results log begins with."""
+        """The parameters that all units depend on; the results log begins with them."""
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the log, which says everything else that the unit depends on."""
+        """The name of a unit in the log: it says what the unit depends on besides `shared`."""
 
 
 class ExtendedByLimit:

@@ -10,8 +10,8 @@ over words, counted as often as they occur. The parts of a multi-hop answer are 
 in an open-domain answer only the part before a semicolon counts; a reply to an adversarial question
 is right if it says that nothing was mentioned. LoCoMo uses NLTK's variant of Porter's algorithm,
 this module the original one, from snowballstemmer (plain Python, no dependencies); in both, words
-of one or two letters are not stemmed. Reply and answer are stemmed alike, so few scores differ: for
-example, only NLTK gives `hope` and `hopefully` the same stem.
+of one or two letters are not stemmed. Reply and answer have the same stemmer, so few scores differ:
+for example, only NLTK gives `hope` and `hopefully` the same stem.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class ReadTalk:
     ) -> dict[int, Record]:
         """How much missing evidence each retriever restores, by the question's number.
 
-        Recall is switched on, and the budget raised by the largest of `counts`, so that the policy
-        itself holds as many tokens as before, chosen among all. Each retriever searches once for
-        a question; for each n of `counts`, the best n of its ranking count as restored.
+        Recall is switched on, and the budget is raised by the largest of `counts`, so the policy
+        itself holds as many tokens as before, chosen among all tokens. Each retriever ranks tokens
+        once for each question; for each n of `counts`, the first n count as restored.
 
         Returns:
             By retriever and n: `share`, the share of the missing evidence tokens that are restored;
-            `any` and `all`, 1 if at least half of the missing tokens of one message, or of every
-            message, are restored. Questions that are adversarial or miss nothing are left out.
+            `any`, 1 if at least half of the missing tokens of some message are restored; `all`, 1
+            if of every message. Left out: adversarial questions, and those with all evidence held.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -108,7 +108,7 @@ class ReadTalk:
         return found
 
     def _without_name(self, reply: str) -> str:
-        """Remove a speaker's name at the start of a reply; the replies that were read have one."""
+        """Remove a speaker's name at the start of a reply; every message of the talk has one."""
         reply = reply.strip()
         for name in self.talk.speakers:
             reply = reply.removeprefix(f"{name}:").strip()
@@ -116,7 +116,7 @@ class ReadTalk:
 
 
 def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
-    """The user turn that asks a question, and the two options that an adversarial one lists.
+    """The user turn for a question, and the two options that an adversarial question lists.
 
     Like LoCoMo's prompts, the turn asks for a few words, or for a date if the question is temporal.
     `rng` draws the order of the options.
@@ -205,7 +205,7 @@ def token_f1(reply: str, answer: str) -> float:
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The mean F1 of the comma-separated answers, each compared with the best part of the reply."""
+    """The mean F1 of the comma-separated answers, each against the best part of the reply."""
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
 

@@ -41,7 +41,7 @@ class Uniformity(Grid):
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, with all seeds; with one if its policy has no random draws."""
+        """A row for each setting, with all seeds, or one seed if its policy draws nothing."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
@@ -96,7 +96,7 @@ def _shares(one: Findings) -> list[float]:
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's chi-squared over tenths, and the p-value for all tokens being held equally often.
+    """Pearson's chi-squared over tenths, and its p-value if all tokens are held equally often.
 
     The variance of a sample without replacement is smaller than that of independent draws by the
     factor 1 - share held; the statistic is corrected for that.

@@ -51,7 +51,7 @@ def run_in_processes(
                 yield key, record
         except BrokenProcessPool:
             deaths += 1
-            for key in list(left)[:workers]:  # these were running; one may be the cause
+            for key in list(left)[:workers]:  # these units were running; one may be the cause
                 left[key] = left.pop(key)
             if deaths == _MOST_DEATHS:
                 raise SirchatError(
@@ -63,7 +63,7 @@ def run_in_processes(
 def _run_until_one_dies(
     shared: bytes, keys: list[str], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units in new processes; if one dies, yield what is done, then raise BrokenProcessPool."""
+    """Run units in new processes; if one dies, yield finished units, raise BrokenProcessPool."""
     spawn = multiprocessing.get_context("spawn")  # a fork would share locks of torch's threads
     usual = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder is imported at their start
@@ -208,6 +208,6 @@ def _result(ray: Any, finished: Any) -> Record:
         if isinstance(error.cause, SirchatError):
             raise error.cause from None
         raise
-    except ray.exceptions.RayActorError as error:  # it failed while it loaded the model
+    except ray.exceptions.RayActorError as error:  # the worker failed while it loaded the model
         raise SirchatError(f"a worker can't start: {str(error).splitlines()[-1]}") from None
     return found

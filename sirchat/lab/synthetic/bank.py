@@ -35,7 +35,7 @@ class Topic:
 
 
 def grouped(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs (thing, answer) in lines `answer: thing thing ...`; `_` stands for a space."""
+    """Parse lines `answer: thing thing ...` into pairs (thing, answer); `_` stands for a space."""
     return tuple(_grouped(text))
 
 

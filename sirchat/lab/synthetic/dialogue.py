@@ -43,7 +43,7 @@ class Mix:
         story: share of story sentences among told facts.
         quiz: share of rounds with a multiple-choice question from the bank.
         untold: share of rounds that ask for a fact that was never told.
-        long_list: share of lists of five or six items among shopping lists.
+        long_list: share of shopping lists that have five or six items.
         apart: share of conversations with facts at their start and questions at their end.
         subjects: extra share of facts that can be confused with each other (pets, friends).
         series: share of conversations that tell several stories and ask for some of them.
@@ -123,7 +123,7 @@ class Dialogue:
     jokes: list[str] = field(default_factory=list)
 
     def messages(self, rounds: int) -> Iterator[Message]:
-        """Yield `rounds` rounds, then ask for each fact (six at most) not asked for yet."""
+        """Yield `rounds` rounds, then questions for the facts not asked for yet, at most six."""
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
         if self.mix.apart and self.rng.random() < self.mix.apart:
@@ -141,13 +141,13 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Yield facts, then unrelated rounds, then questions about each fact and one never told.
+        """Yield facts, then unrelated rounds, then questions for each fact and for an untold one.
 
         In a third of these conversations a fact is corrected in between.
         """
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             yield from self.tell()
-        between = max(1, round(0.85 * rounds) - 4)  # rows are cut; the questions must still fit
+        between = max(1, round(0.85 * rounds) - 4)  # a row is cut at its end: leave room
         turn = self.rng.randrange(3 * between)
         for number in range(between):
             yield from self.correct() if number == turn else self.unrelated_round()
@@ -157,7 +157,7 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield numbered stories, then questions about some of them and at times one never told."""
+        """Yield numbered stories, then questions about some, sometimes also about an untold one."""
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
@@ -178,7 +178,7 @@ class Dialogue:
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
-        """Yield one round, drawn by the mix, or all rounds of a game."""
+        """Yield one round of a kind drawn by the shares in `mix`, or all rounds of a game."""
         roll = self.rng.random()
         for share, make in (
             (self.mix.tell, self.tell),
@@ -220,7 +220,10 @@ class Dialogue:
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """A random fact, new or sometimes a new value of an old one; None if none is found."""
+        """A random fact that can be told: new, or sometimes a new value of an old fact.
+
+        With `joined`: a new fact of another kind, for the same message. None if eight draws fail.
+        """
         for _ in range(8):
             fact = self.draw(style)
             known = (fact.kind.key, fact.subject) in self.facts
@@ -317,7 +320,7 @@ class Dialogue:
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
-        """A round with a joke: one not told before, as long as there is one."""
+        """A round with a joke; a joke is repeated only when all have been told."""
         left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
         joke = self.rng.choice(left)
         self.jokes.append(joke)

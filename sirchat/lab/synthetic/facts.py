@@ -29,9 +29,9 @@ def made_up(rng: Random) -> str:
 
 
 def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
-    """A function that draws a capitalised name: from `pool`, made up, or a common word.
+    """A function that draws a capitalised name: with probability `known`, one from `pool`.
 
-    Names outside `pool` teach the model to copy, not to prefer the names it knows.
+    Other names are made up or common words: they teach the model to copy any name.
     """
 
     def draw(rng: Random) -> str:
@@ -89,7 +89,7 @@ class FactKind:
         asks, answer: user messages that ask for a fact, and the right answer.
         acks: replies to `tells`, which restate the value or merely agree.
         weight: the kind's relative frequency.
-        joins: whether one message may tell it together with another fact.
+        joins: whether one message may tell a fact of this kind together with another fact.
     """
 
     key: str

@@ -53,7 +53,7 @@ def fill(template: str, subject: str, value: str, number: int = 0) -> str:
 
 
 def lower_start(template: str) -> str:
-    """A template as a sentence's second half: `My name` becomes `my name`; `I` is unchanged."""
+    """Make a template continue a sentence: `My name` becomes `my name`; `I` is unchanged."""
     if template.startswith(("I ", "I'", "{")):
         return template
     return template[:1].lower() + template[1:]
@@ -95,7 +95,7 @@ def reply(user: str, assistant: str, recall: str | None = None) -> Round:
 
 
 LETTERS = "ABCDE"
-BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # value beats key
+BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # the value wins against the key
 
 
 def bank_question(rng: Random) -> tuple[str, str, list[str]]:
@@ -109,9 +109,9 @@ def bank_question(rng: Random) -> tuple[str, str, list[str]]:
 def quiz(rng: Random, count: int | None = None) -> Round:
     """A multiple-choice question from the bank, with a reply like `The answer is library (B).`
 
-    It has `count` options, by default three to five, but no more than its topic has. The letter
-    follows its option and the answer, because a small model copies what follows a word, not what
-    precedes it.
+    The quiz has `count` options (default: three to five), or fewer if its topic has fewer. The
+    letter stands after its option, and after the word in the reply, because a small model copies
+    what follows a word, not what precedes it.
     """
     question, right, wrong = bank_question(rng)
     options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
@@ -180,7 +180,7 @@ def outcome(ours: str, theirs: str) -> str:
 def game(rng: Random) -> Iterator[Round]:
     """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply beats the user's most frequent choice; among equals, the user's last choice.
+    The reply wins against the user's most frequent choice; in a tie, the last choice counts.
     """
     options = list(BEATS)
     rng.shuffle(options)

@@ -69,10 +69,10 @@ class AnchorOptions:
         mix: mix of rounds in synthetic dialogue.
         tokens: tokens in a row.
         batch: rows in a step.
-        steps: number of steps; None for one epoch of the data (synthetic: 1,000) or, with
-            `minutes`, for as many as fit.
-        minutes: limit on the training time of all runs together, without saving; until then the
-            data repeats. None for no limit.
+        steps: number of steps. If None: with `minutes`, train until the time is over; without,
+            for one epoch of the data (synthetic dialogue: 1,000 steps).
+        minutes: limit on the training time of all runs together, not counting the time to save;
+            the data is repeated until then. None for no limit.
         per_device: rows in one forward pass on each device; gradients are accumulated.
         schedule: learning-rate schedule after `warmup` steps.
     """
@@ -199,7 +199,7 @@ def add_anchor(model: Any, tokenizer: Any) -> int:
     if token_id >= rows:
         model.resize_token_embeddings(token_id + 1, mean_resizing=False)
     tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    for table in tables:  # a single one if they are tied
+    for table in tables:  # one table if input and output are tied
         mean = table[:rows].mean(0)
         table[rows:] = mean  # a tokenizer may have tokens that the model lacks
         table[token_id] = mean
@@ -225,7 +225,7 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
     accelerator = _train(training, show)
     # A process that ends while another still communicates with it may hang or be aborted.
     accelerator.wait_for_everyone()
-    # So may one with threads that still communicate then; they live as long as the wrapped model.
+    # The same happens if its threads still communicate; they live as long as the wrapped model.
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()
@@ -268,7 +268,7 @@ def is_first() -> bool:
 
 
 def rows_at_once(options: AnchorOptions) -> int:
-    """Rows in one forward pass on all devices; SettingError if `batch` is not a multiple."""
+    """Rows in one forward pass on all devices; SettingError if they do not divide `batch`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     at_once = options.per_device * processes
     if options.batch % at_once:

@@ -152,7 +152,7 @@ class MessageLike(Protocol):
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids [n]; for each whether it is an anchor, and its loss weight."""
+    """Token ids [n] and, for each token, whether it is an anchor, and its loss weight."""
 
     ids: list[int]
     is_anchor: list[bool]
@@ -167,7 +167,7 @@ class Writer:
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """The ids of a conversation as in a chat, without replies before the first user turn."""
+        """The ids of a conversation as in a chat; it omits replies before the first user turn."""
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template

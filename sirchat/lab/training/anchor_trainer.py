@@ -24,7 +24,7 @@ Attention = Literal["sdpa", "flex"]
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """transformers' Trainer, reading rows in their order until its clock says that time is over.
+    """transformers' Trainer, but it reads rows in order, and stops when `clock` is over its limit.
 
     Args:
         sinks: number of first tokens of each document that all its tokens attend to.
@@ -67,7 +67,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Record tokens and time with each step's loss, in the checkpoints too."""
+        """Add the token count and the time to each step's loss in the log and the checkpoints."""
         if "loss" in logs:
             logs |= {"tokens": self.state.num_input_tokens_seen, "seconds": self.clock.seconds}
         super().log(logs, start_time)
@@ -81,7 +81,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     ) -> Tensor:
         """The weighted mean loss over all tokens of the step, on all devices."""
         is_anchor, document = inputs["is_anchor"], inputs["document"]
-        # Masks are made here, not in `collate`: all batches of a step wait in memory together.
+        # Masks are made here, not in `collate`, because all batches of a step are in memory then.
         if self.attention == "flex":
             mask = block_mask(is_anchor, document, sinks=self.sinks)
         else:
@@ -101,7 +101,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 
 def weighted_sum(logits: Tensor, row: Row) -> Tensor:
-    """The loss in nats summed over all predicted tokens; weights have mean 1 in each row."""
+    """The weighted loss in nats, summed over all predicted tokens; each row's mean weight is 1."""
     ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
     weight = weight / weight.mean(1, keepdim=True)
@@ -205,7 +205,7 @@ class TrainingClock:
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Read the time when a step ends; processes that train together all use the first's time.
+        """Read the time when a step ends; if several processes train, all use that of the first.
 
         `device` is the device of this process.
         """
@@ -223,7 +223,7 @@ class TrainingClock:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over, or would be after another step as long as the last one."""
+        """Whether the time is over, or one more step (as long as the last) would exceed it."""
         return self._limit is not None and self.seconds + self._last_step >= self._limit
 
 
@@ -232,8 +232,8 @@ def learning_rate(
 ) -> float:
     """The factor on the learning rate of step `step` (from 0): linear warm-up, then `schedule`.
 
-    `cosine` falls to 0 at the end of `steps` or of the time, whichever comes first; `share` of the
-    time has passed.
+    `cosine` falls to 0 when all `steps` are done or the time is over, whichever comes first;
+    `share` is the share of the time that has passed, 0 to 1.
     """
     rising = min(1.0, step / warmup) if warmup else 1.0
     if schedule == "constant":

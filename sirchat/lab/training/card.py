@@ -138,7 +138,7 @@ positions in the cache it reads on without end.
 def anchor_card(
     *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[ProbedRecall]
 ) -> str:
-    """The card of `tiny-anchor`, whose first phase took `gathering` steps."""
+    """The card of `tiny-anchor`; `gathering` is the number of steps of its first phase."""
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
     if recalls:
         card += ANCHOR_MEASURED.format(asked=recalls[0].asked)

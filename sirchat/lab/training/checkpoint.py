@@ -60,7 +60,7 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Average the weights with those saved at the phase's start, whose share is `share`."""
+    """Average the weights with the ones saved at the phase's start; `share`: share of the saved."""
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
     for now, then in zip(model.parameters(), before.parameters(), strict=True):
@@ -75,7 +75,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(
     folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> int:
-    """Load the newest checkpoint, if there is one; returns the number of steps it has done."""
+    """Load the newest checkpoint, if any; returns the number of steps done before it, else 0."""
     found = list_checkpoints(folder)
     if not found:
         return 0

@@ -1,7 +1,7 @@
 """The loss of every step of a training, as JSON lines beside the model.
 
-Each checkpoint holds all entries up to its step, so a resumed training goes on from there: the file
-is then written anew from the checkpoint's entries, without missing or repeated steps.
+Each checkpoint holds all entries up to its step. A resumed training first rewrites the file from
+the entries of its checkpoint, so that no step is missing or repeated.
 
 At the end the losses are drawn as a plot.
 """
@@ -20,7 +20,7 @@ HISTORY = "loss.jsonl"
 """Name of the loss history's file in the model's folder."""
 
 LAST = 20
-"""The mean loss is taken over this many of the last steps."""
+"""Number of last steps over which the mean loss is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LossHistory:
 
     Args:
         folder: the model's folder; created if it isn't there.
-        before: entries of earlier runs, which replace all that the file held.
+        before: entries of earlier runs; they replace the old content of the file.
     """
 
     def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
@@ -64,7 +64,7 @@ class LossHistory:
 
 
 def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
-    """The mean loss of the last steps, or of all if there are fewer."""
+    """The mean loss of the latest steps (`last` is their number), or of all if there are fewer."""
     losses = [one.loss for one in entries[-last:]]
     return sum(losses) / len(losses)
 

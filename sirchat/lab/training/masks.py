@@ -6,9 +6,9 @@ all of it. Beyond the equation, documents in one row do not attend to each other
 tokens of a document are visible to all of it, as in a cache with sinks; and tokens marked as kept
 are visible like anchors (section 6.1, where the whole source text is kept).
 
-Other masks imitate a budget: they hide the tokens that a policy would evict, as evictions leave
-gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that are
-kept, and to recall a fact from the few tokens of it that are still visible.
+Other masks imitate a budget: they hide the tokens that a policy would evict, because evictions
+leave gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that
+are kept, and to recall a fact from the few of its tokens that are still visible.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def position_in_document(document: Tensor) -> Tensor:
 
 SINKS, RECENT = 4, 32
 MIN_BUDGET = 96
-RANDOM_SHARE = 0.15  # of rows that evict at random; the others evict the lowest surprisal
+RANDOM_SHARE = 0.15  # share of rows that evict at random; others evict the lowest surprisal
 INFORMATIVE_NATS = 0.7  # a value's token with lower surprisal can be guessed from the others
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The attention mask of a batch under budgets, and the answers that it makes impossible.
+    """The attention mask of a batch under budgets, and the answers that can't be known under it.
 
     `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another;
     `lost` [rows, tokens + 1], as in `Batch`, marks the tokens of answers whose fact was evicted.
@@ -137,9 +137,10 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
 def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """The mask, [tokens, tokens], if the tokens of lowest score are evicted at each of `turns`.
+    """The mask [tokens, tokens] after evictions of the lowest scores at each position in `turns`.
 
-    Sinks and the most recent tokens are kept; evicted tokens are never restored.
+    Each eviction goes down to `budget` tokens; sinks and the most recent tokens are kept.
+    Evicted tokens are never restored.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)
@@ -167,7 +168,7 @@ def lost_answers(
         value: list[int] = []
         for at in np.flatnonzero(fact == number).tolist():
             if answer[at]:
-                seen = visible[at - 1]  # by the token that has to predict it
+                seen = visible[at - 1]  # what the token before `at` can see
                 lost[at] = any(not seen[one] for one in value if surprisal[one] > INFORMATIVE_NATS)
             else:  # if the fact is stated again, the newer value counts
                 value = [*value, at] if value and value[-1] == at - 1 else [at]

@@ -13,7 +13,7 @@ from sirchat.lab.training.rows import Batch
 from sirchat.lab.training.schedule import Size
 
 CONTEXT = 2048
-ANSWER_WEIGHT = 4.0  # user tokens still count, since eviction ranks by their surprisal
+ANSWER_WEIGHT = 4.0  # other tokens count 1: policies need their surprisal
 MUON_LR, MUON_DECAY = 0.02, 0.02
 ADAM_LR = 2e-3
 

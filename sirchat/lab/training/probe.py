@@ -77,7 +77,7 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure recall in `dialogues` new conversations for each kind of fact and each distance."""
+    """Measure recall for each of `kinds` at each of `distances`, in `dialogues` dialogues each."""
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")

@@ -33,7 +33,7 @@ VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
 def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
-    """The message texts of `dialogues` conversations."""
+    """The message texts of generated conversations (`dialogues` is their number)."""
     for index in range(dialogues):
         rng = Random(f"{seed}/vocabulary/{index}")
         for message in dialogue(rng, 20, VOCABULARY_MIX):
@@ -61,7 +61,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def build_tokenizer(seed: int, vocab_size: int, dialogues: int) -> PreTrainedTokenizerFast:
-    """Learn a tokenizer from `dialogues` seeded conversations and give it the chat template."""
+    """Train a tokenizer with chat template on generated dialogues (`dialogues`: their number)."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=learn_bpe(sample_texts(seed, dialogues), vocab_size),
         bos_token=BOS,
@@ -75,16 +75,16 @@ def build_tokenizer(seed: int, vocab_size: int, dialogues: int) -> PreTrainedTok
     return tokenizer
 
 
-TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # on average; they only steer how long dialogues get
+TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, for the length of dialogues only
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """One conversation as ids, as the chat template writes it.
 
-    `answer[i]` is true where token i belongs to a reply (its end token included). `span[i]` is the
-    number, from 1, of the recall answer that token i belongs to, or 0. `fact[i]` is the number,
-    from 1, of the fact whose value token i states or, in a reply, recalls, or 0.
+    `answer[i]` is true where token i belongs to a reply (its end token included). `span[i]` tells
+    which recall answer token i belongs to, counted from 1; 0 for none. `fact[i]` tells which fact's
+    value token i states (or recalls, in a reply), counted from 1; 0 for none.
     """
 
     ids: list[int]
@@ -167,7 +167,7 @@ class Renderer:
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token, at its `offsets` in the text, states the value; in a reply all do."""
+    """For each token (start and end in `offsets`), if it states the value; true in replies."""
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
         return [True] * len(offsets)

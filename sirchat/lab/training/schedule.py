@@ -36,9 +36,10 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase with rows of `tokens`; it ends at the share `until` of the phase's steps.
+    """A part of a phase; it ends when the share `until` of the phase's steps is done.
 
-    In the share `gaps` of its steps, the mask hides tokens that a budget would evict.
+    A row has `tokens` tokens. `gaps` is the share of the part's steps in which the mask hides
+    tokens that a budget would evict.
     """
 
     until: float
@@ -55,7 +56,7 @@ class Phase:
         steps: number of steps in the full recipe.
         stages: its stages, in order.
         peak: factor on the optimizers' learning rates.
-        keep: share of the weights before the phase in the averaged weights after it.
+        keep: after the phase, old and new weights are averaged; the share of the old ones.
         gathered: roles whose messages are followed by an anchor, if the model has one.
     """
 
@@ -170,7 +171,7 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step's place in the recipe: step number `step` (from 0) of the `steps` of a phase."""
+    """A step's place in the recipe: its `phase`, its number in it (from 0), the phase's `steps`."""
 
     phase: Phase
     step: int
@@ -191,7 +192,7 @@ class ScheduledStep:
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place in the recipe of step `step` (from 0), if all phases together have `steps`."""
+    """The place of a step (from 0) in the recipe; `steps`: number of steps of all phases."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

@@ -149,7 +149,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase with `keep` ends after `done` steps, average with the weights before it."""
+        """If a phase with `keep` ended with step `done`, average old and new weights."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 

@@ -28,7 +28,7 @@ _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES)
 
 
 def policy_names() -> list[str]:
-    """Names of all policies, ours first, without importing them."""
+    """Names of all policies, the built-in ones first; imports none of them."""
     return _REGISTRY.names()
 
 
@@ -58,7 +58,7 @@ def policy_class(name: str) -> type[Policy]:
 def import_typed(name: str) -> None:
     """Import the module of a `module:Class` that the user typed; it may be in the current folder.
 
-    It ignores other names and failed imports; `policy_class` reports these errors.
+    Other names and failed imports are ignored here; `policy_class` reports these errors.
     """
     if not is_path(name):
         return

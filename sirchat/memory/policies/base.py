@@ -59,7 +59,7 @@ class Policy(ABC):
 
     @property
     def repeat_layers(self) -> int | None:
-        """Number of layers counted while a finished round is read again; 0 for all layers.
+        """Number of layers whose attention counts when a finished round is read again; 0 for all.
 
         None if rounds are not read again.
         """
@@ -68,7 +68,7 @@ class Policy(ABC):
     def newest_room(self, evictable: int) -> int:
         """How many of the `evictable` rows, which the policy decides about, are for new tokens.
 
-        The ids read next and the protected rows of the current round each get at most half of them.
+        At most half of this is for the ids read next, at most half for the round's protected rows.
         """
         return evictable
 

@@ -53,7 +53,7 @@ class Vase(RecentScorePolicy):
     def score(self, rows: HeldRows) -> Tensor:
         side = _POOL // 2
         pooled = torch.nn.functional.avg_pool1d(rows.recent_attention[None], _POOL, 1, side)[0]
-        weight = pooled / pooled.mean().clamp_min(1e-12) + 1e-12  # without attention: all alike
+        weight = pooled / pooled.mean().clamp_min(1e-12) + 1e-12  # without attention: all equal
         numbers = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
         return torch.from_numpy(numbers).log() / weight
 

@@ -16,7 +16,7 @@ _REGISTRY = Registry("retriever", __name__, "sirchat.retrievers")
 
 
 def retriever_names() -> list[str]:
-    """Names of all retrievers, ours first, without importing them."""
+    """Names of all retrievers, the built-in ones first; imports none of them."""
     return _REGISTRY.names()
 
 

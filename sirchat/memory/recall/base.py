@@ -22,11 +22,11 @@ class Retriever(ABC):
 
     Class attributes:
         needs_turn: whether the turn is read once to search, for its keys and values. (Reading it
-            may evict rows, and the search can find these, too.)
+            may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
-        needs_words: whether it takes a score for each turn by the words in common with this one.
+        needs_words: whether it needs a score for each turn, by words shared with the new turn.
         index_probes: number of lists that are visited in a search index; 0 if it can't use one.
-            (A retriever that can must need queries, or be a `SimilarityRetriever`.)
+            (A retriever that uses one must need queries, or be a `SimilarityRetriever`.)
         takes_weight: whether `recall_weight` applies to its scores.
         takes_soft: whether `recall_soft` applies to its scores.
     """
@@ -42,7 +42,7 @@ class Retriever(ABC):
     def score(self, candidates: Candidates) -> Tensor:
         """Scores of the candidates, [layers, n], or [1, n] where all layers have the same.
 
-        Raises LookupError if the model can't give what is needed.
+        Raises LookupError if the model can't give what the retriever needs.
         """
 
 
@@ -69,7 +69,7 @@ class SimilarityRetriever(LayerRetriever):
 
     Class attributes:
         cosine: whether vectors are first scaled to length 1.
-        mean: whether rows are compared with the turn's mean key and value, or with every token's.
+        mean: True to compare rows with the turn's mean key and value; False: with every token's.
     """
 
     cosine: ClassVar[bool] = True
@@ -103,15 +103,15 @@ class SimilarityRetriever(LayerRetriever):
 
 
 class TurnRetriever(Retriever):
-    """A retriever that scores whole turns and adds to each a part of the scores beside it."""
+    """A retriever that scores whole turns: all rows of a turn get the turn's score."""
 
     needs_words = True
     takes_weight = False
 
     def score(self, candidates: Candidates) -> Tensor:
-        """Give each row its turn's score, and tokens of the chat template one below all others.
+        """Give each row its turn's score, and each chat template token a score below all others.
 
-        Template tokens say nothing, and are a sixth of a short turn.
+        Template tokens carry no content, and are a sixth of a short turn.
         """
         import torch
 

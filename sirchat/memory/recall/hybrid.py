@@ -48,7 +48,7 @@ def _said(candidates: Candidates, layer: int) -> Tensor:
 
 
 def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
-    """How similar each turn with archived rows [t] is to the keys `sought` [H, m, D] of length 1.
+    """Similarity [t] to the keys `sought` [H, m, D], of length 1, of each turn with archived rows.
 
     For each of these keys, the largest cosine in each turn is counted in standard deviations from
     the mean over turns, so that a key close to every turn counts no more than one close to few.
@@ -72,7 +72,7 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Scores in standard deviations from the mean of turns `among` [k]; 0 if these are equal."""
+    """Scores in standard deviations from the mean of turns `among` [k]; 0 if all are equal."""
     deviation = float(scores[among].std())
     standard: NDArray[np.float64] = (scores - scores[among].mean()) / (deviation or np.inf)
     return standard

@@ -29,7 +29,7 @@ _SIZES = {
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 _MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
 
-_MOST = 1 << 40  # values from here on are not believed
+_MOST = 1 << 40  # values of this size or more count as invalid
 
 _OUTER = {
     "token_embd": "model.embed_tokens",

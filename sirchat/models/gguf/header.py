@@ -76,7 +76,7 @@ class GgufTensor:
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
     def row_blocks(self, most: int) -> Iterator[GgufTensor]:
-        """The tensor in parts of at most `most` rows."""
+        """Yield the tensor in parts, each with at most `most` rows."""
         by_row = self.data.reshape(self.shape[0], -1)
         for start in range(0, self.shape[0], most):
             part = by_row[start : start + most]
@@ -88,7 +88,7 @@ class GgufFile:
     """The metadata and the tensors of a GGUF file.
 
     Attributes:
-        metadata: its keys and values; an array is a list.
+        metadata: the keys and values of the header; arrays are lists.
         tensors: by name, in the file's order.
     """
 
@@ -171,7 +171,7 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """Read a number of entries; raises ModelError if the file lacks `least` bytes for each."""
+        """Read how many entries follow; raises ModelError if any has fewer than `least` bytes."""
         count = int(self._scalar("Q"))
         if count * least > self._size - self._at:
             raise self.broken(f"it ends before {count:,} entries")

@@ -1,7 +1,7 @@
 """Makes a transformers model from a GGUF file: an empty model first, then one tensor at a time.
 
 Reads only the most common architectures. transformers reads the others itself, in several passes
-over the file, and holds all weights twice meanwhile. Blocks are laid out as in ggml
+over the file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 """
 
@@ -45,7 +45,7 @@ class FourBit(NamedTuple):
     Attributes:
         q: uint8 [N, K], 0 to 15.
         scale: float32 [N, K / 32], one for each group of 32.
-        minimum: float32 [N, K / 32], likewise.
+        minimum: float32 [N, K / 32], also one for each group.
     """
 
     q: Tensor
@@ -178,7 +178,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 
 
 def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
-    """Order rows of llama's query and key weights for transformers: rotary halves, not pairs."""
+    """Reorder llama's query and key rows from rotary pairs to the halves of transformers."""
     if file.architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
         return weight
     which = "head_count" if ".attn_q." in name else "head_count_kv"
@@ -217,10 +217,10 @@ def _most_packed(file: GgufFile) -> int:
 def _replace(
     module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
 ) -> None:
-    """Replace the layer that has the weight `name` by a packed layer, which takes over its bias.
+    """Put `packed` in place of the layer with the weight `name`, and give it that layer's bias.
 
-    The packed weights go into `store`. Packed embeddings, which return `dtype`, also become the
-    output head if it has the same weights.
+    The packed weights go into `store`. Packed embeddings return vectors of type `dtype`; they
+    also become the output head if that has the same weights.
     """
     if name == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
         store.move(packed)

@@ -20,7 +20,7 @@ from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 OPTIONS = 4
-_CORRECTED = 1 / 4  # share of facts that are corrected, among the kinds that may be
+_CORRECTED = 1 / 4  # share of facts that are corrected, among the kinds that can be corrected
 _ALONE = 0.4  # share of facts that are told in a turn of their own
 _LAST_PLACE = 0.75  # share of the conversation, from its start, in which facts are told
 
@@ -41,14 +41,14 @@ class ToldFact:
     """A fact, and the question for it.
 
     Attributes:
-        kind: what it is about.
+        kind: name of the kind of fact.
         round: number of the round, from 0, whose user turn tells the fact, or corrects it.
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for it.
         replies: one for each option.
         right: index of the right reply.
-        corrected: whether another value was told before; it is one of the wrong options.
+        corrected: whether another value was told before; that value is one of the wrong options.
     """
 
     kind: str
@@ -76,10 +76,11 @@ def draw_dialogue(
     length: int,
     size: Callable[[str, str], int],
 ) -> FactDialogue:
-    """A conversation of at most `length` tokens that tells `facts` facts of different kinds.
+    """Draw a conversation of at most `length` tokens that tells facts.
 
-    `size` returns the number of tokens of a round, given its user turn and reply. Raises
-    SettingError when so many facts leave no room for dialogue between them.
+    `facts` is the number of facts, all of different kinds. `size` returns the number of tokens of
+    a round, given its user turn and reply. Raises SettingError when the facts leave no room for
+    dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
     sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
@@ -97,7 +98,7 @@ def draw_dialogue(
     places = _places(rng, last, [len(told) for told, _ in drawn])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
     rounds: Dialogue = []
-    at: dict[str, int] = {}  # round of each fact, by kind; a correction comes last
+    at: dict[str, int] = {}  # round of each fact, by kind; a correction overwrites it
     for number, (user, reply) in enumerate(dialogue):
         if number in telling:
             (sentence, fact), own_reply = telling[number]
@@ -111,7 +112,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Distinct numbers below `last`: `counts[n]` of them for fact n, in ascending order."""
+    """Random distinct numbers below `last`: for fact n, `counts[n]` numbers in ascending order."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
@@ -155,7 +156,7 @@ def _filled(sentence: str, who: str, value: str) -> str:
 def _draw_rounds(
     rng: Random, dialogues: Sequence[Dialogue], length: int, size: Callable[[str, str], int]
 ) -> Dialogue:
-    """Rounds of whole conversations in random order, of `length` tokens at most."""
+    """Draw conversations in random order; returns their rounds, up to `length` tokens in all."""
     rounds: Dialogue = []
     while True:
         for talk in rng.sample(dialogues, len(dialogues)):
@@ -194,7 +195,7 @@ def load_dialogues(path: Path) -> list[Dialogue]:
 
 
 def _dailydialog(path: Path) -> list[Dialogue]:
-    """DailyDialog: each question is a user turn, and its right answer the reply."""
+    """The conversations of DailyDialog: questions as user turns, right answers as replies."""
     dialogues = [[one.unlisted for one in talk] for talk in dailydialog(path)]
     return [
         [(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in dialogues

@@ -1,7 +1,7 @@
 """Kinds of facts that a user may tell in a chat: how each is told, asked for and answered.
 
-`{v}` is the value that is asked for, `{who}` a person or thing that the fact is about. Wordings
-vary between first and third person, long and short, lists and numbers.
+`{v}` is the value that is asked for, `{who}` is a person or thing that the fact is about.
+Wordings vary between first and third person, long and short, lists and numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 Values = Callable[[Random], str]
-"""Draws a value of a fact; further draws give the wrong options."""
+"""A function that draws a value of a fact; it also draws the wrong options."""
 
 
 def one_of(text: str) -> Values:
@@ -91,11 +91,11 @@ class Kind:
 
     Attributes:
         name: its name in results.
-        told: sentences that tell it.
-        asked: questions for it.
+        told: sentences that tell the fact.
+        asked: questions that ask for the fact.
         answer: the reply that gives the value.
         values: draws a value.
-        who: what `{who}` may be; empty where no sentence has it.
+        who: possible values of `{who}`; only '' if no sentence contains `{who}`.
         corrected: a sentence that corrects an earlier value; empty if the kind is never corrected.
     """
 

@@ -1,9 +1,9 @@
 """Facts told amid real dialogue, and asked for later: what a policy keeps of what people say.
 
-Every fact is asked for at the end of its conversation, one question after the other, each undone.
-It is scored in three ways: whether the right reply is the likeliest of four; the surprisal of the
-right reply, in nats, beside closed-book (asked without the conversation) and `full`; and how many
-of the tokens that tell the fact are still held.
+At the end of a conversation each of its facts is asked for, and each question is undone. A fact is
+scored in three ways: whether the right reply is the likeliest of four; the surprisal of the right
+reply, in nats, compared with closed-book (asked without the conversation) and with `full`; and how
+many of the tokens that tell the fact are still held.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FactsInDialogue(Grid):
 
     Attributes:
         data: the file of real talk.
-        lengths: numbers of tokens of a conversation, not counting its questions.
+        lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
     """
 
@@ -114,7 +114,7 @@ class FactsInDialogue(Grid):
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number` of this length; the same seed gives the same one."""
+        """Conversation `number` of at most `length` tokens; with the same seed always the same."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
@@ -145,7 +145,7 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """Results of `_closed_book`, by question, reply and system prompt, not by policy."""
+        """Results of `_closed_book` by question, reply and system prompt, for all policies."""
         return {}
 
     def _closed_book(
@@ -203,7 +203,7 @@ def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, rang
 
 
 def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:
-    """Ask for a fact and undo it; returns the right reply's nats, and whether it is likeliest."""
+    """Ask for a fact, then undo; returns the right reply's nats and whether it is the likeliest."""
     checkpoint = engine.checkpoint()
     turn = template.user(fact.question)
     read_ids(engine, turn.ids, number, roles=turn.roles)
@@ -221,7 +221,7 @@ def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Re
 
 
 REFERENCE = "entropy"
-"""The policy that others are compared with at the same budget; if not run, the first policy."""
+"""Others are compared with this policy at the same budget; if it is not run, with the first one."""
 
 _COLUMNS = (
     "setting",
@@ -240,8 +240,8 @@ def tables(
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    `nats gained` says how much less surprising the right reply is than closed-book, `nats below
-    full` how much more surprising it is than under `full`, if `full` was run.
+    The column `nats gained` is the right reply's surprisal closed-book minus its surprisal here;
+    `nats below full` is its surprisal here minus that under `full`, if `full` was run.
     """
     return tuple(_table(findings, settings, length) for length in lengths)
 
@@ -293,7 +293,7 @@ def _reference(
 
 
 def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of each conversation, over all seeds."""
+    """The values of `key` in conversations of `length`: a list for each conversation and seed."""
     return [
         [float(answer[key]) for answer in record["answers"]]
         for record in findings.records
@@ -302,6 +302,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `reference` (first seed), repeated once for each seed of `one`."""
+    """The values of `reference` with its first seed, repeated as often as `one` has seeds."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

@@ -1,8 +1,8 @@
 """A model under a setting, behind lm-eval's interface for models.
 
 https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
-options of one question, share one prefill of it. Under a policy that evicts nothing, a context that
-is too long loses its beginning, as in lm-eval; any other policy reads all of it.
+options of one question, share one prefill. Under a policy that evicts nothing, a context that
+is too long loses its beginning, as in lm-eval; any other policy reads the whole context.
 
 A context is read as one user round, so that its end is protected like a question in a chat; or in
 rounds of a fixed size, so that decay takes effect. Scoring a continuation evicts nothing.
@@ -49,7 +49,7 @@ class HarnessAdapter:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For each continuation its log-probability, in nats, and whether greedy decoding gives it.
 
-        Raises UsageError for a continuation without a token of its own.
+        Raises UsageError for a continuation that adds no token.
         """
         by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
@@ -89,7 +89,7 @@ class HarnessAdapter:
         return self._reader.model.name.replace("/", "__")
 
     def _rolling_log_probability(self, ids: Ids) -> float:
-        """The log-probability of a text; too long ones are split into windows, as in lm-eval."""
+        """The log-probability of a text; a long text is split into windows, as in lm-eval."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         longest = self._reader.longest or len(ids)
@@ -122,7 +122,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """The end of a context, such that `more` tokens still fit after it."""
+        """The end of a context, cut so that `more` further tokens fit into the model's context."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -160,7 +160,7 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that fit, if the policy evicts nothing; None if the policy evicts."""
+        """Largest number of tokens that fit if the policy evicts nothing; None if it evicts."""
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
@@ -192,7 +192,7 @@ class TextReader:
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
-        """Greedy ids after a context, one by one, up to a stop id or `longest` ids."""
+        """Generate ids greedily after a context: until a stop id, at most `longest` ids."""
         number = 1 + (len(context) - 1) // (self.piece or len(context))
         for record in self.read(context, longest).generate(
             Sampler(Sampling()),

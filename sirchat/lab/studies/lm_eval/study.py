@@ -72,7 +72,7 @@ class LmEval:
         }
 
     def shared(self) -> Record:
-        """The parameters that all units depend on, which the results log begins with."""
+        """The parameters that all units depend on; the results log begins with them."""
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
@@ -222,7 +222,7 @@ class Harness:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Context manager: hide lm-eval's output, and keep it from starting processes."""
+    """Context manager: hide lm-eval's output, and keep lm-eval from starting processes."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield
@@ -235,8 +235,8 @@ def harness_version() -> str:
 
 @cache
 def _index(folder: str | None) -> Any:
-    """The index of lm-eval's tasks and those of `folder`; building it takes seconds."""
-    # Otherwise it warns about settings that are made on purpose here.
+    """The index of all tasks, lm-eval's own and those in `folder`; building it takes seconds."""
+    # Without this, lm-eval warns about settings that are made here on purpose.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 

@@ -1,8 +1,8 @@
 """Encodes text as lm-eval's adapter for Hugging Face models does, so that results are comparable.
 
-Two things differ. Text never becomes a control token: if a document happens to contain the text of
-one, it is encoded as plain text, or left out when the chat template renders the document. And no
-text begins with two BOS tokens.
+Two things differ. Text never becomes a control token: where a document contains the text of a
+control token, this is encoded as plain text, or left out when the chat template renders the
+document. And no text begins with two BOS tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TextEncoder:
     Attributes:
         prefix: the id (BOS, else EOS) that takes the place of an empty context.
 
-    Raises ModelError for a tokenizer without such a token, or without a chat template for `chat`.
+    Raises ModelError for a tokenizer with neither BOS nor EOS, or, with `chat`, no chat template.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TextEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _encode_as_plain_text(self, text: str) -> Ids:
-        """The ids of a text, with the text of control tokens split like any other."""
+        """The ids of a text, where the text of a control token is split like any other text."""
         ids = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             chat_template=_CONTENT_ONLY,
@@ -136,7 +136,7 @@ class TextEncoder:
         return text
 
     def _start(self, messages: list[dict[str, str]]) -> str:
-        """A rendered start of a conversation; '' if the template refuses so few messages."""
+        """The beginning of a conversation, rendered; '' if the template refuses it as too short."""
         try:
             return self._render(messages)
         except TemplateError:

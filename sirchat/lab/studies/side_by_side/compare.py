@@ -10,8 +10,8 @@ the setting with the largest budget gives the missing replies.
 
 The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
 model reports the logits of every forward pass. The predictions of `full` are stored for one round,
-and the other settings' predictions are compared with them as they are made. So memory never has the
-logits of more than one round.
+and the other settings' predictions are compared with them in each forward pass. So memory never has
+the logits of more than one round.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ComparedSession:
         is_reference: whether this is `full`, which the others are compared with.
 
     Attributes:
-        is_open: whether the session continues: false once the context is full or an undo failed.
+        is_open: whether the session continues: false after the context was full or an undo failed.
         notes: messages for the reader.
     """
 
@@ -157,7 +157,7 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Answer a user turn, undo both, and read the turn again with `reply`.
+        """Answer a user turn, undo turn and answer, and read the turn again with `reply`.
 
         If `reply` is None, the answer takes its place. Returns the text that was read as the reply,
         or `reply` if this session ends here.
@@ -299,7 +299,7 @@ class RecordingModel(LoadedModel):
         return logits
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
-        """Run the same pass; returns the surprisal of the ids and the last logits."""
+        """Run the pass as `forward` does; returns the surprisal of the ids and the last logits."""
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
@@ -356,5 +356,5 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)
-    # A token that is impossible in both has a logit of -inf, and must not give NaN.
+    # A token that is impossible in both distributions has a logit of -inf, and must not give NaN.
     return terms.nan_to_num(nan=0.0).sum(-1).clamp_min(0.0)

@@ -14,7 +14,7 @@ from sirchat.text.transcript import TranscriptTurn
 
 @dataclass(frozen=True)
 class Round:
-    """A user turn, and its reply in the transcript; None if it has no reply."""
+    """A user turn and its reply in the transcript; `reply` is None if there is none."""
 
     user: str
     reply: str | None
@@ -36,7 +36,7 @@ class Rounds:
 
 
 def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
-    """Pair user turns with replies as `sirchat replay --feed` does; errors name the file `name`.
+    """Pair user turns with replies as `sirchat replay --feed` does; `name` is the file in errors.
 
     A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
     that follows no user turn, and for a transcript without user turns.
@@ -113,7 +113,7 @@ class Answer:
 
     Attributes:
         text: the answer.
-        ids, tokens: id and text of each of its tokens, without the closing ones.
+        ids, tokens: id and text of each of its tokens, except closing tokens.
         finish: why it ended; see `events.Finish`.
         tokens_in, seconds_in: number of prompt tokens read for it, and prefill time.
         seconds_out: decode time.
@@ -130,7 +130,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A finished round under one setting: a user turn and the reply that it continued with.
+    """A finished round under one setting: a user turn, and the reply that followed it.
 
     Attributes:
         answer: the setting's own answer, whether the conversation continued with it or not.
