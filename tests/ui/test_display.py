@@ -101,7 +101,7 @@ def test_without_a_live_panel_the_reply_is_streamed_as_it_is(chat: Terminal, pan
     chat.say("Go on.")
     chat.until(lambda: len(chat.shown) > 500)
     assert b"out, " not in chat.raw[before:]
-    assert not re.search(_GAUGE, chat.everything)
+    assert not re.search(_GAUGE, chat.shown)
     chat.wait_prompt()
     assert "".join(_said(chat.shown)) == "".join(_reply().split())
     beneath = chat.shown[chat.shown.index("tok/s") :]

@@ -63,7 +63,9 @@ def test_a_summary_at_the_prompt(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
         assert "nothing is said yet" in chat.ask("/summarize")
         chat.ask("My name is Anna.")
-        assert "turn 2 is the summary, and pinned; /undo takes it back" in chat.ask("/summarize")
+        assert "the summary is turn 2, which is now pinned; /undo removes it" in chat.ask(
+            "/summarize"
+        )
         assert "undone: Summary of our conversation" in chat.ask("/undo")
         assert chat.leave() == 0
 

@@ -143,13 +143,13 @@ def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
         chat.ask("My name is Anna.")
         chat.say("/exit")
         assert chat.ended() == 0
-        found = re.search(r"^saved; sirchat --resume (20\S+) goes on with it$", chat.text, re.M)
+        found = re.search(r"^saved; to continue it: sirchat --resume (20\S+)$", chat.text, re.M)
         assert found
     with Terminal("--resume", found[1], home=tmp_path, columns=columns) as chat:
         assert "Anna" in chat.ask("What is my name?")
         chat.ask("/save my trip")
         assert chat.leave() == 0
-        assert chat.text.endswith('saved; sirchat --resume "my trip" goes on with it')
+        assert chat.text.endswith('saved; to continue it: sirchat --resume "my trip"')
 
 
 @pytest.mark.slow
