@@ -32,6 +32,7 @@ from sirchat.models.hub import only_cached
 from sirchat.models.names import locate
 from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
 from sirchat.models.probe import (
+    cache_argument,
     context_length,
     probe_rotations,
     refuse_foreign_tokenizer,
@@ -226,8 +227,8 @@ class LoadedModel:
             "position_ids": None
             if positions is None
             else torch.tensor([positions], device=self.device),
-            "past_key_values": cache,
             "use_cache": True,
+            **cache_argument(self.module, cache),
         }
 
     def _observed_by(self, observer: AttentionObserver | None) -> AbstractContextManager[None]:

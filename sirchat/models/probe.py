@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,19 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, tor
 _DISTANCES = (1, 17, 301)
 _PROBE_TOKEN = 5
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
+
+
+def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
+    """The argument of `module.forward` that passes the KV cache.
+
+    It is called `cache` from transformers 5.24 on, and `past_key_values` before.
+    """
+    return {_cache_name(type(module).forward): kv_cache}
+
+
+@cache
+def _cache_name(forward: Any) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def context_length(config: Any) -> int:
@@ -116,16 +131,16 @@ def _check_a_move(
     One token is read twice and the first copy is evicted: the key and value left in
     layer 0 must equal `at_start`, computed at position 0. Models that ignore positions fail this.
     """
-    cache = BoundedCache(rotations, capacity=2)
+    kv_cache = BoundedCache(rotations, capacity=2)
     ids = [[_probe_token(config)] * 2]
     module(
         input_ids=torch.tensor(ids, device=module.device),
-        past_key_values=cache,
         use_cache=True,
+        **cache_argument(module, kv_cache),
     )
-    cache.commit(2)
-    cache.keep(torch.tensor([1]))
-    moved = (cache.layer_keys(0)[0, :, 0], cache.layer_values(0)[0, :, 0])
+    kv_cache.commit(2)
+    kv_cache.keep(torch.tensor([1]))
+    moved = (kv_cache.layer_keys(0)[0, :, 0], kv_cache.layer_values(0)[0, :, 0])
     for ours, theirs in zip(moved, at_start, strict=True):
         gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
         if gap > _TOLERANCE[theirs.dtype]:
@@ -154,18 +169,18 @@ def _match(
 def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Tensor, Tensor]]:
     """Both cached tensors [H, D] of each layer after one token is read at `position`."""
     layers = config.num_hidden_layers
-    cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
+    kv_cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
     device = module.device
     try:
         module(
             input_ids=torch.tensor([[_probe_token(config)]], device=device),
             position_ids=torch.tensor([[position]], device=device),
-            past_key_values=cache,
             use_cache=True,
+            **cache_argument(module, kv_cache),
         )
-        cache.commit(1)
+        kv_cache.commit(1)
         return [
-            (cache.layer_keys(i)[0, :, 0].clone(), cache.layer_values(i)[0, :, 0].clone())
+            (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
             for i in range(layers)
         ]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

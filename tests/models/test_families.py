@@ -20,6 +20,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.probe import cache_argument
 
 EOS = 2
 held = pytest.mark.parametrize("name", HELD)
@@ -196,3 +197,16 @@ def in_pieces(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     for size in sizes:
         yield ids[:size]
         ids = ids[size:]
+
+
+def test_the_cache_is_passed_under_the_name_that_the_model_gives_it() -> None:
+    """transformers 5.24 renamed the argument, and warns of the old name."""
+
+    class Newer:
+        def forward(self, input_ids: object, cache: object = None) -> None: ...
+
+    class Older:
+        def forward(self, input_ids: object, past_key_values: object = None) -> None: ...
+
+    assert cache_argument(Newer(), 1) == {"cache": 1}
+    assert cache_argument(Older(), 1) == {"past_key_values": 1}

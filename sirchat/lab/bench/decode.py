@@ -28,6 +28,7 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.models.model import LoadedModel, no_attention_reason
+from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
 
 _TURN = TurnRef(turn=0, round=0)
@@ -210,14 +211,15 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     while True:
         cache = DynamicCache(config=model.module.config)
         with torch.inference_mode():
-            output = model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+            argument = cache_argument(model.module, cache)
+            output = model.module(input_ids=prompt, logits_to_keep=1, **argument)
             start_id = int(output.logits[0, -1].argmax())
 
-        def block(cache: Any = cache, token: int = start_id) -> None:
+        def block(argument: Any = argument, token: int = start_id) -> None:
             with torch.inference_mode():
                 for _ in range(options.block):
                     ids = torch.tensor([[token]], device=model.device)
-                    logits = model.module(input_ids=ids, past_key_values=cache).logits
+                    logits = model.module(input_ids=ids, **argument).logits
                     token = int(logits[0, -1].argmax())
 
         yield timed(block, model) / options.block
@@ -256,11 +258,11 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Yield seconds per token for reading ids in one bare pass; only the last logits are kept."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
-        cache = DynamicCache(config=model.module.config)
+        argument = cache_argument(model.module, DynamicCache(config=model.module.config))
 
-        def block(cache: Any = cache) -> None:
+        def block(argument: Any = argument) -> None:
             with torch.inference_mode():
-                model.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+                model.module(input_ids=prompt, logits_to_keep=1, **argument)
 
         yield timed(block, model) / options.cache
 

@@ -35,6 +35,7 @@ from sirchat.memory.retrieval import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows
 from sirchat.models.attention_hook import QueryRecorder
 from sirchat.models.model import LoadedModel
+from sirchat.models.probe import cache_argument
 from sirchat.models.surprisal import surprisal
 
 
@@ -193,7 +194,9 @@ def _read(
     The first row gets stream position `start`, the next rows the positions after it.
     """
     cache = DynamicCache(config=model.module.config)
-    logits = model.module(input_ids=ids, past_key_values=cache).logits  # [B, TOKENS, V]
+    logits = model.module(
+        input_ids=ids, **cache_argument(model.module, cache)
+    ).logits  # [B, TOKENS, V]
     written_at = np.arange(SINKS, TOKENS)
     for number, one in enumerate(ids):
         scores = surprisal(logits[number, SINKS - 1 : -1], one[SINKS:])
