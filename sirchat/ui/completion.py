@@ -123,7 +123,7 @@ class SlashCompleter(Completer):
     @cached_property
     def _policies(self) -> list[Selection]:
         """All policies with their help; cached, as each help text reads the plugin registry."""
-        return [(name, _policy_help(name)) for name in policy_choices()]
+        return [(name, _class_help(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
         for name, field in Profile.model_fields.items():
@@ -155,21 +155,18 @@ def _drawing() -> Iterator[Selection]:
         yield name, Profile.model_fields[name].description or ""
 
 
-def _policy_help(name: str) -> str:
-    try:
-        text = policy_class(name).__doc__ or ""
-    except SirchatError as error:
-        text = str(error)
-    return displayable_line(text.strip().split("\n\n")[0])
-
-
 def _value_help(setting: str, value: str) -> str:
     if setting != "recall" or value == "off":
         return ""
     if value == "on":
         return f"the one that restores best: {recall.BEST}"
+    return _class_help(recall.retriever, value)
+
+
+def _class_help(find: Callable[[str], object], name: str) -> str:
+    """The first paragraph of the docstring of a policy or retriever, or why it can't be found."""
     try:
-        text = recall.retriever(value).__doc__ or ""
+        text = find(name).__doc__ or ""
     except SirchatError as error:
         text = str(error)
     return displayable_line(text.strip().split("\n\n")[0])
