@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from command import run
 from sirchat.engine.sampling import Sampler
 from speaking import saying
 from terminal import Terminal
+from warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_it_with_130(tmp_path: Path) -> None:
     text.write_text("What a lovely day it is. " * 40_000, encoding="utf-8")
     with text.open("rb") as stdin:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sirchat", "ask", "--json", "What is this?"],
+            [*warm_python(), "-m", "sirchat", "ask", "--json", "What is this?"],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

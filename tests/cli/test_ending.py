@@ -18,6 +18,7 @@ import pytest
 from command import run
 from sirchat.cli import main
 from sirchat.memory.segments import ArchiveFolder, sweep
+from warm_python import warm_python
 
 
 def archived(home: Path) -> list[Path]:
@@ -32,7 +33,7 @@ def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     talk = home / "talk.txt"
     talk.write_text("A line of some words that are soon evicted again.\n" * 20_000)
     flags = ["--feed", "--format", "lines", "--archive", "disk", "--budget", "128"]
-    command = [sys.executable, "-m", "sirchat", "replay", str(talk), *flags, "--max-new-tokens=1"]
+    command = [*warm_python(), "-m", "sirchat", "replay", str(talk), *flags, "--max-new-tokens=1"]
     environ = os.environ | {"SIRCHAT_HOME": str(home)}
     before = archived(home)
     with subprocess.Popen(

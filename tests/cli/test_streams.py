@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from warm_python import warm_python
+
 pytestmark = pytest.mark.slow
 
 
 def shell(tmp_path: Path, line: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a line in bash, where `$SIRCHAT` is the program."""
-    given = os.environ | {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT": f"{sys.executable} -m sirchat"}
+    """Run a line in bash, where `$SIRCHAT` is the program, and `$COLD` a slow start of it."""
+    program, cold = (" ".join([*one, "-m", "sirchat"]) for one in (warm_python(), [sys.executable]))
+    given = os.environ | {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT": program, "COLD": cold}
     return subprocess.run(
         ["bash", "-c", line], env=given | environ, capture_output=True, check=False, timeout=120
     )
@@ -62,9 +65,9 @@ def test_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_any_locale_will_do(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize(("program", "encoding"), [("$COLD", "ascii"), ("$SIRCHAT", "latin-1")])
+def test_any_locale_will_do(tmp_path: Path, program: str, encoding: str) -> None:
     for command in ("ask --help", "policies", "--help-settings", "ask 'Say é → 你'"):
-        done = shell(tmp_path, f"$SIRCHAT {command}", PYTHONIOENCODING=encoding)
+        done = shell(tmp_path, f"{program} {command}", PYTHONIOENCODING=encoding)
         assert done.returncode == 0, done.stderr
         done.stdout.decode(encoding)

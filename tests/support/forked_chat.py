@@ -1,4 +1,4 @@
-"""Chats that start fast: forked from a server process that has imported what a chat needs.
+"""Programs that start fast: forked from a server process that has imported what a chat needs.
 
 Imports take most of a start, some seconds of processor time. Other tests run `python -m sirchat`,
 so a normal start is tested too.
@@ -6,11 +6,16 @@ so a normal start is tested too.
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import signal
 import sys
 import termios
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import get_context, reduction
 from typing import Any, NoReturn
 
@@ -24,7 +29,7 @@ SERVER.set_forkserver_preload(
 
 
 class ForkedChat(fdspawn):  # type: ignore[misc]
-    """`sirchat ARGUMENTS` in a pseudo-terminal of its own, with pexpect's interface.
+    """`python ARGUMENTS` in a pseudo-terminal of its own, with pexpect's interface.
 
     Once it is closed, `exitstatus` or `signalstatus` says how it ended.
     """
@@ -43,6 +48,10 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
     def setwinsize(self, rows: int, columns: int) -> None:
         """Change the window."""
         termios.tcsetwinsize(self.child_fd, (rows, columns))
+
+    def kill(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(int(self._process.pid or 0), number)
 
     def close(self, force: bool = False) -> None:
         """Close the terminal; with `force`, a chat that does not end then is killed."""
@@ -74,33 +83,63 @@ def _number_of(passed: Any) -> int:
 def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str) -> NoReturn:
     """Take the terminal, and run."""
     os.login_tty(terminal)
-    run_sirchat(arguments, env, folder)
+    run_python(arguments, env, folder)
 
 
-def run_sirchat(
+def run_python(
     arguments: list[str],
     env: dict[str, str],
     folder: str,
     begun: Callable[[], object] = lambda: None,
 ) -> NoReturn:
-    """What `python -m sirchat` does after its imports, with the streams under their numbers.
+    """What `python ARGUMENTS` does after sirchat's imports, with the streams under their numbers.
 
-    `begun` is called when nothing else is left to do.
+    The arguments begin with `-m MODULE`, or with a script. A stream may be closed. `begun` is
+    called when nothing else is left to do.
     """
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    files: dict[str, Any] = {
-        "stdin": os.fdopen(0, closefd=False),
-        "stdout": os.fdopen(1, "w", closefd=False),
-        "stderr": os.fdopen(2, "w", closefd=False, errors="backslashreplace"),
-    }
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"))
+    with suppress(OSError):
+        files["stdin"] = os.fdopen(0, encoding=encoding, closefd=False)
+    with suppress(OSError):
+        files["stdout"] = os.fdopen(1, "w", encoding=encoding, closefd=False)
+    with suppress(OSError):
+        files["stderr"] = os.fdopen(2, "w", encoding=encoding, closefd=False)
+        files["stderr"].reconfigure(errors="backslashreplace")
     vars(sys).update(files | {f"__{name}__": file for name, file in files.items()})
-    sys.argv = ["sirchat", *arguments]
-
-    from sirchat.cli import main
-
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    sys.path.insert(0, folder if is_module else os.path.dirname(sys.argv[0]))
     begun()
-    main()
-    sys.exit(0)
+    code: Any = 0
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as leave:
+        code = leave.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)  # noqa: T201
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does: after its threads and exit functions, with 120 for a full output."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            code = code or 120
+    os._exit(code)

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
-from forked_chat import SERVER, PassedDescriptor, run_sirchat
+from forked_chat import SERVER, PassedDescriptor, run_python
 
 _CLOCK = 20.0
 _WHERE_IS_THE_CURSOR = b"\x1b[6n"
@@ -180,4 +180,4 @@ def _begin(
             os.close(one)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_sirchat(list(arguments), environ, folder, lambda: os.close(begun))
+    run_python(["-m", "sirchat", *arguments], environ, folder, lambda: os.close(begun))

@@ -17,6 +17,9 @@ from forked_chat import ForkedChat
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 
+WARM = "warm python"
+"""A program: a python that has imported what a chat needs."""
+
 _PROMPT_ENDS = b"\x1b[?2004l"
 """Sent when a prompt has read its line: bracketed paste goes off."""
 
@@ -25,7 +28,8 @@ class Terminal:
     """Runs a command and keeps what its screen shows.
 
     Args:
-        command: program and arguments; sirchat's own when it begins with a flag or is empty.
+        command: program and arguments. Without a program, or if the program is `WARM`, it starts
+            fast: sirchat with these flags, or what python runs with these arguments.
         home: the folder of its files.
         rows, columns: the window.
         environ: more environment.
@@ -52,7 +56,9 @@ class Terminal:
         env |= environ or {}
         self.child: Any
         if not command or command[0].startswith("-"):
-            self.child = ForkedChat(command, env, self._size, timeout=60)
+            command = (WARM, "-m", "sirchat", *command)
+        if command[0] == WARM:
+            self.child = ForkedChat(command[1:], env, self._size, timeout=60)
         else:
             program, *arguments = command
             self.child = pexpect.spawn(

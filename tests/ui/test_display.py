@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +16,7 @@ from chatting import answer, babbler, session
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
 from sirchat.ui.text import displayable
 from terminal import Shared, Terminal, everything_on
+from warm_python import warm_python
 
 TOKENS = 900
 """Length of a reply: more than 300 words."""
@@ -205,7 +205,7 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     tmp_path: Path, endless: str
 ) -> None:
     flags = f"--model {endless} --max-new-tokens 600 --repetition-penalty 1.3"
-    command = f"{sys.executable} -m sirchat {flags} > {tmp_path}/out"
+    command = f"{' '.join(warm_python())} -m sirchat {flags} > {tmp_path}/out"
     with Terminal("sh", "-c", command, home=tmp_path) as chat:
         chat.ask("Go on.")
         chat.ask("/nonsense")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from terminal import Terminal
+from terminal import WARM, Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             encoding="utf-8",
         )
         flags = ("--device", "cpu", "--max-new-tokens", "3", *flags)
-        opened.append(Terminal(sys.executable, str(program), *flags, home=home))
+        opened.append(Terminal(WARM, str(program), *flags, home=home))
         return opened[-1]
 
     yield start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
 from markdown_documents import KINDS, document_of, documents, pieces
 from sirchat.ui.markdown import MarkdownLayout
-from terminal import Terminal, everything_on, lines_of
+from terminal import WARM, Terminal, everything_on, lines_of
+from warm_python import warm_python
 
 DOCUMENTS = 200
 
@@ -319,15 +319,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def _speaking(said: Path, endless: str, *flags: str) -> tuple[str, ...]:
-    module = "tests.support.speaking"
-    return (sys.executable, "-m", module, str(said), "--model", endless, *flags)
+def _speaking(said: Path, endless: str) -> tuple[str, ...]:
+    return "-m", "tests.support.speaking", str(said), "--model", endless
 
 
 @pytest.mark.slow
 def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path) -> None:
     command = _speaking(said, endless)
-    with Terminal(*command, home=tmp_path, rows=50, columns=60) as chat:
+    with Terminal(WARM, *command, home=tmp_path, rows=50, columns=60) as chat:
         for columns in (60, 100, 160):
             chat.resize(50, columns)
             for panel in ("off", "live", "turn"):
@@ -348,7 +347,7 @@ def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path) -> None
 
 @pytest.mark.slow
 def test_a_pipe_gets_the_text_itself(tmp_path: Path, endless: str, said: Path) -> None:
-    command = " ".join(_speaking(said, endless)) + f" > {tmp_path}/out"
+    command = " ".join([*warm_python(), *_speaking(said, endless)]) + f" > {tmp_path}/out"
     with Terminal("sh", "-c", command, home=tmp_path) as chat:
         chat.ask("Go on.")
         assert chat.leave() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
-from terminal import Terminal, everything_on
+from terminal import WARM, Terminal, everything_on
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ def test_a_transcript_cannot_control_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_file_name_in_an_error_cannot_control_a_terminal(tmp_path: Path) -> None:
-    program = (sys.executable, "-m", "sirchat", "replay", _EVIL)
+    program = (WARM, "-m", "sirchat", "replay", _EVIL)
     with Terminal(*program, home=tmp_path) as terminal:
         assert terminal.ended() == 2
         assert "sirchat: evil" in terminal.text

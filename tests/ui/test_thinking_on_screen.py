@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_r
 from markdown_documents import pieces
 from sirchat.chat.turn import thought
 from sirchat.text.template import Template
-from terminal import Terminal, lines_of
+from terminal import WARM, Terminal, lines_of
 
 TEXT = "<think>\nIs it *so*?\n- yes, for long\n</think>\n\nIt is *so*.\n\n- one\n"
 
@@ -163,7 +162,7 @@ def test_the_text_of_the_reasoning(reply: str, found: str) -> None:
 def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
     file = tmp_path / "reply.md"
     file.write_text(TEXT, encoding="utf-8")
-    command = (sys.executable, "-m", "tests.support.speaking", str(file), "--model", endless)
+    command = (WARM, "-m", "tests.support.speaking", str(file), "--model", endless)
     with Terminal(*command, home=tmp_path, columns=60) as chat:
         assert chat.ask("/thinking") == "no reply has any reasoning"
         for columns in (60, 100, 160):

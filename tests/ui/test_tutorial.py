@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from sirchat.ui.commands import Commands
 from sirchat.ui.screen import Screen
 from sirchat.ui.tutorial import COMMANDS, MORE, SETTINGS, STEPS, run_tutorial
 from terminal import Terminal
+from warm_python import warm_python
 
 LAST = len(STEPS)
 
@@ -167,7 +167,7 @@ def test_on_a_pipe_it_runs_through_and_leaves_nothing(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     begun = os.times().elapsed
     done = subprocess.run(
-        [sys.executable, "-m", "sirchat", "tutorial"],
+        [*warm_python(), "-m", "sirchat", "tutorial"],
         env=os.environ | {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_BUDGET": "64"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

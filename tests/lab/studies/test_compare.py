@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +39,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.surprisal import PassResult
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.text import displayable
-from terminal import Terminal
+from terminal import WARM, Terminal
 
 FULL = Profile(policy="full")
 SINK = Profile(policy="sink", budget=32)
@@ -335,7 +334,7 @@ def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
     file.write_text("USER: hello\nASSISTANT: hello\n" * 3_000, "utf-8")
     words = ("compare", str(file), "--policies", "sink", "--budget", "32", "--html", str(page))
-    command = (sys.executable, "-m", "sirchat", *words)
+    command = (WARM, "-m", "sirchat", *words)
     with Terminal(*command, home=tmp_path, columns=200) as terminal:
         terminal.wait("comparing")
         time.sleep(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -22,6 +21,7 @@ from sirchat.lab.training.display import train_anchor_with_progress
 from sirchat.lab.training.losses import HISTORY, load_losses
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
+from warm_python import warm_python
 
 pytest.importorskip("gguf")
 
@@ -105,7 +105,7 @@ def test_the_real_model_is_trained_from_its_package(tmp_path: Path) -> None:
         "--out", tmp_path / "out", "--tokens", "64", "--batch", "1", "--steps", "1",
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "sirchat", *map(str, words)],
+        [*warm_python(), "-m", "sirchat", *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

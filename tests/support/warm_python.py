@@ -1,0 +1,84 @@
+"""A `python` whose imports are done, for tests that start the program from a shell or by pipes.
+
+`warm_python()` begins a command line in place of `sys.executable`. Behind it a client (see
+`warm_client`) passes streams and signals to a process forked from one that has imported what
+sirchat needs; a normal start takes three seconds of processor time for that. Tests of the start
+itself, of limits (`ulimit`) and of job control run `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+from forked_chat import SERVER, PassedDescriptor, run_python
+
+
+@cache
+def warm_python() -> tuple[str, ...]:
+    """Program and first arguments; what follows are `-m MODULE` or a script, and its arguments."""
+    path = str(Path(tempfile.mkdtemp(prefix="warm")) / "socket")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    threading.Thread(target=_serve, args=(listening,), daemon=True).start()
+    return sys.executable, "-ISE", str(Path(__file__).with_name("warm_client.py")), path
+
+
+def _serve(listening: socket.socket) -> None:
+    while True:
+        client, _ = listening.accept()
+        threading.Thread(target=_run, args=(client,), daemon=True).start()
+
+
+def _run(client: socket.socket) -> None:
+    """Run what one client asks for; if the client is killed, kill it."""
+    size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
+    request = b""
+    while len(request) < int.from_bytes(size):
+        request += client.recv(65536)
+    streams, arguments, environ, folder = ast.literal_eval(request.decode())
+    passed = [PassedDescriptor(one) for one in descriptors]
+    begun = (streams, passed, arguments, environ, folder)
+    process: Any = SERVER.Process(target=_begin, args=begun, daemon=True)
+    process.start()
+    for one in descriptors:
+        os.close(one)
+    client.sendall((process.pid or 0).to_bytes(4))
+    if process.sentinel not in wait([process.sentinel, client]):
+        process.kill()
+    process.join()
+    with suppress(OSError):  # it was killed
+        client.sendall((process.exitcode or 0).to_bytes(4, signed=True))
+    client.close()
+
+
+def _begin(
+    streams: list[int],
+    descriptors: list[int],
+    arguments: list[str],
+    environ: dict[str, str],
+    folder: str,
+) -> NoReturn:
+    """In the new process: take the client's streams, leave closed what it has closed, and run."""
+    os.setsid()
+    given = dict(zip(streams, descriptors, strict=True))
+    for number in range(3):
+        if number in given:
+            os.dup2(given[number], number)
+        else:
+            os.close(number)
+    for one in descriptors:
+        os.close(one)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    run_python(arguments, environ, folder)
