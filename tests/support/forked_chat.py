@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context, reduction
+from multiprocessing.forkserver import ensure_running
 from typing import Any, NoReturn
 
 from pexpect.fdpexpect import fdspawn
@@ -26,6 +27,11 @@ SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["sirchat.cli.app", "sirchat.chat.session", "sirchat.ui.repl", *_LAZY]
 )
+
+
+def start_server() -> None:
+    """Start the server, which the first program would start."""
+    ensure_running()
 
 
 class ForkedChat(fdspawn):  # type: ignore[misc]

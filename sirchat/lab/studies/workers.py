@@ -64,10 +64,13 @@ def _run_until_one_dies(
     shared: bytes, keys: list[str], workers: int
 ) -> Iterator[tuple[str, Record]]:
     """Run units in new processes; if one dies, yield finished units, raise BrokenProcessPool."""
-    spawn = multiprocessing.get_context("spawn")  # a fork would share locks of torch's threads
+    # A fork of this process would share locks of torch's threads. The server has no threads, and
+    # imports torch once for all processes.
+    server = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    server.set_forkserver_preload([__name__])
     usual = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder is imported at their start
-    pool = ProcessPoolExecutor(min(workers, len(keys)), spawn, initializer=_begin)
+    pool = ProcessPoolExecutor(min(workers, len(keys)), server, initializer=_begin)
     try:
         running: dict[Future[Record], str] = {
             pool.submit(_run_unit, shared, key): key for key in keys
