@@ -75,7 +75,7 @@ def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]
 
 def cells_width(cells: Iterable[Cell]) -> int:
     """Number of columns that the cells take."""
-    text = "".join(char for char, _ in cells)
+    text = "".join([char for char, _ in cells])
     return len(text) if text.isascii() else sum(map(cell_len, text))
 
 
@@ -88,12 +88,12 @@ def _ended(line: Sequence[Cell]) -> list[Cell]:
     """Remove final spaces; other spaces get the style before them, unless it shows on a space."""
     cells: list[Cell] = []
     length = 0
-    for char, style in line:
-        if char == " " and cells and not _SHOWS_ON_SPACE & set(cells[-1][1].split(";")):
-            style = cells[-1][1]
-        cells.append((char, style))
-        if char != " ":
-            length = len(cells)
+    for cell in line:
+        if cell[0] != " ":
+            length = len(cells) + 1
+        elif cells and cells[-1][1] != cell[1] and not _shows_on_space(cells[-1][1]):
+            cell = (" ", cells[-1][1])
+        cells.append(cell)
     return cells[:length]
 
 
@@ -112,7 +112,8 @@ def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
     return [*rows, StyledRow(tuple(row), continues)]
 
 
-_SHOWS_ON_SPACE = {"4", "7", "9", "21"}  # underlined, reversed, struck out
+def _shows_on_space(style: str) -> bool:
+    return not {"4", "7", "9", "21"}.isdisjoint(style.split(";"))  # underlined, reversed, struck
 
 
 @lru_cache(4096)

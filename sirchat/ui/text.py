@@ -7,11 +7,15 @@ its state across chunks, so a sequence that is split between chunks is dropped, 
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _STRING_OPENERS = frozenset("]PX^_")  # after ESC: OSC, DCS, SOS, PM, APC
 _C1_STRING_OPENERS = frozenset("\x9d\x90\x98\x9e\x9f")
+
+
+_NOT_ALWAYS_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f" + "".join(_BIDI) + "]")
 
 
 class _State(Enum):
@@ -31,6 +35,8 @@ class DisplayFilter:
 
     def push(self, text: str) -> str:
         """Filter the next chunk of the stream; returns the part that may be shown."""
+        if self._state is _State.TEXT and not _NOT_ALWAYS_SHOWN.search(text):
+            return text
         return "".join(char for char in text if self._shows(char))
 
     def _shows(self, char: str) -> bool:

@@ -27,6 +27,7 @@ from sirchat.models.compiled_step import CompiledStep, program_name
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import compiled_dir
+from warm_python import warm_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -206,7 +207,7 @@ def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session(
 
 def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
     environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "sirchat", "ask", "Hello", "--compile", "on"]
+    command = [*warm_python(), "-m", "sirchat", "ask", "Hello", "--compile", "on"]
     asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
     folder = tmp_path / "state" / "compiled"
     end = time.monotonic() + 60

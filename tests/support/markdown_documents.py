@@ -59,7 +59,7 @@ def pieces(text: str, seed: int, longest: int = 24) -> list[str]:
 def _document(draw: random.Random, *, prose: bool) -> str:
     weights = [_WEIGHTS[kind] * (3 if kind == "paragraph" and prose else 1) for kind in KINDS]
     text = ""
-    for make in draw.choices(list(KINDS.values()), weights, k=draw.randint(1, 4)):
+    for make in draw.choices(list(KINDS.values()), weights, k=draw.randint(1, 3)):
         text += make(draw) + draw.choice(["\n\n", "\n\n", "\n\n", "\n", "\n\n\n"])
     if draw.random() < 0.2:
         text += draw.choice(
@@ -106,7 +106,7 @@ def _phrase(draw: random.Random, marked: float = 0.06) -> str:
 
 
 def _paragraph(draw: random.Random) -> str:
-    phrases = [_phrase(draw) for _ in range(draw.randint(2, 9))]
+    phrases = [_phrase(draw) for _ in range(draw.randint(2, 6))]
     return "".join(p + draw.choice([" ", ", ", ". ", ". ", "\n"]) for p in phrases).strip()
 
 

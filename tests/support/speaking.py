@@ -15,7 +15,7 @@ from sirchat.cli import main
 from sirchat.engine.sampling import Sampler
 from sirchat.paths import tiny_dir
 
-SECONDS = 0.004
+SECONDS = 0.002
 """Pause before each token, so that a reply is seen in many states."""
 
 
