@@ -185,12 +185,19 @@ def facts_in_dialogue(
         str, typer.Option(help="Tokens of a conversation.", metavar="N,M,...")
     ] = "1000",
     facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
+    reply_tokens: Annotated[
+        int, typer.Option(help="Longest reply in tokens; 0 generates no replies.", min=0)
+    ] = 32,
 ) -> "Study":
-    """Tell facts amid real talk, ask for each: right choices among four, nats, tokens held."""
+    """Tell facts amid real talk, ask for each: right choices among four, replies, nats, tokens."""
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
     return FactsInDialogue(
-        **compared, data=data, lengths=whole_numbers("lengths", lengths), facts=facts
+        **compared,
+        data=data,
+        lengths=whole_numbers("lengths", lengths),
+        facts=facts,
+        reply_tokens=reply_tokens,
     )
 
 

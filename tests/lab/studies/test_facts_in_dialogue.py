@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
+from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     Dialogue,
     FactDialogue,
+    ToldFact,
     draw_dialogue,
     load_dialogues,
     untokenized,
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
-from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, asked, spans
-from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, asked, says, spans
+from sirchat.lab.studies.reading import open_engine, read, read_ids, switch, whole_round
+from sirchat.lab.studies.results_log import Record
 from sirchat.models.model import load_model
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
@@ -192,21 +195,26 @@ def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
 
 @pytest.mark.slow
 def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> None:
+    """Of the tokens whose text overlaps the value's, counted after the question was read."""
     model = load_model("tiny")
-    study = FactsInDialogue(
-        (Profile(policy="entropy", budget=128),), limit=10, data=str(talk), lengths=(600,)
-    )
-    session = Session(model, study.settings[0])
-    template, texts = Template(model.tokenizer), TokenTexts(model.tokenizer)
+    setting = Profile(policy="entropy", budget=128, temperature=0)
+    study = FactsInDialogue((setting,), limit=10, data=str(talk), lengths=(600,), reply_tokens=0)
+    session = Session(model, setting)
     for unit in study.units():
-        one = study.dialogue(template, 600, int(unit.split()[1]))
+        session.reset()
+        one = study.dialogue(session.template, 600, int(unit.split()[1]))
         found = study.run_unit(session, unit, study.cells()[0])
-        engine = _read(session, one, template)
-        stream = engine.ledger.column("token_id").tolist()
-        pieces = texts(stream, range(len(stream)))
+        own = Session(model, setting)
+        for round in one.rounds:
+            read(own, *round)
+        pieces = [row.text for row in own.tokens(range(own.seen))]
         text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
-        held = set(engine.ledger.held_positions.tolist())
+        assert found["tokens"] == own.seen
         for fact, answer in zip(one.facts, found["answers"], strict=True):
+            for _ in own.read_user(fact.question):
+                pass
+            held = {row.position for row in own.snapshot().rows}
+            own.undo()
             begin = text.index(fact.told) + fact.told.index(fact.value)
             overlap = [
                 at
@@ -214,31 +222,50 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
                 if ends[at] > begin and ends[at] - len(piece) < begin + len(fact.value)
             ]
             assert answer["held"] == pytest.approx(np.mean([at in held for at in overlap]))
-        assert found["tokens"] == len(stream)
+            assert answer["said"] is None
 
 
-def _read(session: Session, one: FactDialogue, template: Template) -> Engine:
-    engine = open_engine(session.model, session.profile)
-    for number, (user, reply) in enumerate(one.rounds, 1):
-        whole = whole_round(template, user, reply, first=number == 1)
-        read_ids(engine, whole.ids, number, roles=whole.roles)
-        engine.close_round()
-    return engine
-
-
-def test_a_question_leaves_no_trace(talk: Path) -> None:
+@pytest.mark.slow
+def test_a_question_is_asked_as_in_a_chat_with_recall_and_leaves_no_trace(talk: Path) -> None:
     model = load_model("tiny")
-    template = Template(model.tokenizer)
-    study = FactsInDialogue((Profile(),), limit=5, data=str(talk), lengths=(400,))
-    one = study.dialogue(template, 400, 0)
-    session = Session(model, Profile(policy="entropy", budget=96))
-    engine = _read(session, one, template)
-    before = engine.ledger.held_positions.tolist()
-    first = asked(engine, template, one.facts[0], 99)
-    for fact in one.facts[1:]:
-        asked(engine, template, fact, 99)
-    assert engine.ledger.held_positions.tolist() == before
-    assert asked(engine, template, one.facts[0], 99) == first
+    setting = Profile(policy="entropy", budget=96, recall="bm25", recall_n=40)
+    study = FactsInDialogue((setting,), limit=5, data=str(talk), lengths=(400,), reply_tokens=8)
+    session = Session(model, study.settings[0])
+    one = study.dialogue(session.template, 400, 0)
+    for round in one.rounds:
+        read(session, *round)
+    switch(session, temperature=0.0, max_new_tokens=8)
+    none = np.zeros(0, np.int64)
+
+    def ask(fact: ToldFact) -> Record:
+        return asked(session, fact, none, none, generate=True)
+
+    before = session.save().held.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mean of no tokens
+        found = [ask(fact) for fact in one.facts]
+        assert [ask(fact)["nats"] for fact in one.facts] == [one["nats"] for one in found]
+    assert session.save().held.tolist() == before
+    for fact, answer in zip(one.facts, found, strict=True):
+        replies = [event for event in session.ask(fact.question) if isinstance(event, TurnDone)]
+        assert answer["restored"] == replies[0].recalled > 0
+        assert answer["said"] is (fact.value.lower() in replies[1].text.lower())
+        session.undo()
+
+
+@pytest.mark.parametrize(
+    ("reply", "value", "is_said"),
+    [
+        ("It is Rex.", "rex", True),
+        ("rex", "Rex", True),
+        ("Rexford", "Rex", False),
+        ("room 17", "7", False),
+        ("at 7:30, I think", "7:30", True),
+        ("", "Rex", False),
+    ],
+)
+def test_a_value_is_said_in_whole_words(reply: str, value: str, is_said: bool) -> None:
+    assert says(reply, value) is is_said
 
 
 def test_the_value_lies_within_the_statement(talk: Path) -> None:
@@ -250,21 +277,22 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
         for fact in one.facts:
             user, reply = one.rounds[fact.round]
             turn = whole_round(template, user, reply, first=fact.round == 0)
-            told, value = spans(texts, turn, fact)
-            assert set(value) <= set(told)
-            pieces = texts(turn.ids, range(len(turn.ids)))
-            assert fact.value in "".join(pieces[at] for at in value)
+            ids = turn.ids[slice(*turn.content)]
+            told, value = spans(texts, ids, fact)
+            assert told.start <= value.start < value.stop <= told.stop
+            assert fact.value in "".join(texts(ids, range(len(ids)))[value])
 
 
 @pytest.mark.slow
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
-    study = FactsInDialogue(settings, limit=10, data=str(talk), lengths=(300, 400))
+    few = {"limit": 4, "facts": 2, "reply_tokens": 2}
+    study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)  # type: ignore[arg-type]
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}
     assert found == {key: work(key) for key in keys}
     report = study.report(found)
-    assert [table.name for table in report.tables] == ["300 tokens", "400 tokens"]
+    assert [table.name for table in report.tables] == ["200 tokens", "250 tokens"]
     for table in report.tables:
         rows = {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
         assert rows["entropy 96"]["less entropy"] is None
@@ -281,4 +309,5 @@ def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
         less = rows["sink 96"]["less entropy"]
         assert getattr(less, "value", None) == pytest.approx(np.mean(right[1]) - np.mean(right[0]))
         assert getattr(rows["full"]["value held"], "value", None) == 1
+        assert getattr(rows["full"]["said"], "value", None) is not None
     assert report.header[0] == "seed 0"

@@ -1,14 +1,16 @@
 """Facts told amid real dialogue, and asked for later: what a policy keeps of what people say.
 
-At the end of a conversation each of its facts is asked for, and each question is undone. A fact is
-scored in three ways: whether the right reply is the likeliest of four; the surprisal of the right
-reply, in nats, compared with closed-book (asked without the conversation) and with `full`; and how
-many of the tokens that tell the fact are still held.
+A session reads the conversation turn by turn, as a chat does, with recall if the setting has it. At
+the end it is asked for each fact, and each question is undone. A fact is scored in four ways:
+whether the right reply is the likeliest of four; whether the greedy reply says the value; the
+surprisal of the right reply, in nats, compared with closed-book (asked without the conversation)
+and with `full`; and how many of the tokens that tell the fact are held or restored for the reply.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +20,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     Dialogue,
@@ -30,19 +32,14 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     load_dialogues,
 )
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
-from sirchat.lab.studies.reading import (
-    followed_by_reply,
-    open_engine,
-    read_ids,
-    read_system,
-    whole_round,
-)
+from sirchat.lab.studies.reading import read, switch, whole_round
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.study import Cell, Findings, Grid, data_name
-from sirchat.models.model import LoadedModel
+from sirchat.memory.ledger import Role
+from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
-from sirchat.text.template import Template, TurnIds
+from sirchat.text.template import Template
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,13 @@ class FactsInDialogue(Grid):
         data: the file of real talk.
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
+        reply_tokens: largest number of tokens of a reply; 0 for no replies.
     """
 
     data: str = ""
     lengths: tuple[int, ...] = (1000,)
     facts: int = 5
+    reply_tokens: int = 32
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
 
@@ -86,31 +85,29 @@ class FactsInDialogue(Grid):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read a conversation, and ask for each of its facts."""
         length, number = map(int, unit.split())
-        model = session.model
-        template = Template(model.tokenizer, model.anchors)
-        talk = self.dialogue(template, length, number)
-        engine = open_engine(model, cell.setting)
-        told = _read(engine, template, talk, cell.setting)
-        held = np.isin(np.arange(engine.ledger.seen), engine.ledger.held_positions)
-        texts = TokenTexts(model.tokenizer)
-        answers = []
-        for fact in talk.facts:
-            round = told[fact.round]
-            statement, value = spans(texts, round.ids, fact)
+        switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
+        talk = self.dialogue(session.template, length, number)
+        for user, reply in talk.rounds:
+            read(session, user, reply)
+        rows, tokens = session.save().rows, session.seen
+        first = session.conversation.roles.index("user")
+        said = [
+            np.flatnonzero((rows["turn"] == first + 2 * fact.round) & (rows["role"] == Role.USER))
+            for fact in talk.facts
+        ]
+        texts, answers = TokenTexts(session.model.tokenizer), []
+        for fact, at in zip(talk.facts, said, strict=True):
+            statement, value = spans(texts, rows["token_id"][at].tolist(), fact)
             answers.append(
-                asked(engine, template, fact, len(talk.rounds) + 1)
-                | {
-                    "held": float(np.mean(held[round.start + np.array(value)])),
-                    "told": float(np.mean(held[round.start + np.array(statement)])),
-                    "closed": self._closed_book(model, template, cell.setting, fact),
-                }
+                asked(session, fact, at[statement], at[value], generate=self.reply_tokens > 0)
+                | {"closed": self._closed_book(session, fact)}
             )
         return {
             "length": length,
             "answers": answers,
-            "tokens": engine.ledger.seen,
-            "system": told[0].start + told[0].ids.content[0],
-            "nats": float(np.nanmean(engine.ledger.column("surprisal"))),
+            "tokens": tokens,
+            "system": int(np.flatnonzero(rows["role"] == Role.USER)[0]),
+            "nats": float(np.nanmean(rows["surprisal"])),
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
@@ -148,76 +145,74 @@ class FactsInDialogue(Grid):
         """Results of `_closed_book` by question, reply and system prompt, for all policies."""
         return {}
 
-    def _closed_book(
-        self, model: LoadedModel, template: Template, setting: Profile, fact: ToldFact
-    ) -> float:
+    def _closed_book(self, session: Session, fact: ToldFact) -> float:
         """Surprisal of the right reply, in nats, when the conversation has not been read."""
-        key = f"{fact.question}/{fact.replies[fact.right]}", setting.system
+        profile, right = session.profile, fact.replies[fact.right]
+        key = f"{fact.question}/{right}", profile.system
         if key not in self._closed:
-            full = setting.model_copy(update={"policy": "full", "policy_options": {}})
-            engine = open_engine(model, full)
-            turn = read_system(engine, template, fact.question, setting)
-            read_ids(engine, turn.ids, 1, roles=turn.roles)
-            reply = template.assistant(fact.replies[fact.right]).ids
-            self._closed[key] = -sum(
-                engine.reader.score_continuations([reply])[0].log_probabilities
-            )
+            full = profile.model_copy(update={"policy": "full", "policy_options": {}})
+            alone = Session(session.model, full)
+            for _ in alone.read_user(fact.question):
+                pass
+            (scored,) = alone.score_continuations([right])
+            self._closed[key] = -math.fsum(scored.log_probabilities)
         return self._closed[key]
 
 
-@dataclass(frozen=True)
-class _ReadRound:
-    """A round that was read: its ids, and the stream position of the first id."""
-
-    ids: TurnIds
-    start: int
-
-
-def _read(
-    engine: Engine, template: Template, talk: FactDialogue, setting: Profile
-) -> list[_ReadRound]:
-    """Read the system prompt, then all rounds, each in one piece."""
-    found = []
-    for number, (user, reply) in enumerate(talk.rounds, 1):
-        first = number == 1
-        turn = read_system(engine, template, user, setting) if first else template.user(user)
-        whole = followed_by_reply(template, turn, reply)
-        found.append(_ReadRound(whole, engine.ledger.seen))
-        read_ids(engine, whole.ids, number, roles=whole.roles)
-        engine.close_round()
-    return found
-
-
-def spans(texts: TokenTexts, turn: TurnIds, fact: ToldFact) -> tuple[range, range]:
-    """The indices, in a round, of the tokens that tell a fact, and of the tokens of its value."""
-    start, end = turn.content
-    indices = range(start, end)
-    pieces = texts(turn.ids[start:end], indices)
+def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
+    """Where, among the `ids` of a user turn's text, the tokens of a told fact and its value are."""
+    pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
     value = told + fact.told.index(fact.value)
     return (
-        indices[tokens_spelling(ends, told, told + len(fact.told))],
-        indices[tokens_spelling(ends, value, value + len(fact.value))],
+        tokens_spelling(ends, told, told + len(fact.told)),
+        tokens_spelling(ends, value, value + len(fact.value)),
     )
 
 
-def asked(engine: Engine, template: Template, fact: ToldFact, number: int) -> Record:
-    """Ask for a fact, then undo; returns the right reply's nats and whether it is the likeliest."""
-    checkpoint = engine.checkpoint()
-    turn = template.user(fact.question)
-    read_ids(engine, turn.ids, number, roles=turn.roles)
-    scores = engine.reader.score_continuations(
-        [template.assistant(one).ids for one in fact.replies]
-    )
-    nats = [-math.fsum(one.log_probabilities) for one in scores]
-    engine.undo(checkpoint)
-    return {
-        "kind": fact.kind,
-        "corrected": fact.corrected,
-        "right": nats.index(min(nats)) == fact.right,
-        "nats": nats[fact.right],
-    }
+def asked(
+    session: Session, fact: ToldFact, statement: Positions, value: Positions, *, generate: bool
+) -> Record:
+    """Ask for a fact, score the answer, and undo the turn.
+
+    `statement` and `value` are the stream positions of the tokens that tell the fact.
+
+    Returns a record:
+        kind, corrected: as in the fact.
+        right: whether the right reply is the likeliest of the fact's replies.
+        nats: surprisal of the right reply.
+        told, held: shares of the statement and of the value that are held when the reply begins,
+            restored tokens included.
+        said: whether the greedy reply contains the value; None without a reply.
+        restored: number of tokens that are held because they were restored.
+    """
+    found: Record = {"kind": fact.kind, "corrected": fact.corrected, "said": None}
+    for event in session.ask(fact.question):
+        if isinstance(event, TurnDone) and event.role == "user":
+            nats = [
+                -math.fsum(one.log_probabilities)
+                for one in session.score_continuations(fact.replies)
+            ]
+            held = session.save().held
+            found |= {
+                "right": nats.index(min(nats)) == fact.right,
+                "nats": nats[fact.right],
+                "told": float(np.isin(statement, held).mean()),
+                "held": float(np.isin(value, held).mean()),
+                "restored": len(session.recalled),
+            }
+            if not generate:
+                break
+        elif isinstance(event, TurnDone):
+            found["said"] = says(event.text, fact.value)
+    session.undo()
+    return found
+
+
+def says(reply: str, value: str) -> bool:
+    """Whether a reply contains a value as whole words, in upper or lower case."""
+    return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
 
 REFERENCE = "entropy"
@@ -227,6 +222,7 @@ _COLUMNS = (
     "setting",
     "right of four",
     "less {reference}",
+    "said",
     "value held",
     "statement held",
     "nats gained",
@@ -259,11 +255,13 @@ def _table(findings: Sequence[Findings], settings: Sequence[Profile], length: in
         if full is not None and full is not one:
             below = paired_interval(nats, _repeated(full, one, length, "nats"))
         of_length = [record for record in one.records if record["length"] == length]
+        said = [answer["said"] for record in of_length for answer in record["answers"]]
         rows.append(
             (
                 one.name,
                 clustered_mean(right),
                 compared,
+                None if None in said else clustered_mean(_values(one, length, "said")),
                 clustered_mean(_values(one, length, "held")),
                 clustered_mean(_values(one, length, "told")),
                 paired_interval(_values(one, length, "closed"), nats),
