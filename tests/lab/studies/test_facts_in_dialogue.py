@@ -287,7 +287,7 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
     few = {"limit": 4, "facts": 2, "reply_tokens": 2}
-    study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)  # type: ignore[arg-type]
+    study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}
     assert found == {key: work(key) for key in keys}
