@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -111,55 +112,65 @@ class WordIndex:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self._lengths: list[int] = []  # of each text, in terms
-        self._counts: dict[str, dict[int, int]] = {}  # of each term, by index of the text
+        self._lengths = array("d")  # of each text, in terms
+        self._found: dict[str, _Postings] = {}
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
         """Scores [n] of the turns: how well each text and its two neighbours match `wanted`.
 
         `wanted` is the query; `texts` also give a term's rarity. Without a match, the score is 0.
         """
-        self._update(list(texts))
-        terms = [term for term in terms_of(wanted) if term in self._counts]
+        self._update(texts)
+        counts = Counter(term for term in terms_of(wanted) if term in self._found)
         scores = np.zeros(len(self._texts), np.float32)
-        if not terms:
+        if not counts:
             return scores.astype(np.float64)
-        lengths = _with_neighbours(np.array(self._lengths, np.float64))
+        lengths = _with_neighbours(np.array(self._lengths))
         norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
-        of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
-        for term in terms:
-            scores += of_term[term]
+        of_term = {term: self._scores_of(term, norms) for term in counts}
+        for term in terms_of(wanted):
+            if term in of_term:
+                scores += of_term[term]
         return scores.astype(np.float64)
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> NDArray[np.float32]:
         """What one term adds to the score of each turn, [n]; `norms` [n] correct for lengths."""
-        found = self._counts[term]
+        found = self._found[term]
         counts = np.zeros(len(norms), np.float32)
-        counts[list(found)] = list(found.values())
+        counts[np.array(found.turns)] = np.array(found.counts)
         counts = _with_neighbours(counts)
         having = int(np.count_nonzero(counts))
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
-    def _update(self, texts: list[str]) -> None:
+    def _update(self, texts: Sequence[str]) -> None:
         """Remove texts that changed or no longer exist from the index, then add the new texts."""
-        same = 0
-        for one, other in zip(self._texts, texts, strict=False):
-            if one != other:
-                break
-            same += 1
-        for at in reversed(range(same, len(self._texts))):
-            for term in set(terms_of(self._texts[at])):
-                del self._counts[term][at]
-                if not self._counts[term]:
-                    del self._counts[term]
-        del self._lengths[same:]
+        known, same = self._texts, min(len(self._texts), len(texts))
+        if known[:same] != texts[:same]:
+            same = next(at for at in range(same) if known[at] != texts[at])
+        for text in reversed(known[same:]):
+            for term in set(terms_of(text)):
+                found = self._found[term]
+                found.turns.pop()
+                found.counts.pop()
+                if not found.turns:
+                    del self._found[term]
+        del known[same:], self._lengths[same:]
         for at, text in enumerate(texts[same:], same):
             terms = terms_of(text)
+            known.append(text)
             self._lengths.append(len(terms))
             for term, count in Counter(terms).items():
-                self._counts.setdefault(term, {})[at] = count
-        self._texts = texts
+                found = self._found.setdefault(term, _Postings(array("i"), array("f")))
+                found.turns.append(at)
+                found.counts.append(count)
+
+
+class _Postings(NamedTuple):
+    """The turns [k] that have a term, ascending, and how often each has it."""
+
+    turns: array[int]
+    counts: array[float]
 
 
 def _with_neighbours(numbers: NDArray[_Number]) -> NDArray[_Number]:

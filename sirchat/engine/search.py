@@ -8,6 +8,7 @@ nothing is read to search.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.memory.cache import LayerRotation
-from sirchat.memory.ledger import Role, State
+from sirchat.memory.ledger import Flag, Role, State
 from sirchat.memory.ranking import ArchiveSearch, wants_index
 from sirchat.memory.recall import retriever
+from sirchat.memory.recall.base import WordRetriever
 from sirchat.memory.retrieval import LayerQueries, Query, RecallSettings
 from sirchat.memory.segments import Positions
 from sirchat.models.attention_hook import QueryRecorder, observed_by
@@ -53,11 +55,17 @@ def search(
         LookupError: the model's queries can't be compared with its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    longest = engine.budget - engine.contents.budget.reserve
-    fits = engine.resident - engine.contents.recalled + len(ids) <= longest
-    if recall is None or not engine.contents.budget.reserve or (fits and not engine.store.archived):
+    if recall is None or not engine.contents.budget.reserve:
         return None
     needs = retriever(recall.retriever)
+    if isinstance(needs, WordRetriever):
+        if words is None:
+            raise ValueError("this retriever needs the turns' scores by words")
+        return _best_turns(engine, needs.score_words(words))
+    longest = engine.budget - engine.contents.budget.reserve
+    fits = engine.resident - engine.contents.recalled + len(ids) <= longest
+    if fits and not engine.store.archived:
+        return None
     if not needs.needs_turn or recall.query == "recent":
         of_query = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score(engine, recall, _query(engine, of_query, start, words), model.rotations)
@@ -73,6 +81,35 @@ def search(
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, found) if recall.scope == "layer" else found
+
+
+def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | None:
+    """The archived rows of the turns of highest `scores` [turns], as many as fit the reserve.
+
+    Newer turns win ties. Looks only at the rows of these turns, so that its time does not grow with
+    the archive. Tokens of the chat template carry no content, and are left out.
+    """
+    ledger, found, count = engine.ledger, list[tuple[Positions, float]](), 0
+    turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
+    for turn in (len(scores) - 1 - np.argsort(-scores[::-1], kind="stable")).tolist():
+        start, end = bisect_left(turns, turn), bisect_left(turns, turn + 1)
+        rows = start + np.flatnonzero(
+            (ledger.column("state")[start:end] == State.ARCHIVED)
+            & (ledger.column("role")[start:end] != Role.TEMPLATE)
+            & (ledger.column("flags")[start:end] & Flag.EXCLUDED == 0)
+        )
+        rows = rows[engine.store.archive.has(rows)]
+        if len(rows):
+            found.append((rows, float(scores[turn])))
+            count += len(rows)
+        if count >= engine.contents.budget.reserve:
+            break
+    if not found:
+        return None
+    positions = np.concatenate([rows for rows, _ in found])
+    order = np.argsort(positions)
+    by_row = np.repeat([score for _, score in found], [len(rows) for rows, _ in found])
+    return SearchResult(positions[order], torch.from_numpy(by_row[order]))
 
 
 def _score(

@@ -81,7 +81,7 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     one.erase("Quixbert")
     words = one._recall._words
     assert not words._texts
-    assert not words._counts
+    assert not words._found
     came = ask(one, "Quixbert")
     assert "bert" not in came
     assert set(one.recalled.values()) == {0.0}

@@ -124,6 +124,19 @@ class TurnRetriever(Retriever):
         """A score for each turn of the conversation."""
 
 
+class WordRetriever(TurnRetriever):
+    """A retriever that scores turns by words alone: nothing is read to search."""
+
+    needs_turn = False
+
+    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
+        return self.score_words(candidates.words)
+
+    @abstractmethod
+    def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A score [n] for each turn, from the scores [n] by the words shared with the new turn."""
+
+
 _SHORTEST = 1e-12  # so that a zero vector stays a zero vector
 
 NEIGHBOUR = 0.5
