@@ -116,9 +116,9 @@ class WordIndex:
         self._found: dict[str, _Postings] = {}
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """Scores [n] of the turns: how well each text and its two neighbours match `wanted`.
+        """A score [n] for each text: how well it and its two neighbours match the query `wanted`.
 
-        `wanted` is the query; `texts` also give a term's rarity. Without a match, the score is 0.
+        A term's rarity is counted over `texts`. Without a match, the score is 0.
         """
         self._update(texts)
         counts = Counter(term for term in terms_of(wanted) if term in self._found)

@@ -101,8 +101,8 @@ class Profile(BaseModel):
     budget: int = Field(
         default=1024,
         le=_MANY,
-        description="Most tokens in the cache at a time, sinks included. If nothing is set, a "
-        "chat takes half of the model's context length, from 1,024 to 4,096.",
+        description="Maximum number of tokens in the cache, sinks included. If not set, a chat "
+        "takes half of the model's context length, but at least 1,024 and at most 4,096.",
     )
     sinks: int = Field(
         default=4,
@@ -188,7 +188,7 @@ class Profile(BaseModel):
         "none.",
     )
     archive_limit: str = Field(
-        default="1GiB", description="Most memory or disk space for the archive, such as 512MiB."
+        default="1GiB", description="Maximum memory or disk space for the archive, such as 512MiB."
     )
     recall: str = Field(
         default="off",
@@ -241,9 +241,9 @@ class Profile(BaseModel):
     )
     evict: Literal["when-full", "before-turn", "between-turns"] = Field(
         default="when-full",
-        description="When to evict. when-full: when the cache is full; before-turn: before a "
-        "user turn, so that turn and reply fit; between-turns: before a user turn, "
-        "down to the budget, though turn and reply may then exceed it (as in SirLLM).",
+        description="When to evict. when-full: whenever the cache is full; before-turn: before a "
+        "user turn, so much that the turn and its reply fit; between-turns: before a user turn, "
+        "down to the budget, which the turn and its reply may then exceed (as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(
         default="cache",

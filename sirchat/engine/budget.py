@@ -25,7 +25,7 @@ _LEAST = 8
 """Fewest rows that sinks and pins must leave to the policy."""
 
 _AT_ONCE = 1024
-"""Most ids that are read in one pass of several chunks; Ctrl-C is handled between passes."""
+"""Maximum number of ids read in one pass of several chunks; Ctrl-C is handled between passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Most rows held: the setting, or the context length if the policy never evicts."""
+        """Maximum number of rows held: `budget`, or the context length if nothing is evicted."""
         return self.context_length if self.unbounded else self.settings.budget
 
     @property
@@ -57,7 +57,7 @@ class Budget:
 
     @property
     def hard_bound(self) -> int:
-        """Most rows held at any time, also within a turn: the budget, or the context length."""
+        """Maximum number of rows held at any time, even within a turn: budget or context length."""
         return max(self.total, self.context_length) if self.only_between_turns else self.total
 
     @property
@@ -71,12 +71,12 @@ class Budget:
 
     @property
     def policy_budget(self) -> int:
-        """Most rows held outside the reserve."""
+        """Maximum number of rows held outside the reserve."""
         return self.total - self.reserve
 
     @property
     def policy_bound(self) -> int:
-        """Most rows held outside the reserve at any time, also within a turn."""
+        """Maximum number of rows held outside the reserve at any time, also within a turn."""
         return self.hard_bound - self.reserve
 
     @property
@@ -102,11 +102,11 @@ class Budget:
 
     @property
     def chunk_size(self) -> int:
-        """Most ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
+        """Number of ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
     def max_prefill(self, pinned: bool) -> int:
-        """Most ids that are read in one pass: as many chunks as there is room for, at least one.
+        """Maximum number of ids read in one pass: as many chunks as fit, but at least one.
 
         This number does not change what is evicted. Pinned ids are read one chunk at a time,
         because they change the size of the next chunk.
@@ -118,7 +118,7 @@ class Budget:
         return size * max(1, free // size)
 
     def most_protected(self, at: Positions | None = None) -> int:
-        """Most rows of the current round that are protected: half of the room for new tokens.
+        """Maximum number of protected rows in the current round: half of the room for new tokens.
 
         That room is `evictable`, or less by the policy's `newest_room`. `at` as in `evictable`.
         """

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def budget(self) -> int:
-        """Most rows held: the setting, or the context length if the policy never evicts."""
+        """Maximum number of rows held: `budget`, or the context length if nothing is evicted."""
         return self.contents.budget.total
 
     @property

@@ -22,7 +22,7 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Most bytes of logits, or of a counted layer's attention weights, in one pass (float32)."""
+"""Maximum bytes of logits, or of a counted layer's attention weights, in one pass (float32)."""
 
 
 class CausalModel(AttendingModel, Protocol):
@@ -134,7 +134,7 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Discard the ids of `look_ahead`; returns how many were read; None if it had no ids."""
+        """Discard the ids of `look_ahead`; returns how many of them were read; None without ids."""
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.used
 

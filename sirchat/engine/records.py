@@ -24,10 +24,10 @@ class CacheSettings:
 
     Attributes:
         policy: chooses the rows that stay.
-        budget: most rows held.
+        budget: maximum number of rows held.
         sinks: number of first tokens of the stream that always stay.
         decay: factor on surprisal and attention when a round closes; None for the automatic decay.
-        archive: most bytes that the archive may take; 0 for no archive.
+        archive: maximum number of bytes that the archive may take; 0 for no archive.
         folder: folder for full segments of the archive; None for RAM.
         protect: whether the newest E/2 rows of the current round are protected from eviction; the
             policy decides about E rows (see `engine.budget`).
@@ -88,7 +88,7 @@ class EvictedRows:
 
 @dataclass(frozen=True)
 class RestoredRows:
-    """Archived rows at these stream positions are held again; counts as in `EvictedRows`."""
+    """Archived rows at these stream positions are held again; other fields as in `EvictedRows`."""
 
     positions: Positions
     resident: int

@@ -23,7 +23,7 @@ class Archive:
     """Archived rows by stream position.
 
     Args:
-        limit: most bytes to keep, applied by `shrink`; None for no limit.
+        limit: maximum number of bytes to keep, applied by `shrink`; None for no limit.
         folder: where full segments are written, or None to keep them in RAM.
 
     Attributes:

@@ -25,7 +25,7 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows
 
 LONGEST_WORD = 8
-"""Most tokens of one word; a longer run, as in scripts without blanks, is several words."""
+"""Maximum number of tokens in a word; a longer run, as in scripts without blanks, is several."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:

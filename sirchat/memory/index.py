@@ -161,7 +161,7 @@ def _nats(rows: Rows, surprisal_of: SurprisalOf) -> Tensor:
 
 
 DIMS = 256
-"""Most numbers that the index stores for one row, over all vectors of the row."""
+"""Maximum number of numbers that the index stores for one row, over all vectors of the row."""
 
 _MIN_DIMS, _STEP = 16, 8  # of one vector; faiss is fast at multiples of 8
 _MAX_RAW_DIMS = 4096  # of the chosen heads' keys and values before projection

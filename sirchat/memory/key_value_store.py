@@ -26,7 +26,7 @@ from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
 UNDO_BYTES = 256 * 2**20
-"""Most bytes of evicted rows kept for undo while the archive is off; with more, no undo."""
+"""Maximum bytes of evicted rows kept for undo while the archive is off; with more, no undo."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class KeyValueStore:
     Args:
         cache: an empty cache.
         ledger: an empty ledger.
-        limit: most bytes of the archive; 0 turns it off.
+        limit: maximum number of bytes of the archive; 0 turns it off.
         folder: where full segments of the archive are written, or None to keep them in RAM.
     """
 

@@ -135,7 +135,7 @@ class _Exported(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Tensor:
-        """Compute logits [V]; the length n of `held` is the number of rows in the cache."""
+        """Compute logits [V]; of `held` only the length is used, the number of rows held."""
         count = held.shape[0]
 
         def update(at: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

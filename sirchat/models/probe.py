@@ -71,7 +71,7 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     if tokens > known:
         raise ModelError(
             f"the tokenizer of {name!r} has {tokens:,} tokens; the model has {known:,}",
-            hint="they belong to different models",
+            hint="use the tokenizer files that came with this model",
         )
 
 
@@ -185,6 +185,6 @@ def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Te
         ]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            f"{name} ({config.model_type}) has no keys and values per token: "
+            f"{name} ({config.model_type}) cannot be used; a test of its KV cache failed: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error

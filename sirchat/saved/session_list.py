@@ -99,9 +99,9 @@ def find_session(folder: Path, ident: str) -> Path:
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open the session that `find_session` finds; `last` skips damaged sessions.
+    """Open the session that `find_session` finds; if `ident` is "last", skip damaged sessions.
 
-    The second value has an error for each skipped session newer than the opened one. Raises
+    Also returns an error for each skipped session that is newer than the opened one. Raises
     SessionError like `find_session` and `SessionStore.open`.
     """
     if ident != "last":

@@ -192,7 +192,7 @@ class _Concatenations(NodeTransformer):
     """Replaces each `a ~ b` by a call of `concatenated`, which counts the size of the result."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """The call that replaces one `a ~ b`; jinja calls this method for each of them."""
+        """The syntax node that replaces one `a ~ b`: a call of `concatenated`."""
         self.generic_visit(node)
         counted = nodes.EnvironmentAttribute("concatenated")
         return nodes.Call(counted, node.nodes, [], None, None, lineno=node.lineno)

@@ -30,7 +30,7 @@ _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24
-"""Most cells of a word that is moved to the next line unbroken; longer words are broken."""
+"""Maximum cells of a word that moves to the next line unbroken; longer words are broken."""
 
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 

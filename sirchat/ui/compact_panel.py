@@ -34,7 +34,7 @@ _ROWS = 3
 """Rows of held text."""
 
 _BYTES_A_COLUMN = 12
-"""Most bytes of held text per frame and column of the screen, colours included."""
+"""Maximum number of bytes of held text per frame and column of the screen, colours included."""
 
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NOTHING: Final = "·"
@@ -189,7 +189,7 @@ class _Word(NamedTuple):
 
 
 def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """Rows with the held words of highest score, as many as fit, and who said them."""
+    """Lines with the held words of the highest scores, as many as fit, and who said them."""
     slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
     words = [
         _Word(

@@ -224,7 +224,7 @@ def _text_of(session: Session, target: str) -> str:
 
 
 _SECONDS = 3.0
-"""Most seconds to wait until a tool ends; after that, it counts as failed."""
+"""Maximum number of seconds to wait until a tool ends; after that, it counts as failed."""
 
 
 class _Tool(NamedTuple):

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from sirchat.ui.markdown_reply import MarkdownReply
 
 _WORDS = 3
-"""Most evicted words of the user that the status line names."""
+"""Maximum number of evicted words of the user that the status line names."""
 
 _LATEST = 100
 """Number of the latest evicted tokens among which a frame looks for evicted words."""
 
 _REGION_ROWS = 10
-"""Most rows of the live region."""
+"""Maximum number of rows of the live region."""
 
 
 class LiveView:

@@ -196,7 +196,7 @@ FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30
 """Least time between two frames where no panel is drawn, only text."""
 BYTES_PER_SECOND = 12_000
-"""Most bytes of frames per second, besides the reply's own text."""
+"""Maximum number of bytes of frames per second, besides the reply's own text."""
 TIME_SHARE = 1 / 50
 """Largest share of the time spent drawing."""
 

@@ -253,7 +253,7 @@ def perplexity(
         str | None, typer.Option(help="Text file; default: generated talk.", metavar="FILE")
     ] = None,
     readings: Annotated[
-        int, typer.Option(help="How often to read it, each time from a later start.", min=1)
+        int, typer.Option(help="Number of times to read it, each time from a later start.", min=1)
     ] = 1,
 ) -> "Study":
     """Read a long text: the surprisal per token, in nats, as the text goes on."""
@@ -276,7 +276,7 @@ def locomo(
         str, typer.Option(help="Conversations, counted from 0; default: all.", metavar="N,M,...")
     ] = "",
     reply_tokens: Annotated[
-        int, typer.Option(help="Most tokens of a reply; 0 for no replies and no F1.", min=0)
+        int, typer.Option(help="Longest reply in tokens; 0 for no replies and no F1.", min=0)
     ] = 24,
     retrievers: Annotated[
         str,

@@ -36,7 +36,7 @@ Sweep = Annotated[
 Repeats = Annotated[
     int,
     typer.Option(
-        help="How often a policy that chooses at random is run, each time with another seed.", min=1
+        help="Number of runs of a policy that chooses at random, each with another seed.", min=1
     ),
 ]
 Out = Annotated[

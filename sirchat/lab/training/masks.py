@@ -81,7 +81,7 @@ def _mask_function(
 
 
 def sequences(is_anchor: Tensor) -> Tensor:
-    """The number of each token's sequence, int [B, T]; an anchor ends the sequence it is in."""
+    """Index, int [B, T], of the sequence that each token is in; an anchor ends a sequence."""
     before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
     return before
 

@@ -144,7 +144,7 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """A list for each property of the tokens; `held` has start and end of each span in a row."""
+    """A list for each property of the tokens; in `held`, each token has start, end, start, end."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
