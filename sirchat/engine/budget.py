@@ -102,7 +102,7 @@ class Budget:
 
     @property
     def chunk_size(self) -> int:
-        """Number of ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
+        """Ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
     def max_prefill(self, pinned: bool) -> int:
