@@ -87,7 +87,12 @@ class EventBuilder:
         ]
 
     def recalled(
-        self, turn: int, retriever: str, scores: tuple[float, ...], released: Positions
+        self,
+        turn: int,
+        retriever: str,
+        scores: tuple[float, ...],
+        released: Positions,
+        seconds: float,
     ) -> Recalled:
         """The event for rows recalled for a turn; `released`: positions recalled before it."""
         positions = self.engine.contents.recalled_positions
@@ -97,6 +102,7 @@ class EventBuilder:
             positions=tuple(positions.tolist()),
             scores=scores,
             released=tuple(released.tolist()),
+            seconds=seconds,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
             tokens=self._wanted(positions),

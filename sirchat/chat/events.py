@@ -139,7 +139,7 @@ class Recalled(Event):
 
     `scores` are the retriever's weighted scores: how well each token fits the turn. The tokens at
     `released`, restored for the turn before, were evicted first. With scope layer a token may be
-    restored in some layers only.
+    restored in some layers only. `seconds` is the time that all this took, the search included.
     """
 
     kind: ClassVar[str] = "recall"
@@ -148,6 +148,7 @@ class Recalled(Event):
     positions: tuple[int, ...]
     scores: tuple[float, ...]
     released: tuple[int, ...]
+    seconds: float
     resident: int
     seen: int
     tokens: tuple[TokenRow, ...] | None = None

@@ -76,13 +76,16 @@ class Recall:
             found = None
         if found is not None:
             engine.contents.fill_reserve(found)
-        turn.stats.seconds_prefill += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        turn.stats.seconds_prefill += seconds
         chosen = engine.contents.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if len(chosen) or len(released):
             events.append(
-                self._builder.recalled(turn.stats.index, recall.retriever, scores, released)
+                self._builder.recalled(
+                    turn.stats.index, recall.retriever, scores, released, seconds
+                )
             )
         return events
 

@@ -150,6 +150,7 @@ EXAMPLES: dict[str, str] = {
     "bench panel": "sirchat bench panel",
     "bench attention": "sirchat bench attention",
     "bench index": "sirchat bench index",
+    "bench recall": "sirchat bench recall --model smollm2 --archived 4000",
     "bench archive": "sirchat bench archive --tokens 100000",
     "bench training": "sirchat bench training --tokens 1024",
     "train": "sirchat train anchor --help",

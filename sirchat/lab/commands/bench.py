@@ -11,7 +11,7 @@ from sirchat.cli.flags import Debug, misplaced_flag
 from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import changed, resolve
 from sirchat.errors import UsageError
-from sirchat.lab.commands.study_flags import Json
+from sirchat.lab.commands.study_flags import Json, whole_numbers
 
 if TYPE_CHECKING:
     from sirchat.lab.bench.ratio import BenchOptions, Ratio
@@ -235,6 +235,34 @@ def index(
     from sirchat.lab.bench.ratio import BenchOptions
 
     _measure(partial(bench_index, rows=archived), BenchOptions(rounds=rounds), _load(profile), json)
+
+
+@bench_app.command()
+def recall(
+    model: Model = "tiny",
+    archived: Annotated[
+        str, typer.Option(help="Tokens of the chats that are searched.", metavar="N,M,...")
+    ] = "4000,100000,1000000",
+    retrievers: Annotated[
+        str, typer.Option(help="Retrievers to measure, with commas.", metavar="A,B,...")
+    ] = "bm25",
+    cache: Cache = 1024,
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a turn with recall against one without, and the search, by the archive's size."""
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    sizes = whole_numbers("archived", archived)
+    from sirchat.lab.bench.ratio import BenchOptions
+    from sirchat.lab.bench.recall import bench_recall
+
+    names = [changed(profile, "--retrievers", recall=one).recall for one in retrievers.split(",")]
+    measure = partial(bench_recall, sizes=sizes, retrievers=names)
+    _measure(measure, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
 
 
 @bench_app.command()

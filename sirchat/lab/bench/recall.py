@@ -1,0 +1,147 @@
+"""What recall costs: the search by size of the archive, and a whole turn with and without recall.
+
+The long chats are made, not read: texts of generated dialogues, their ids, surprisals drawn at
+random, and keys and values of zero. Retrievers that compare words take the same time for them as
+for a chat that was read; for those that compare keys, `sirchat bench index` reads one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from sirchat.chat.conversation import Conversation, Turn
+from sirchat.chat.events import Recalled
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
+from sirchat.engine.records import EngineState
+from sirchat.errors import UsageError
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
+from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.memory.ledger import ROW, Role
+from sirchat.memory.random_numbers import Purpose, uniform
+from sirchat.memory.recall import retriever
+from sirchat.memory.segments import Rows
+from sirchat.models.model import LoadedModel
+
+_MIX = Mix(tell=0.3, ask=0.1, repeat=0.02, story=0.2, quiz=0.1, untold=0.05)
+_REPLY = 32
+_QUESTION_SEED = 1
+
+
+def bench_recall(
+    model: LoadedModel, options: BenchOptions, sizes: Sequence[int], retrievers: Sequence[str]
+) -> Iterator[Ratio]:
+    """For each size of the archive and each retriever: a turn with recall against one without.
+
+    The note of each ratio has the median time of the search alone. Raises UsageError for a model
+    without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
+    profile = changed(
+        Profile(), "bench", budget=options.cache, max_new_tokens=_REPLY, temperature=0.0
+    )
+    for size in sizes:
+        session = long_chat(model, profile, size)
+        asked = [_question(number) for number in range(options.rounds + 1)]
+        for name in retrievers:
+            yield _turns(session, asked, name, options)
+
+
+def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
+    """Time turns that are asked and undone, with recall and without, in turn."""
+    searches: list[float] = []
+
+    def seconds(recall: str) -> Iterator[float]:
+        for text in itertools.cycle(asked):
+            session.switch("bench", recall=recall)
+            start = time.perf_counter()
+            for event in session.ask(text):
+                if isinstance(event, Recalled):
+                    searches.append(event.seconds)
+            yield time.perf_counter() - start
+            session.undo()
+
+    size = session.seen
+    ratio = compare(
+        f"turn with recall {name} against none, {size:,} tokens read",
+        lambda: seconds(name),
+        lambda: seconds("off"),
+        options,
+    )
+    low, median, high = np.quantile(searches[1:], [0.25, 0.5, 0.75]) * 1000
+    reads = "" if not retriever(name).needs_turn else ", reading the turn included"
+    search = f"search {median:.1f} ms ({low:.1f} to {high:.1f}){reads}"
+    return replace(ratio, note=f"{name} in {size:,} tokens: {search}", unit="turn")
+
+
+def _question(number: int) -> str:
+    """A user turn of a conversation that is not part of the long chat."""
+    said = dialogue(Random(f"question/{_QUESTION_SEED}/{number}"), 8, _MIX)
+    return [message.text for message in said if message.role == "user"][-1]
+
+
+def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
+    """A session that has `tokens` tokens of generated dialogues, made and not read.
+
+    It holds the newest tokens, as many as the budget allows; the others are archived.
+    """
+    session = Session(model, profile)
+    turns, columns = list[Turn](), dict[str, list[Any]](token_id=[], turn=[], role=[])
+    for number, (role, text) in enumerate(_said()):
+        side = session.template.user(text) if role == "user" else session.template.assistant(text)
+        roles, ids = list(side.roles), list(side.ids)
+        if role == "assistant":
+            ids += session.template.closing
+            roles += [Role.TEMPLATE] * len(session.template.closing)
+        turns.append(Turn(role, text))
+        columns["token_id"] += ids
+        columns["role"] += [int(one) for one in roles]
+        columns["turn"] += [number] * len(ids)
+        if len(columns["turn"]) >= tokens and role == "assistant":
+            break
+    count = len(columns["turn"])
+    rows = np.zeros(count, ROW)
+    for name, values in columns.items():
+        rows[name] = values
+    rows["round"] = rows["turn"] // 2 + 1
+    rows["surprisal"] = -np.log1p(-np.random.default_rng(0).random(count)) * 2
+    rows["arrival_key"] = uniform(profile.seed, Purpose.ARRIVAL, np.arange(count))
+    held = np.arange(max(0, count - profile.budget // 2), count)
+    logits = np.zeros(model.vocab_size, np.float32)
+    rounds = int(rows["round"][-1])
+    state = EngineState(rows, held, 0.0, 1.0, logits, rounds, np.zeros(0, np.int64))
+    session.load(state, Conversation(turns=turns, round=rounds), _zeros(model, count))
+    return session
+
+
+def _said() -> Iterator[tuple[str, str]]:
+    """Yield role and text of user turns and replies in turn, without end."""
+    for number in itertools.count():
+        wanted = itertools.cycle(("user", "assistant"))
+        expected = next(wanted)
+        for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):
+            if message.role == expected:
+                yield message.role, message.text
+                expected = next(wanted)
+        if expected == "assistant":
+            yield "assistant", "Yes."
+
+
+def _zeros(model: LoadedModel, count: int) -> Rows:
+    """Keys and values of zero for `count` tokens, which take no memory yet."""
+    cache = model.new_cache(1)
+    model.forward([0], cache)
+    cache.commit(1)
+    one = cache.first_written(torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64)).tensors
+    tensors = [torch.zeros_like(tensor).expand(-1, count, -1) for tensor in one]
+    return Rows(np.arange(count), np.zeros(count, np.int64), tensors)
