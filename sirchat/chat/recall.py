@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -67,7 +68,7 @@ class Recall:
         try:
             words = None
             if retriever(recall.retriever).needs_words:
-                words = self._words.scores([one.text for one in turns], text)
+                words = self._words.scores(list(map(_TEXT, turns)), text)
             found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
             events.append(
@@ -98,6 +99,7 @@ def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ..
     return tuple(found.scores[torch.from_numpy(at)].tolist())
 
 
+_TEXT = attrgetter("text")
 _K1, _B = 1.5, 0.75
 _Number = TypeVar("_Number", bound=np.floating)
 _WORD = re.compile(r"\w+")

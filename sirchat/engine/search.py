@@ -9,7 +9,7 @@ nothing is read to search.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -91,7 +91,7 @@ def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | N
     """
     ledger, found, count = engine.ledger, list[tuple[Positions, float]](), 0
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
-    for turn in (len(scores) - 1 - np.argsort(-scores[::-1], kind="stable")).tolist():
+    for turn in _best_first(scores):
         start, end = bisect_left(turns, turn), bisect_left(turns, turn + 1)
         rows = start + np.flatnonzero(
             (ledger.column("state")[start:end] == State.ARCHIVED)
@@ -110,6 +110,20 @@ def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | N
     order = np.argsort(positions)
     by_row = np.repeat([score for _, score in found], [len(rows) for rows, _ in found])
     return SearchResult(positions[order], torch.from_numpy(by_row[order]))
+
+
+def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
+    """Yield the indices of the scores [n], the highest score first, newer ones first among equals.
+
+    Sorts only as many as are used.
+    """
+    rest, count = np.arange(len(scores))[::-1], 64
+    while len(rest):
+        place = max(0, len(rest) - count)
+        is_best = scores[rest] >= np.partition(scores[rest], place)[place]
+        best = rest[is_best]
+        yield from best[np.argsort(-scores[best], kind="stable")].tolist()
+        rest, count = rest[~is_best], 8 * count
 
 
 def _score(

@@ -11,8 +11,8 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,17 +96,19 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
     It holds the newest tokens, as many as the budget allows; the others are archived.
     """
     session = Session(model, profile)
-    turns, columns = list[Turn](), dict[str, list[Any]](token_id=[], turn=[], role=[])
+    as_text = cache(session.template.as_text)
+    frame = {"user": session.template.user("a"), "assistant": session.template.assistant("a")}
+    turns, columns = list[Turn](), dict[str, list[int]](token_id=[], turn=[], role=[])
     for number, (role, text) in enumerate(_said()):
-        side = session.template.user(text) if role == "user" else session.template.assistant(text)
-        roles, ids = list(side.roles), list(side.ids)
+        ids, (start, end) = as_text(text), frame[role].content
+        before, after = frame[role].ids[:start], frame[role].ids[end:]
         if role == "assistant":
-            ids += session.template.closing
-            roles += [Role.TEMPLATE] * len(session.template.closing)
+            after = [*after, *session.template.closing]
+        said = [Role[role.upper()]] * len(ids)
         turns.append(Turn(role, text))
-        columns["token_id"] += ids
-        columns["role"] += [int(one) for one in roles]
-        columns["turn"] += [number] * len(ids)
+        columns["token_id"] += [*before, *ids, *after]
+        columns["role"] += [Role.TEMPLATE] * len(before) + said + [Role.TEMPLATE] * len(after)
+        columns["turn"] += [number] * (len(before) + len(ids) + len(after))
         if len(columns["turn"]) >= tokens and role == "assistant":
             break
     count = len(columns["turn"])
@@ -125,16 +127,13 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
 
 
 def _said() -> Iterator[tuple[str, str]]:
-    """Yield role and text of user turns and replies in turn, without end."""
-    for number in itertools.count():
-        wanted = itertools.cycle(("user", "assistant"))
-        expected = next(wanted)
+    """Role and text of user turns and replies in turn, without end: 300 conversations, repeated."""
+    said: list[tuple[str, str]] = []
+    for number in range(300):
         for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):
-            if message.role == expected:
-                yield message.role, message.text
-                expected = next(wanted)
-        if expected == "assistant":
-            yield "assistant", "Yes."
+            if message.role == ("assistant" if len(said) % 2 else "user"):
+                said.append((message.role, message.text))
+    return itertools.cycle(said[: len(said) // 2 * 2])
 
 
 def _zeros(model: LoadedModel, count: int) -> Rows:
