@@ -13,6 +13,7 @@ from sirchat.chat.events import (
     Evicted,
     Notice,
     Recalled,
+    RecalledTurn,
     Restored,
     Started,
     Switched,
@@ -92,6 +93,7 @@ class EventBuilder:
         retriever: str,
         scores: tuple[float, ...],
         released: Positions,
+        turns: tuple[RecalledTurn, ...],
         seconds: float,
     ) -> Recalled:
         """The event for rows recalled for a turn; `released`: positions recalled before it."""
@@ -102,6 +104,7 @@ class EventBuilder:
             positions=tuple(positions.tolist()),
             scores=scores,
             released=tuple(released.tolist()),
+            turns=turns,
             seconds=seconds,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,

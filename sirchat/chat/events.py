@@ -134,12 +134,26 @@ class Restored(Event):
 
 
 @dataclass(frozen=True)
+class RecalledTurn:
+    """A turn of which `tokens` tokens were restored.
+
+    `words` are those of the new turn that it shares, the rarest first; empty if words were not
+    compared.
+    """
+
+    turn: int
+    tokens: int
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
     `scores` are the retriever's weighted scores: how well each token fits the turn. The tokens at
     `released`, restored for the turn before, were evicted first. With scope layer a token may be
-    restored in some layers only. `seconds` is the time that all this took, the search included.
+    restored in some layers only. `turns` are the turns that they belong to, in order. `seconds` is
+    the time that all this took, the search included.
     """
 
     kind: ClassVar[str] = "recall"
@@ -148,6 +162,7 @@ class Recalled(Event):
     positions: tuple[int, ...]
     scores: tuple[float, ...]
     released: tuple[int, ...]
+    turns: tuple[RecalledTurn, ...]
     seconds: float
     resident: int
     seen: int

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sirchat.chat.conversation import Turn
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Event, Notice
+from sirchat.chat.events import Event, Notice, RecalledTurn
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult
@@ -34,6 +34,7 @@ class Recall:
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder
         self._scores: dict[int, float] = {}  # scores of the last recall, by position
+        self._shared: dict[int, tuple[str, ...]] = {}  # words of the last recall, by turn
         self._words = WordIndex()
 
     @property
@@ -47,9 +48,19 @@ class Recall:
             for at in self._engine.contents.recalled_positions.tolist()
         }
 
+    @property
+    def turns(self) -> tuple[RecalledTurn, ...]:
+        """The turns of which rows are recalled now; after an undo or a resume without words."""
+        of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
+        turns, counts = np.unique(of_rows, return_counts=True)
+        return tuple(
+            RecalledTurn(turn, count, self._shared.get(turn, ()))
+            for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
+        )
+
     def erase_words(self) -> None:
         """Drop the index of the turns' words; it is built again when it is needed."""
-        self._words = WordIndex()
+        self._words, self._shared = WordIndex(), {}
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
         """Recall rows for a turn; first evict the rows that were recalled for the turn before.
@@ -65,8 +76,9 @@ class Recall:
         events: list[Event] = []
         released, start = engine.contents.recalled_positions, time.perf_counter()
         engine.contents.clear_reserve()
+        self._shared = {}
+        words = None
         try:
-            words = None
             if retriever(recall.retriever).needs_words:
                 words = self._words.scores(list(map(_TEXT, turns)), text)
             found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
@@ -82,10 +94,12 @@ class Recall:
         chosen = engine.contents.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
+        if words is not None:
+            self._shared = {one.turn: self._words.shared(one.turn, text) for one in self.turns}
         if len(chosen) or len(released):
             events.append(
                 self._builder.recalled(
-                    turn.stats.index, recall.retriever, scores, released, seconds
+                    turn.stats.index, recall.retriever, scores, released, self.turns, seconds
                 )
             )
         return events
@@ -100,6 +114,7 @@ def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ..
 
 
 _TEXT = attrgetter("text")
+_NAMED = 3  # shared words that are named
 _K1, _B = 1.5, 0.75
 _Number = TypeVar("_Number", bound=np.floating)
 _WORD = re.compile(r"\w+")
@@ -137,6 +152,23 @@ class WordIndex:
             if term in of_term:
                 scores += of_term[term]
         return scores.astype(np.float64)
+
+    def shared(self, turn: int, wanted: str) -> tuple[str, ...]:
+        """Up to three words of `wanted`, the rarest first, that a turn has in a similar form.
+
+        If it has none, words that the turns beside it have: it was found because of them.
+        """
+        beside = self._texts[max(0, turn - 1) : turn + 2]
+        for said in (self._texts[turn : turn + 1], beside):
+            terms = {term for text in said for term in terms_of(text)}
+            rarity = dict[str, int]()
+            for word in _WORD.findall(wanted):
+                common = [term for term in terms_of(word) if term in terms]
+                if 2 * len(common) > len(terms_of(word)):
+                    rarity[word] = min(len(self._found[term].turns) for term in common)
+            if rarity:
+                return tuple(sorted(rarity, key=lambda word: rarity[word]))[:_NAMED]
+        return ()
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> NDArray[np.float32]:
         """What one term adds to the score of each turn, [n]; `norms` [n] correct for lengths."""

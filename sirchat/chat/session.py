@@ -17,7 +17,7 @@ import numpy as np
 
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
 from sirchat.chat.recall import Recall
 from sirchat.chat.settings import (
     all_or_nothing,
@@ -141,6 +141,11 @@ class Session:
     def recalled(self) -> dict[int, float]:
         """Scores of tokens recalled for this round, by position; all 0 after an undo or resume."""
         return self._recall.scores
+
+    @property
+    def recalled_turns(self) -> tuple[RecalledTurn, ...]:
+        """The turns that recalled tokens belong to, in order; without words after an undo."""
+        return self._recall.turns
 
     @property
     def budget(self) -> int:
@@ -355,6 +360,7 @@ class Session:
             speed=self.speed,
             in_round=self._now.in_round,
             strongest=strongest,
+            recalled_turns=self._recall.turns,
         )
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:

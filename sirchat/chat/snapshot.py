@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.chat.events import TokenRow
+from sirchat.chat.events import RecalledTurn, TokenRow
 from sirchat.chat.words import around, is_mark, said, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
@@ -141,6 +141,7 @@ class Snapshot:
         turns: every turn so far.
         histogram: surprisal of held and of evicted tokens; null in a summary.
         in_single_layers: number of held tokens that only some layers hold.
+        recalled_turns: the turns that the recalled tokens belong to.
     """
 
     model: str
@@ -160,6 +161,7 @@ class Snapshot:
     in_single_layers: int = 0
     unit: str = ""
     leaving_words: tuple[str, ...] = ()
+    recalled_turns: tuple[RecalledTurn, ...] = ()
 
     @property
     def in_all_layers(self) -> int:
@@ -182,6 +184,7 @@ def take_snapshot(
     speed: float,
     in_round: bool,
     strongest: int | None = None,
+    recalled_turns: tuple[RecalledTurn, ...] = (),
 ) -> Snapshot:
     """The memory as it is now; `roles` has one entry for each turn.
 
@@ -212,6 +215,7 @@ def take_snapshot(
         histogram=_histogram(ledger, held) if strongest is None else None,
         in_single_layers=engine.cache.inserted_count,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
+        recalled_turns=recalled_turns,
     )
 
 

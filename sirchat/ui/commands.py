@@ -36,7 +36,7 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_recalled_turns, draw_token_ranks, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.turn_commands import sampling_settings, undo
 
@@ -210,9 +210,10 @@ class Commands:
         elif rest or not recalled:
             self._switching.setting("/recall", "recall", rest)
         else:
-            self._screen.page(
-                draw_recalled(self._session.tokens(list(recalled)), recalled, self._screen.theme)
-            )
+            rows, turns = self._session.tokens(list(recalled)), self._session.recalled_turns
+            theme = self._screen.theme
+            tables = draw_recalled_turns(rows, turns, theme), draw_recalled(rows, recalled, theme)
+            self._screen.page(Group(tables[0], Text(), tables[1]))
 
     def do_set(self, rest: str) -> None:
         """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
@@ -300,7 +301,8 @@ class Commands:
         """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
         screen, token_ranks = self._screen, self._session.why(rest)
         table = draw_token_ranks(token_ranks, screen.theme, screen.width)
-        screen.page(Group(Text(explain(token_ranks, rest, self._session.profile.policy)), table))
+        policy, recalled = self._session.profile.policy, self._session.recalled_turns
+        screen.page(Group(Text(explain(token_ranks, rest, policy, recalled)), table))
 
     def do_undo(self, rest: str) -> Action | None:
         """-: take back what you said last, and the reply; or a change of the model."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sirchat.chat.events import RecalledTurn
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import TokenRank
 from sirchat.chat.turn import thought
@@ -56,19 +57,28 @@ _RANKED_BY = {
 """For each policy, words for why it ranks tokens higher: singular verb, plural verb, the rest."""
 
 
-def explain(token_ranks: Sequence[TokenRank], target: str, policy: str) -> str:
-    """Say in one or two sentences why the tokens of `target` (words or turn) are held or not."""
+def explain(
+    token_ranks: Sequence[TokenRank],
+    target: str,
+    policy: str,
+    recalled: Sequence[RecalledTurn] = (),
+) -> str:
+    """Say in one or two sentences why the tokens of `target` (words or turn) are held or not.
+
+    `recalled` are the turns of which tokens are recalled now.
+    """
+    by_words = {one.turn: one.words for one in recalled if one.words}
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
     best = min(held or token_ranks, key=lambda one: (one.rank is None, one.rank))
     if not held:
         way_back = _way_back(token_ranks, target)
         return f"{what} is evicted{_why_evicted(best, policy)} {way_back}"
     if len(held) == len(token_ranks):
-        return f"{what} is held{_why_held(best, policy)}"
+        return f"{what} is held{_why_held(best, policy, by_words)}"
     share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
     return (
         f"Of the {len(token_ranks):,} tokens of {what}, {share}. "
-        f"The best of these is held{_why_held(best, policy)}"
+        f"The best of these is held{_why_held(best, policy, by_words)}"
     )
 
 
@@ -78,14 +88,17 @@ def _named(target: str, token_ranks: Sequence[TokenRank]) -> str:
     return f"“{shorten(displayable_line(without_quotes(target)), _LENGTH)}”"
 
 
-def _why_held(best: TokenRank, policy: str) -> str:
+def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]]) -> str:
     flags, higher = best.row.flags, _higher(best, policy)
     if "pinned" in flags:
         return " because it is pinned."
     if "sink" in flags:
         return " because it is among the first tokens of all, which stay."
     if "recalled" in flags:
-        return " for this turn only: it was recalled."
+        words = " and ".join(
+            f"“{displayable_line(one)}”" for one in by_words.get(best.row.turn, ())
+        )
+        return f" for this turn only: it was recalled{' by the words ' * bool(words)}{words}."
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     if best.leaves:

@@ -148,7 +148,9 @@ class LiveView:
         gone, self._gone = sorted(self._gone), set()
         if not self._screen.is_quiet:
             words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
-            self._note(describe_round(self._user, turn, self._session.budget, words))
+            recalled = self._session.recalled_turns
+            budget = self._session.budget
+            self._note(describe_round(self._user, turn, budget, words, recalled))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
             evicted = latest_words(self._session, gone, snapshot.rows)

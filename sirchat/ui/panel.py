@@ -36,6 +36,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
+        *_recalled(snapshot, theme, inner),
         *_legend(theme, inner, recalled=snapshot.recalled > 0),
         Text(),
         *_held_text(snapshot, theme, inner),
@@ -184,6 +185,18 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
         grid.add_column(width=size)
     grid.add_row(left, "", right)
     return grid
+
+
+def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+    """A line that says of which turns tokens are recalled, and by which words; if there are any."""
+    if not snapshot.recalled_turns:
+        return []
+    named = [
+        f"turn {one.turn}" + (f" ({', '.join(map(shown, one.words))})" if one.words else "")
+        for one in snapshot.recalled_turns
+    ]
+    line = cut(f"recalled for this turn: {', '.join(named)}", width)
+    return [line_of([StyledRun(line, theme.quiet)])]
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:

@@ -139,7 +139,8 @@ class _Dialogue:
             self._is_replying = False
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
-        self._screen.remark(describe_turn(turn, self._session.budget))
+        recalled = self._session.recalled_turns if turn.role == "user" else ()
+        self._screen.remark(describe_turn(turn, self._session.budget, recalled))
 
 
 def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sirchat.chat.events import TurnDone
+from sirchat.chat.events import RecalledTurn, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.values import short
 from sirchat.ui.text import displayable_line
@@ -37,6 +37,9 @@ def _gauge(share: float) -> str:
     return "━" * full + "─" * (_CELLS - full)
 
 
+_NAMED = 4
+"""Maximum number of recalled turns that are named."""
+
 _ENDINGS = {
     "length": "cut at the length limit",
     "interrupt": "interrupted",
@@ -45,27 +48,49 @@ _ENDINGS = {
 }
 
 
-def describe_turn(turn: TurnDone, budget: int) -> str:
-    """A line about one turn: tokens read and generated, speed, evicted tokens, held tokens."""
+def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
+    """A line about one turn: tokens read and generated, speed, evicted tokens, held tokens.
+
+    `recalled` are the turns of which tokens were restored for this one.
+    """
     parts = [f"turn {turn.index}: {turn.tokens_in:,} read"]
+    if recalled:
+        parts.append(describe_recalled(recalled))
     if turn.tokens_out:
         parts.append(f"{turn.tokens_out:,} said, {_speed(turn)}")
     return ", ".join(parts + _cache(turn, turn.evicted, budget))
 
 
 def describe_round(
-    user: TurnDone | None, reply: TurnDone, budget: int, evicted_words: Sequence[str] = ()
+    user: TurnDone | None,
+    reply: TurnDone,
+    budget: int,
+    evicted_words: Sequence[str] = (),
+    recalled: Sequence[RecalledTurn] = (),
 ) -> str:
     """A line about a user turn and its reply: tokens in and out, speed, evicted and held tokens.
 
-    `evicted_words` are words of the user that were evicted in this round.
+    `evicted_words` are words of the user that were evicted in this round, `recalled` the turns of
+    which tokens were restored for it.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
     parts = [f"{tokens_in:,} in", f"{reply.tokens_out:,} out"]
     if reply.tokens_out:
         parts.append(_speed(reply))
+    if recalled:
+        parts.append(describe_recalled(recalled))
     return ", ".join(parts + _cache(reply, evicted, budget, evicted_words))
+
+
+def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
+    """For example "recalled 140 tokens of turns 3, 17"; the turns that gave most are named."""
+    most = sorted(sorted(turns, key=lambda one: -one.tokens)[:_NAMED], key=lambda one: one.turn)
+    named = ", ".join(str(one.turn) for one in most)
+    others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
+    tokens = sum(one.tokens for one in turns)
+    of = f"{tokens:,} token{'s' * (tokens != 1)} of turn{'s' * (len(turns) > 1)}"
+    return f"recalled {of} {named}{others}"
 
 
 def _speed(turn: TurnDone) -> str:

@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import TokenRow
+from sirchat.chat.events import RecalledTurn, TokenRow
 from sirchat.chat.snapshot import EDGES, HeldShare, Histogram, TokenRank
 from sirchat.chat.words import EvictedText
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
@@ -119,6 +119,21 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
             nats(row.surprisal),
             f"{scores[row.position]:.3g}",
         )
+    return table
+
+
+def draw_recalled_turns(
+    rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
+) -> Table:
+    """A table of the turns that recalled tokens belong to: the words they share, what is held."""
+    table = _table(theme)
+    _columns(table, "turn", "tokens")
+    table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)
+    table.add_column("recalled text", no_wrap=True, overflow="ellipsis", ratio=1)
+    for one in turns:
+        text = "".join(row.text for row in rows if row.turn == one.turn)
+        words = displayable_line(", ".join(one.words))
+        table.add_row(str(one.turn), f"{one.tokens:,}", words, displayable_line(text))
     return table
 
 

@@ -73,7 +73,7 @@ SAYINGS = [
 REPLIES = ["Nice to meet you.", "I see.", "That is a fine place to live, I am sure of it.", "Yes."]
 TARGETS = ["Anna", "Oslo", "last", "turn 1", "green", "walnut", "mackerel", "nowhere"]
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
-_VOLATILE = ("seconds_prefill", "seconds_decode", "version", "device")
+_VOLATILE = ("seconds", "seconds_prefill", "seconds_decode", "version", "device")
 
 
 @cache
