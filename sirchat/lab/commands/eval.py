@@ -252,6 +252,10 @@ def perplexity(
     text: Annotated[
         str | None, typer.Option(help="Text file; default: generated talk.", metavar="FILE")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Real conversations, read turn by turn as in a chat.", metavar="PATH"),
+    ] = None,
     readings: Annotated[
         int, typer.Option(help="Number of times to read it, each time from a later start.", min=1)
     ] = 1,
@@ -259,7 +263,7 @@ def perplexity(
     """Read a long text: the surprisal per token, in nats, as the text goes on."""
     from sirchat.lab.studies.perplexity import Perplexity
 
-    return Perplexity(**compared, text=text, readings=readings)
+    return Perplexity(**compared, text=text, data=data, readings=readings)
 
 
 @study(

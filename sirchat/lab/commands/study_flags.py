@@ -97,6 +97,8 @@ def study(
             cells = {key: values.pop(key) for key in grid}
             profile = repeatable(profile_of(flags))
             made = build(_compared(profile, **cells) if grid else profile, **values)
+            swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
+            _refuse_without_effect(made, [*flags, *swept], name)
             _run(made, profile, **common)
 
         parameters = [_keyword("flags", dict[str, Any]), *grid.values(), *own, *_COMMON.values()]
@@ -115,6 +117,15 @@ def study(
             app.command(former, hidden=True)(with_settings(renamed))
 
     return register
+
+
+def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
+    """Raise SettingError for the first given setting that changes nothing in this study."""
+    for setting in given:
+        if setting in getattr(made, "without_effect", ()):
+            raise SettingError(
+                f"{setting} has no effect in `sirchat eval {name}`", hint="leave it out"
+            )
 
 
 def repeatable(profile: Profile) -> Profile:

@@ -28,7 +28,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import open_engine, read_ids, read_round
 from sirchat.lab.studies.report import Estimate, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import Cell, Findings, Grid, mean, share_over_seeds
+from sirchat.lab.studies.study import WITHOUT_SESSION, Cell, Findings, Grid, mean, share_over_seeds
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.rounds import Round, Style
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
@@ -51,6 +51,8 @@ class Facts(Grid):
 
     facts: tuple[int, ...] = (1, 4, 8)
     between: tuple[int, ...] = (20, 60)
+
+    without_effect = WITHOUT_SESSION
 
     extends = ("settings", "limit", "repeats", "facts")
 
@@ -194,6 +196,8 @@ class Topics(Grid):
     topics: int = 3
     facts: int = 4
     between: int = 20
+
+    without_effect = WITHOUT_SESSION
 
     def __post_init__(self) -> None:
         if not 1 <= self.topics * self.facts <= len(KINDS):

@@ -37,7 +37,7 @@ from sirchat.lab.studies.long_talk import (
 )
 from sirchat.lab.studies.report import Estimate, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.lab.studies.talk_questions import ReadTalk, require_stemmer
 from sirchat.memory.policies import policy_class
 
@@ -64,6 +64,7 @@ class Locomo(Grid):
     counts: tuple[int, ...] = (100, 200, 400)
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "conversations")
+    without_effect = (*Grid.without_effect, *GREEDY)
 
     def __post_init__(self) -> None:
         if self.reply_tokens:

@@ -1,9 +1,9 @@
 """Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
 
 The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
-chat. The surprisal of a token depends on the tokens held when it was read. `full` reads on beyond
-the context length of the model, as in the paper. Anchor tokens that a model asks for are inserted,
-but not counted.
+chat, or real talk, read by a session turn by turn, with recall if the setting has it. The surprisal
+of a token depends on the tokens held when it was read. `full` reads on beyond the context length of
+the model, as in the paper. Anchor tokens that a model asks for are inserted, but not counted.
 
 Some parts of a text are harder than others. Several readings even this out: each starts later in
 the same text and ends with the part before its start, so each part is read at different places.
@@ -27,10 +27,21 @@ import numpy as np
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
+from sirchat.lab.studies.reading import read as read_round
 from sirchat.lab.studies.report import Plot, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import Cell, Findings, Grid, mean
+from sirchat.lab.studies.study import (
+    ON_SCREEN,
+    SAMPLING,
+    WITHOUT_SESSION,
+    Cell,
+    Findings,
+    Grid,
+    data_name,
+    mean,
+)
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import plain_text_ids
@@ -47,13 +58,15 @@ class Perplexity(Grid):
     """The perplexity study; `limit` is the number of tokens to read, not counting anchor tokens.
 
     Attributes:
-        text: a UTF-8 file; None for synthetic dialogue.
+        text: a UTF-8 file; None for dialogue.
+        data: a file of real talk; None for synthetic dialogue, if there is no text either.
         readings: number of readings, each from another start in the text.
 
-    Raises SettingError when the file can't be read.
+    Raises SettingError when a file can't be read, or if both are given.
     """
 
     text: str | None = None
+    data: str | None = None
     readings: int = 1
 
     extends = ("settings", "repeats")  # a reading depends on its length
@@ -61,6 +74,20 @@ class Perplexity(Grid):
     def __post_init__(self) -> None:
         if self.text is not None:
             _load_text(self.text)
+        if self.data is not None:
+            if self.text is not None:
+                raise SettingError("text and data can't both be given", hint="leave one out")
+            load_dialogues(Path(self.data))
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Settings that change nothing: those of replies, and without `data` those of a chat."""
+        return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
+
+    def parameters(self) -> Record:
+        """Everything that the results depend on, except the model."""
+        data = data_name(Path(self.data)) if self.data else None
+        return super().parameters() | {"data": data}
 
     @property
     def name(self) -> str:
@@ -85,13 +112,18 @@ class Perplexity(Grid):
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the text; the record has the mean surprisal, in nats, of each hundredth of it."""
+        if self.data is not None:
+            return self._nats(self._read_talk(session, int(unit)))
         model = session.model
         rounds = list(self.rounds(model, int(unit)))
         if cell.setting.policy == "full":
             length = max(model.context_length, sum(map(len, rounds)))
             model = replace(model, context_length=length)
         found = read(model, session.profile, iter(rounds))
-        found = found[_is_text([i for ids in rounds for i in ids], model)]
+        return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
+
+    def _nats(self, found: np.ndarray) -> Record:
+        """The record of a reading, from the surprisals [n] of its tokens."""
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -112,7 +144,7 @@ class Perplexity(Grid):
         header = (
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
-            f"text {self.text}" if self.text else "synthetic dialogue",
+            f"text {self.text or self.data}" if self.text or self.data else "synthetic dialogue",
             *(
                 [f"{self.readings} readings, each from a later start in the text"]
                 if self.readings > 1
@@ -122,6 +154,18 @@ class Perplexity(Grid):
         table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
         plot = Plot("perplexity", "tokens read", "nats a token", points)
         return Report(header, (table,), (plot,), self.parameters())
+
+    def _read_talk(self, session: Session, reading: int) -> np.ndarray:
+        """Read `limit` tokens of real talk in a session; returns their surprisals [n] in nats."""
+        dialogues = load_dialogues(Path(self.data or ""))
+        for talk in _rotated(dialogues, reading, self.readings):
+            for user, reply in talk:
+                read_round(session, user, reply)
+                if session.seen >= self.limit:
+                    return np.array(session.save().rows["surprisal"][: self.limit])
+        raise SettingError(
+            f"data {self.data!r} has only {session.seen:,} tokens", hint="lower --limit"
+        )
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
         """The rounds of several conversations, as one chat."""
@@ -223,6 +267,8 @@ class Context(Grid):
     """
 
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+
+    without_effect = WITHOUT_SESSION
 
     def __post_init__(self) -> None:
         if not self.lengths or self.lengths[0] < 2 or sorted(set(self.lengths)) != [*self.lengths]:

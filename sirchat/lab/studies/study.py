@@ -99,6 +99,31 @@ class Findings:
         )
 
 
+ON_SCREEN = ("panel", "theme", "markdown", "thinking", "save", "save_kv")
+"""Settings of what a chat shows and saves, which no study does."""
+
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "repetition_window", "max_new_tokens", "lookup"),
+)
+"""Settings of replies, for studies that generate none."""
+
+GREEDY = ("temperature", "top_k", "top_p", "min_p")
+"""Settings of random replies, for studies whose replies are the likeliest tokens."""
+
+WITHOUT_SESSION = (
+    *ON_SCREEN,
+    *SAMPLING,
+    *("system", "pin_system", "evict_thinking", "archive", "archive_limit"),
+    *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
+    *("recall_scope", "recall_query", "recall_index"),
+)
+"""Settings that studies do not use that read ids in an engine of their own."""
+
+UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
+"""Settings that do not change any result, apart from rounding."""
+
+
 @dataclass(frozen=True)
 class Grid(ABC):
     """A study of several settings.
@@ -120,6 +145,9 @@ class Grid(ABC):
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
     """Fields that only add units: a run with other values of them extends the same results log."""
+
+    without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
+    """Settings that change nothing in this study; the commands refuse them."""
 
     @property
     @abstractmethod
@@ -254,21 +282,6 @@ def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> N
             )
 
 
-WITHOUT_EFFECT = (
-    "description",
-    "panel",
-    "theme",
-    "markdown",
-    "thinking",
-    "save",
-    "save_kv",
-    "threads",
-    "compile",
-    "lookup",
-)
-"""Settings that do not change any result, apart from rounding."""
-
-
 @runtime_checkable
 class Extensible(Protocol):
     """A study that a later run can extend, adding to the same results log."""
@@ -303,7 +316,7 @@ def without(parameters: Record, names: tuple[str, ...]) -> Record:
 
 def setting_key(setting: Profile, **more: object) -> str:
     """A setting's name, such as `entropy 256`, then a hash of all that its results depend on."""
-    depends = without(setting.model_dump(mode="json"), WITHOUT_EFFECT) | more
+    depends = without(setting.model_dump(mode="json"), UNLOGGED) | more
     text = json.dumps(depends, sort_keys=True)
     return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

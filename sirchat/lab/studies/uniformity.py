@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Plot, Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import Cell, Findings, Grid
+from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, Cell, Findings, Grid
 from sirchat.lab.synthetic.rounds import quiz
 from sirchat.memory.policies import policy_class
 
@@ -34,6 +34,8 @@ class Uniformity(Grid):
     """
 
     rounds: int = 8
+
+    without_effect = (*ON_SCREEN, *SAMPLING)
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import WITHOUT_EFFECT, Cell, Grid, RunUnit, Study
+from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
 from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
 
@@ -190,7 +190,7 @@ def test_no_setting_that_a_result_depends_on_is_left_out_of_its_name(tmp_path: P
         "compile": "off",
         "lookup": False,
     }.items():
-        assert name in WITHOUT_EFFECT
+        assert name in UNLOGGED
         study = noted(SINK.model_copy(update={name: value}))
         run_units(study, babbler(), tmp_path)
         assert not study.ran, name

@@ -35,7 +35,7 @@ from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import read, switch, whole_round
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.ledger import Role
 from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
@@ -61,6 +61,7 @@ class FactsInDialogue(Grid):
     reply_tokens: int = 32
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
+    without_effect = (*Grid.without_effect, *GREEDY)
 
     def __post_init__(self) -> None:
         if not 1 <= self.facts <= 12:
