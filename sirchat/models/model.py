@@ -42,6 +42,7 @@ from sirchat.models.probe import (
 from sirchat.models.progress import Progress, quiet_libraries, reporting
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
+from sirchat.models.word_vectors import WordVectors
 from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -122,6 +123,18 @@ class LoadedModel:
     @cached_property
     def _is_packed(self) -> bool:
         return next(packed_buffers(self.module), None) is not None
+
+    @cached_property
+    def word_vectors(self) -> WordVectors:
+        """Makes vectors of words from the input embeddings; the first access takes a second."""
+        embeddings, device = self.module.get_input_embeddings(), self.device
+
+        def encode(text: str) -> list[int]:
+            found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+            ids: list[int] = found["input_ids"]
+            return ids
+
+        return WordVectors(lambda ids: embeddings(ids.to(device)), self.vocab_size, encode)
 
     @property
     def precision(self) -> str:

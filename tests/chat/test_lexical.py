@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.chat.recall import WordIndex, terms_of
+from sirchat.chat.word_index import WordIndex, terms_of
 
 TEXTS = [
     "Hello! My zebra is called Quix.",

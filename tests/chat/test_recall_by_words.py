@@ -79,9 +79,7 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert "bert" in ask(one, "Quixbert")
     one.undo()
     one.erase("Quixbert")
-    words = one._recall._words
-    assert not words._texts
-    assert not words._found
+    assert not one._recall._index._texts
     came = ask(one, "Quixbert")
     assert "bert" not in came
     assert set(one.recalled.values()) == {0.0}

@@ -99,7 +99,7 @@ class Findings:
         )
 
 
-ON_SCREEN = ("panel", "theme", "markdown", "thinking", "save", "save_kv")
+ON_SCREEN = ("panel", "theme", "markdown", "thinking", "attention", "save", "save_kv")
 """Settings of what a chat shows and saves, which no study does."""
 
 SAMPLING = (

@@ -25,6 +25,7 @@ class Retriever(ABC):
             may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
         needs_words: whether it needs a score for each turn, by words shared with the new turn.
+        wide_words: whether that score also counts pairs of words and words of similar meaning.
         index_probes: number of lists that are visited in a search index; 0 if it can't use one.
             (A retriever that uses one must need queries, or be a `SimilarityRetriever`.)
         takes_weight: whether `recall_weight` applies to its scores.
@@ -34,6 +35,7 @@ class Retriever(ABC):
     needs_turn: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = False
     needs_words: ClassVar[bool] = False
+    wide_words: ClassVar[bool] = False
     index_probes: ClassVar[int] = 0
     takes_weight: ClassVar[bool] = True
     takes_soft: ClassVar[bool] = False

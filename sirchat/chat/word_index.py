@@ -1,0 +1,391 @@
+"""Indexes of the words in the turns of a conversation, which score turns for a new turn.
+
+A turn is split into words once. When turns are undone, they are removed from the end of the index.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.memory.recall.base import with_neighbours
+from sirchat.models.word_vectors import WordVectors
+
+Floats = NDArray[np.float32]
+
+_Number = TypeVar("_Number", bound=np.floating)
+_WORD = re.compile(r"\w+")
+_LETTERS = 4
+_DENSE = "\u2e80"  # characters from here: Chinese, Japanese, Korean; a term has two of them
+_NAMED = 3  # shared words that are named
+
+
+class TurnIndex(ABC):
+    """Scores the turns of a conversation by what they have in common with a new turn."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    @abstractmethod
+    def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
+        """A score [n] for each text: how well it and the texts beside it match the query `wanted`.
+
+        A term's rarity is counted over `texts`. Without a match, the score is 0.
+        """
+
+    @abstractmethod
+    def _add(self, at: int, text: str) -> None:
+        """Add text number `at`."""
+
+    @abstractmethod
+    def _remove(self, text: str) -> None:
+        """Remove the last text, which is `text`."""
+
+    @abstractmethod
+    def _rarity(self, term: str) -> int:
+        """Number of texts that have a term."""
+
+    def shared(self, turn: int, wanted: str) -> tuple[str, ...]:
+        """Up to three words of `wanted`, the rarest first, that a turn has in a similar form.
+
+        If it has none, words that the turns beside it have: it was found because of them.
+        """
+        beside = self._texts[max(0, turn - 1) : turn + 2]
+        for said in (self._texts[turn : turn + 1], beside):
+            terms = {term for text in said for term in terms_of(text)}
+            rarity = dict[str, int]()
+            for word in _WORD.findall(wanted):
+                common = [term for term in terms_of(word) if term in terms]
+                if 2 * len(common) > len(terms_of(word)):
+                    rarity[word] = min(map(self._rarity, common))
+            if rarity:
+                return tuple(sorted(rarity, key=lambda word: rarity[word]))[:_NAMED]
+        return ()
+
+    def _update(self, texts: Sequence[str]) -> None:
+        """Remove texts that changed or no longer exist from the index, then add the new texts."""
+        known, same = self._texts, min(len(self._texts), len(texts))
+        if known[:same] != texts[:same]:
+            same = next(at for at in range(same) if known[at] != texts[at])
+        while len(known) > same:
+            self._remove(known.pop())
+        for at, text in enumerate(texts[same:], same):
+            self._add(at, text)
+            known.append(text)
+
+
+_K1, _B = 1.5, 0.75
+
+
+class WordIndex(TurnIndex):
+    """BM25 over the turns of a conversation.
+
+    Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
+    https://doi.org/10.1561/1500000019), computed like in the library bm25s (Lù 2024,
+    https://arxiv.org/abs/2407.03618), but only for the words of the query. Terms are groups of four
+    letters; a document is a turn with its two neighbours.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lengths = array("d")  # of each text, in terms
+        self._found: dict[str, _Postings] = {}
+
+    def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
+        self._update(texts)
+        terms = [term for term in terms_of(wanted) if term in self._found]
+        scores = np.zeros(len(self._texts), np.float32)
+        if not terms:
+            return scores.astype(np.float64)
+        lengths = _and_beside(np.array(self._lengths))
+        norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
+        of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
+        for term in terms:
+            scores += of_term[term]
+        return scores.astype(np.float64)
+
+    def _scores_of(self, term: str, norms: NDArray[np.float64]) -> Floats:
+        """What one term adds to the score of each turn, [n]; `norms` [n] correct for lengths."""
+        found = self._found[term]
+        counts = np.zeros(len(norms), np.float32)
+        counts[np.array(found.turns)] = np.array(found.counts)
+        counts = _and_beside(counts)
+        having = int(np.count_nonzero(counts))
+        rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
+        return (rarity * (counts / (norms + counts))).astype(np.float32)
+
+    def _rarity(self, term: str) -> int:
+        return len(self._found[term].turns)
+
+    def _add(self, at: int, text: str) -> None:
+        terms = terms_of(text)
+        self._lengths.append(len(terms))
+        for term, count in Counter(terms).items():
+            found = self._found.setdefault(term, _Postings(array("i"), array("f")))
+            found.turns.append(at)
+            found.counts.append(count)
+
+    def _remove(self, text: str) -> None:
+        self._lengths.pop()
+        for term in set(terms_of(text)):
+            found = self._found[term]
+            found.turns.pop()
+            found.counts.pop()
+            if not found.turns:
+                del self._found[term]
+
+
+class _Postings(NamedTuple):
+    """The turns [k] that have a term, ascending, and how often each has it."""
+
+    turns: array[int]
+    counts: array[float]
+
+
+def _and_beside(numbers: NDArray[_Number]) -> NDArray[_Number]:
+    """The sum of each number, the number before it and the number after it."""
+    total = numbers.copy()
+    total[1:] += numbers[:-1]
+    total[:-1] += numbers[1:]
+    return total
+
+
+def terms_of(text: str) -> list[str]:
+    """The terms of a text: all groups of four neighbouring letters in each of its words.
+
+    The start and the end of a word count as letters. A shorter word is one term; Chinese, Japanese
+    and Korean give pairs of characters.
+    """
+    return [term for word in words_of(text) for term in _letters(word)]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return _WORD.findall(text.casefold())
+
+
+@lru_cache(2**15)
+def _letters(word: str) -> list[str]:
+    marked = f"_{word}_"
+    size = 2 if max(word) >= _DENSE else _LETTERS
+    return [marked[at : at + size] for at in range(max(1, len(marked) - size + 1))]
+
+
+_SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
+_POWER = 1.5  # of a term's rarity
+_NEAR, _NEAREST = 0.25, 20  # least cosine of a similar word; number of similar words
+_MEANING = 4  # weight of a word with its similar words; groups of letters and pairs have 1
+_MOST = 100_000  # postings that a search looks at; the rarest terms come first
+
+
+class WideIndex(TurnIndex):
+    """Scores by groups of letters, by pairs of words, and by words of similar meaning.
+
+    Like BM25 (k1 1, b 0.75), but rarity counts to the power of 1.5, and:
+
+    - Each word of the query also finds the 20 words of the conversation whose vectors are nearest
+      to its own, with their cosine as weight, as one term of weight 4.
+    - A document is a turn with half of the turns beside it. The question right before a turn counts
+      as much as the turn's own statements, its own questions half: they seldom tell anything.
+    - The query's sentences are scored one by one; the score is the root of the sum of the squares.
+    """
+
+    def __init__(self, vectors: WordVectors) -> None:
+        super().__init__()
+        self._vectors = vectors
+        self._lengths = _Lengths(array("f"), array("f"))
+        self._terms: dict[str, _Fields] = {}  # groups of letters; pairs, with a space between
+        self._words: dict[str, _Fields] = {}
+        self._names: list[str] = []  # the keys of `_words`, in order
+        self._of_names = np.zeros(
+            (0, vectors.dims), np.float32
+        )  # their vectors; more rows than names
+        self._near: dict[str, _Near] = {}
+
+    def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
+        self._update(texts)
+        total = np.zeros(len(self._texts), np.float32)
+        asked = [words for one in _SENTENCE.findall(wanted) if (words := words_of(one))]
+        if not len(total) or not asked:
+            return total.astype(np.float64)
+        lengths = _pooled(np.array(self._lengths.told), np.array(self._lengths.asked))
+        norms = (1 - _B) + _B * lengths / max(float(lengths.mean()), 1e-9)
+        terms = [term for words in asked for term in (*_terms(words), *words)]
+        most = self._longest_postings(terms)
+        for words in asked:
+            found = np.zeros(len(total), np.float32)
+            for term in dict.fromkeys(_terms(words)):
+                fields = self._terms.get(term)
+                if fields is not None and len(fields.turns) <= most:
+                    _accumulate(found, [(fields, 1.0)], norms, 1)
+            for near in self._similar(list(dict.fromkeys(words))):
+                of_words = [(self._words[name], weight) for name, weight in near]
+                of_words = [one for one in of_words if len(one[0].turns) <= most]
+                if of_words:
+                    _accumulate(found, of_words, norms, _MEANING)
+            total += with_neighbours(found.astype(np.float64)).astype(np.float32) ** 2
+        return np.sqrt(total).astype(np.float64)
+
+    def _longest_postings(self, terms: Sequence[str]) -> int:
+        """Number of turns above which a term is too common to be looked at; see `_MOST`."""
+        known = [self._terms.get(term) or self._words.get(term) for term in terms]
+        sizes = sorted(len(fields.turns) for fields in known if fields is not None)
+        total = 0
+        for size in sizes:
+            total += size
+            if total > _MOST:
+                return size - 1
+        return len(self._texts)
+
+    def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """For each word, the words of the conversation that are near it, and their cosines."""
+        new = [word for word in words if word not in self._near]
+        for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
+            self._near[word] = _Near(vector, 0, {})
+        for word in words:
+            near = self._near[word]
+            cosines = self._of_names[near.compared : len(self._names)] @ near.vector
+            for at in np.flatnonzero(cosines >= _NEAR).tolist():
+                near.cosines[near.compared + at] = float(cosines[at])
+            best = sorted(near.cosines, key=near.cosines.__getitem__, reverse=True)[:_NEAREST]
+            self._near[word] = _Near(
+                near.vector, len(self._names), {at: near.cosines[at] for at in best}
+            )
+        return [
+            [
+                (self._names[at], 1.0 if self._names[at] == word else cosine)
+                for at, cosine in self._near[word].cosines.items()
+            ]
+            for word in words
+        ]
+
+    def _rarity(self, term: str) -> int:
+        return len(self._terms[term].turns)
+
+    def _add(self, at: int, text: str) -> None:
+        terms, words = _counted(text)
+        new = [word for word in words if word not in self._words]
+        for index, counts in ((self._terms, terms), (self._words, words)):
+            for term, (told, asked) in counts.items():
+                found = index.get(term)
+                if found is None:
+                    found = index[term] = _Fields(array("i"), array("f"), array("f"))
+                found.turns.append(at)
+                found.told.append(told)
+                found.asked.append(asked)
+        self._lengths.told.append(sum(told for told, _ in words.values()))
+        self._lengths.asked.append(sum(asked for _, asked in words.values()))
+        if new:
+            self._add_vectors(new)
+
+    def _add_vectors(self, new: Sequence[str]) -> None:
+        """Add the vectors of new words; the array at least doubles if it is too short."""
+        vectors, known = self._vectors.of(new), len(self._names)
+        self._names += new
+        if len(self._names) > len(self._of_names):
+            size = max(len(self._names), 2 * known, 1024)
+            grown = np.zeros((size, vectors.shape[1]), np.float32)
+            grown[:known] = self._of_names[:known]
+            self._of_names = grown
+        self._of_names[known : len(self._names)] = vectors
+
+    def _remove(self, text: str) -> None:
+        for index, counts in zip((self._terms, self._words), _counted(text), strict=True):
+            for term in counts:
+                found = index[term]
+                for column in found:
+                    column.pop()
+                if not found.turns:
+                    del index[term]
+        self._lengths.told.pop()
+        self._lengths.asked.pop()
+        left = len(self._words)  # the words that are gone were the last to be added
+        if left < len(self._names):
+            del self._names[left:]
+            self._near = {w: near for w, near in self._near.items() if near.compared <= left}
+
+
+class _Fields(NamedTuple):
+    """The turns [k] that have a term, ascending; how often they state it, and ask with it."""
+
+    turns: array[int]
+    told: array[float]
+    asked: array[float]
+
+
+class _Lengths(NamedTuple):
+    """Numbers of words of each turn [n]: in its statements, and in its questions."""
+
+    told: array[float]
+    asked: array[float]
+
+
+class _Near(NamedTuple):
+    """A word's vector, and its cosine to the nearest of the first `compared` names."""
+
+    vector: Floats
+    compared: int
+    cosines: dict[int, float]
+
+
+def _accumulate(
+    scores: Floats, found: Sequence[tuple[_Fields, float]], norms: Floats, weight: float
+) -> None:
+    """Add to scores [n] what these words, each with its own weight, add together as one term.
+
+    `norms` [n] correct for the lengths of turns; `weight` is the term's.
+    """
+    at = np.concatenate([fields.turns for fields, _ in found])
+
+    def summed(side: int) -> Floats:
+        counts = np.concatenate([np.array(fields[side]) * own for fields, own in found])
+        return np.bincount(at, counts, len(scores)).astype(np.float32)
+
+    count = _pooled(summed(1), summed(2))
+    having, turns = float(np.minimum(count, 1).sum()), len(scores)
+    rarity = math.log(1 + max(0.0, turns - having + 0.5) / (having + 0.5)) ** _POWER
+    scores += np.float32(weight * rarity) * (count / (count + norms))
+
+
+def _pooled(told: Floats, asked: Floats) -> Floats:
+    """Counts [n] of turns with those beside them; see `WideIndex`."""
+    half = np.float32(0.5)
+    own, beside = told + half * asked, half * (told + asked)
+    own[1:] += half * told[:-1] + asked[:-1]
+    own[:-1] += beside[1:]
+    return own
+
+
+def _terms(words: Sequence[str]) -> Iterator[str]:
+    """The groups of letters of a sentence's words, and its pairs of neighbouring words."""
+    for word in words:
+        yield from _letters(word)
+    for pair in pairwise(words):
+        yield " ".join(pair)
+
+
+_Counts = dict[str, tuple[int, int]]
+
+
+def _counted(text: str) -> tuple[_Counts, _Counts]:
+    """How often a text's statements and its questions have each term, and each word."""
+    terms, words = (Counter[str](), Counter[str]()), (Counter[str](), Counter[str]())
+    for sentence in _SENTENCE.findall(text):
+        found, is_question = words_of(sentence), sentence.rstrip().endswith(("?", "？"))
+        terms[is_question].update(_terms(found))
+        words[is_question].update(found)
+    return _paired(*terms), _paired(*words)
+
+
+def _paired(told: Counter[str], asked: Counter[str]) -> _Counts:
+    return {term: (told[term], asked[term]) for term in dict.fromkeys((*told, *asked))}

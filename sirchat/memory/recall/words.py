@@ -1,0 +1,24 @@
+"""Whole turns, by the new turn's words, by pairs of them, and by words of similar meaning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sirchat.memory.recall.base import WordRetriever
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Words(WordRetriever):
+    """Whole turns, by the new turn's words, by pairs of them, and by words of similar meaning.
+
+    `chat.word_index.WideIndex` computes the score, which includes the turns beside it. Words of
+    similar meaning are found by the model's input embeddings.
+    """
+
+    wide_words = True
+
+    def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
+        return words
