@@ -139,10 +139,12 @@ class EventBuilder:
             events += self.clamped(after.recall_n)
         return events
 
-    def clamped(self, recall_n: int) -> list[Notice]:
-        """A notice if fewer than `recall_n` tokens can be recalled."""
+    def clamped(self, recall_n: int | str) -> list[Notice]:
+        """A notice if fewer than `recall_n` tokens can be recalled; none if it is "auto"."""
         settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
-        if settings.recall is None or not settings.policy.bounded or reserve >= recall_n:
+        if settings.recall is None or not settings.policy.bounded:
+            return []
+        if isinstance(recall_n, str) or reserve >= recall_n:
             return []
         return [
             Notice(

@@ -1,10 +1,12 @@
-"""Settings that follow the model where the user has set none: sampling, the budget."""
+"""Settings that follow the model where the user has set none: sampling, the budget, recall."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from sirchat.config.profile import Profile
+from sirchat.memory import recall
+from sirchat.memory.policies import policy_class
 from sirchat.models.names import BUNDLED
 
 if TYPE_CHECKING:  # the prompt appears before torch is loaded
@@ -32,14 +34,24 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """The profile; the model's own settings replace the defaults that the user left unchanged.
 
     The bundled models keep the built-in defaults. The budget becomes half of the model's context,
-    at most 4,096 tokens, and not less than the built-in budget if the context is that long.
+    at most 4,096 tokens, and not less than the built-in budget if the context is that long. Recall
+    is on, unless the other settings leave it nothing to restore or nothing to search with.
     """
     if model.name in BUNDLED:
         return profile
     values: dict[str, Any] = {"budget": budget_for(profile, model.name, model.context_length)}
+    if "recall" not in profile.model_fields_set and _can_recall(profile):
+        values["recall"] = recall.BEST
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
         values |= _own_drawing(model) or SOUND
     return profile.model_copy(update=values)
+
+
+def _can_recall(profile: Profile) -> bool:
+    """Whether recall can be on with the other settings."""
+    searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
+    evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
+    return evicts_words and searches_turns and profile.archive != "off"
 
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:

@@ -128,7 +128,7 @@ def _recall(profile: Profile) -> RecallSettings | None:
     return RecallSettings(
         retriever=profile.recall,
         weight=profile.recall_weight if chosen.takes_weight else "none",
-        n=profile.recall_n,
+        n=None if profile.recall_n == "auto" else profile.recall_n,
         soft=profile.recall_soft and chosen.takes_soft,
         span=profile.recall_span,
         scope=profile.recall_scope,

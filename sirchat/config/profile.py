@@ -193,13 +193,13 @@ class Profile(BaseModel):
     recall: str = Field(
         default="off",
         description="Restore archived tokens for each turn, chosen by this retriever; "
-        f"on means {recall.BEST}, off restores none.",
+        f"on means {recall.BEST}, off restores none. If not set, a chat with a real model uses "
+        f"{recall.BEST}.",
     )
-    recall_n: int = Field(
-        default=200,
-        ge=1,
-        le=_MANY,
-        description="How many tokens of the budget are reserved for restored tokens.",
+    recall_n: Annotated[int, Field(ge=1, le=_MANY)] | Literal["auto"] = Field(
+        default="auto",
+        description="How many tokens of the budget are reserved for restored tokens; auto chooses "
+        "by the budget.",
     )
     recall_weight: Literal["none", "surprisal"] = Field(
         default="surprisal",

@@ -67,7 +67,8 @@ class Budget:
         if recall is None or self.unbounded:
             return 0
         pins = self.pins(self.ledger.held_positions)
-        return most_recalled(recall.n, self.total - self.sinks - pins)
+        room = self.total - self.sinks - pins
+        return most_recalled(usual_reserve(room) if recall.n is None else recall.n, room)
 
     @property
     def policy_budget(self) -> int:
@@ -200,6 +201,11 @@ class Budget:
                 hint="`sirchat policies check` shows the mistake; choose another with /policy",
             )
         return chosen
+
+
+def usual_reserve(room: int) -> int:
+    """Number of rows that are reserved for recall if none is set; `room` as in `most_recalled`."""
+    return room // 2
 
 
 def most_recalled(n: int, room: int) -> int:

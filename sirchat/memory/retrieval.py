@@ -39,7 +39,8 @@ class RecallSettings:
         retriever: name of the retriever that scores the rows.
         weight: with `surprisal`, a row's score minus the lowest score is multiplied by the token's
             surprisal in nats, if the retriever takes weights.
-        n: maximum number of rows to restore; as many cache slots are reserved for them.
+        n: maximum number of rows to restore; as many cache slots are reserved for them. None: as
+            many as suit the budget.
         soft: take the square root of each score and share it with the rows before and after, if
             the retriever allows this.
         span: neighbours on each side of a hit that are restored with it, counted within n.
@@ -52,7 +53,7 @@ class RecallSettings:
 
     retriever: str
     weight: Weight = "none"
-    n: int = 200
+    n: int | None = None
     soft: bool = False
     span: int = 0
     scope: Scope = "token"

@@ -1,4 +1,4 @@
-"""What follows the model where the user has set nothing: how replies are drawn, and the budget."""
+"""What follows the model where the user has set nothing: sampling, the budget, recall."""
 
 from __future__ import annotations
 
@@ -74,6 +74,26 @@ def test_one_such_setting_of_the_user_replaces_all(
 ) -> None:
     found = with_model_defaults(profile(**set_by_user), model)
     assert drawing(found) == drawing(profile(**set_by_user))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "words"),
+        ({"policy": "entropy", "budget": 256}, "words"),
+        ({"recall": "off"}, "off"),
+        ({"recall": "bm25"}, "bm25"),
+        ({"policy": "full"}, "off"),
+        ({"policy": "anchor"}, "off"),
+        ({"archive": "off"}, "off"),
+        ({"recall_scope": "layer"}, "off"),
+        ({"recall_query": "recent"}, "off"),
+    ],
+)
+def test_a_real_model_recalls_unless_other_settings_leave_nothing_to_recall(
+    settings: dict[str, Any], expected: str, model: LoadedModel
+) -> None:
+    assert with_model_defaults(profile(**settings), model).recall == expected
 
 
 def test_the_bundled_model_keeps_the_built_in_settings() -> None:

@@ -101,7 +101,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     [
         ({"recall": "mips", "archive": "off"}, "needs an archive"),
         ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall": "words"}, "one of off, on, attention, bm25"),
+        ({"recall": "nonsense"}, "one of off, on, attention, bm25"),
         ({"recall_n": 0}, "at least 1"),
     ],
 )

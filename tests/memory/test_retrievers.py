@@ -177,7 +177,7 @@ def test_where_all_turns_are_alike_neither_part_counts() -> None:
 
 def test_our_retrievers_are_found_by_the_names_of_their_files() -> None:
     assert retriever_names() == [
-        *("attention", "bm25", "cosine", "cosine-pairwise", "hybrid", "mips", "random")
+        *("attention", "bm25", "cosine", "cosine-pairwise", "hybrid", "mips", "random", "words")
     ]
     assert recall.BEST in retriever_names()
     for name in retriever_names():

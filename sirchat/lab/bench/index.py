@@ -38,6 +38,8 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.probe import cache_argument
 from sirchat.models.surprisal import surprisal
 
+_FOUND = 200  # rows that a search restores
+
 
 @dataclass(frozen=True)
 class _Searched:
@@ -68,7 +70,7 @@ class _Searched:
 
     def _best(self, ranked: Ranked) -> Positions:
         scores = ranked.scores.mean(0)
-        best: Positions = ranked.positions[scores.topk(self.recall.n).indices.numpy()]
+        best: Positions = ranked.positions[scores.topk(_FOUND).indices.numpy()]
         return best
 
 
@@ -114,7 +116,7 @@ def _measure(side: _Searched, options: BenchOptions) -> Ratio:
     )
     shares = [float(np.isin(a, b).mean()) for a, b in zip(exact, found, strict=True)]
     note = (
-        f"{side.recall.retriever}: recall@{side.recall.n} {np.mean(shares):.3f} "
+        f"{side.recall.retriever}: recall@{_FOUND} {np.mean(shares):.3f} "
         f"(worst of {len(shares)} {min(shares):.3f}), index {size:,.0f} MiB, "
         f"made in {seconds:.0f} s"
     )
@@ -125,7 +127,7 @@ def _recall(name: str) -> RecallSettings:
     """The default recall settings for this retriever, with the index on."""
     recall = build_cache_settings(changed(Profile(), "bench", recall=name)).recall
     assert recall is not None
-    return replace(recall, index="on")
+    return replace(recall, n=_FOUND, index="on")
 
 
 TOKENS, SINKS = 512, 4

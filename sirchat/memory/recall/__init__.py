@@ -9,7 +9,7 @@ from __future__ import annotations
 from sirchat.memory.recall.base import Retriever
 from sirchat.memory.registry import Registry
 
-BEST = "hybrid"
+BEST = "words"
 """The retriever that `recall: on` stands for: it restored most of what real questions needed."""
 
 _REGISTRY = Registry("retriever", __name__, "sirchat.retrievers")
