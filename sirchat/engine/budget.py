@@ -24,6 +24,8 @@ Positions = NDArray[np.int64]
 _LEAST = 8
 """Fewest rows that sinks and pins must leave to the policy."""
 
+_USUAL_RESERVE = 400
+
 _AT_ONCE = 1024
 """Maximum number of ids read in one pass of several chunks; Ctrl-C is handled between passes."""
 
@@ -204,8 +206,12 @@ class Budget:
 
 
 def usual_reserve(room: int) -> int:
-    """Number of rows that are reserved for recall if none is set; `room` as in `most_recalled`."""
-    return room // 2
+    """Number of rows that are reserved for recall if none is set; `room` as in `most_recalled`.
+
+    On SmolLM2 and facts in 4,000 tokens of real talk, more rows were better at any budget, up to
+    the three quarters that `most_recalled` allows; above 400, no better.
+    """
+    return min(3 * room // 4, _USUAL_RESERVE)
 
 
 def most_recalled(n: int, room: int) -> int:
