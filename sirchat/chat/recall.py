@@ -54,6 +54,10 @@ class Recall:
             for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
         )
 
+    def undo(self) -> None:
+        """Drop scores and words of the last recall, which no longer applies."""
+        self._scores, self._shared = {}, {}
+
     def erase_words(self) -> None:
         """Drop the index of the turns' words; it is built again when it is needed."""
         self._index, self._shared = WordIndex(), {}

@@ -249,6 +249,7 @@ class Session:
                 "this turn can't be undone: tokens evicted by this turn are no longer archived"
             ) from None
         self._undo_points.pop()
+        self._recall.undo()
         self._now = point.conversation(self._now)
         now = (self.profile.system, self.profile.pin_system)
         if (self._now.prompt, point.pin_system) != now and self.seen:

@@ -58,7 +58,8 @@ class TurnIndex(ABC):
     def shared(self, turn: int, wanted: str) -> tuple[str, ...]:
         """Up to three words of `wanted`, the rarest first, that a turn has in a similar form.
 
-        If it has none, words that the turns beside it have: it was found because of them.
+        Of words that a fifth of the turns have, only the rarest is named, and only if there is no
+        other. If a turn has none, words that the turns beside it have: it was found because of them.
         """
         beside = self._texts[max(0, turn - 1) : turn + 2]
         for said in (self._texts[turn : turn + 1], beside):
@@ -69,7 +70,9 @@ class TurnIndex(ABC):
                 if 2 * len(common) > len(terms_of(word)):
                     rarity[word] = min(map(self._rarity, common))
             if rarity:
-                return tuple(sorted(rarity, key=lambda word: rarity[word]))[:_NAMED]
+                rarest, *others = sorted(rarity, key=lambda word: rarity[word])
+                others = [word for word in others if 5 * rarity[word] < len(self._texts)]
+                return (rarest, *others[: _NAMED - 1])
         return ()
 
     def _update(self, texts: Sequence[str]) -> None:

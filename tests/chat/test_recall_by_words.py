@@ -36,17 +36,42 @@ def ask(one: Session, text: str) -> str:
     return "".join(row.text for row in one.tokens(came.positions))
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 def test_what_was_told_comes_back_whole_to_a_question_with_its_word(retriever: str) -> None:
     one = chat(retriever)
     assert TOLD in ask(one, "What is the name of Quixbert's species?")
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 def test_tokens_of_the_template_take_no_room(retriever: str) -> None:
     one = chat(retriever)
     ask(one, "Quixbert")
     assert "template" not in {row.role for row in one.tokens(list(one.recalled))}
+
+
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
+def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
+    one = chat(retriever)
+    (came,) = [
+        event
+        for event in one.read_user("What is the zebra's name? Quixbert?")
+        if isinstance(event, Recalled)
+    ]
+    assert came.turns == one.recalled_turns
+    assert sum(each.tokens for each in came.turns) == len(came.positions)
+    assert [each.turn for each in came.turns] == sorted({each.turn for each in came.turns})
+    (told,) = [each for each in came.turns if one.turns[each.turn].text == TOLD]
+    assert {"Quixbert", "zebra"} <= set(told.words)
+    assert came.seconds > 0
+    one.undo()
+    assert not any(each.words for each in one.recalled_turns)  # those of the turn before
+
+
+def test_a_turn_beside_the_one_that_has_the_words_is_named_with_them() -> None:
+    one = chat("words")
+    list(one.read_user("Quixbert"))
+    beside = [each for each in one.recalled_turns if "Quixbert" not in one.turns[each.turn].text]
+    assert any(each.words == ("Quixbert",) for each in beside)
 
 
 def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> None:
@@ -60,7 +85,7 @@ def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> Non
     assert one.turns[best].text == TOLD
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     one = chat(retriever)
     before = contents(one._engine)
@@ -85,7 +110,7 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert set(one.recalled.values()) == {0.0}
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -102,6 +127,6 @@ def test_settings_that_do_not_go_with_words_are_refused(
 
 
 @pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
     check_recall(changed(Profile(), "flag", recall=retriever), loaded(family), "--recall")

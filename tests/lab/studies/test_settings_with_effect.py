@@ -1,0 +1,139 @@
+"""A study refuses a setting that changes nothing in it, and no other setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import tiny
+from command import run
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed
+from sirchat.lab.commands import study_flags
+from sirchat.lab.studies.facts import Facts, Topics
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
+from sirchat.lab.studies.locomo import Locomo
+from sirchat.lab.studies.perplexity import Context, Perplexity
+from sirchat.lab.studies.recall import RecallStudy
+from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors as Matches
+from sirchat.lab.studies.study import GREEDY, ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
+from sirchat.lab.studies.uniformity import Uniformity
+
+OTHER: dict[str, Any] = {
+    "system": "Talk like a pirate.",
+    "pin_system": False,
+    "evict_thinking": True,
+    "archive": "disk",
+    "archive_limit": "64MiB",
+    "recall": "bm25",
+    "recall_n": 20,
+    "recall_weight": "none",
+    "recall_soft": False,
+    "recall_span": 2,
+    "recall_scope": "layer",
+    "recall_query": "recent",
+    "recall_index": "off",
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "repetition_window": 8,
+    "max_new_tokens": 8,
+    "lookup": False,
+    "panel": "off",
+    "theme": "dark",
+    "markdown": False,
+    "thinking": "fold",
+    "attention": "on",
+    "save": False,
+    "save_kv": "off",
+    "sinks": 8,
+    "recent": 4,
+    "protect": False,
+    "evict": "before-turn",
+    "positions": "stream",
+    "seed": 5,
+}
+"""Another value of every setting but the model's and those that studies compare by flags."""
+
+KINDS: dict[str, tuple[type[Grid], tuple[str, ...]]] = {
+    "perplexity": (Perplexity, ()),
+    "facts-in-dialogue": (FactsInDialogue, ("--data", "TALK")),
+}
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> str:
+    lines = [
+        json.dumps({"role": role, "content": f"{text} {n}."})
+        for n in range(40)
+        for role, text in (("user", "We walked to the lake"), ("assistant", "How was it"))
+    ]
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
+    name: str, talk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Grid] = []
+    monkeypatch.setattr(study_flags, "_run", lambda made, *_, **__: ran.append(made))
+    kind, flags = KINDS[name]
+    given = ["eval", name, *(talk if one == "TALK" else one for one in flags)]
+    run(*given)
+    useless = ran.pop().without_effect
+    assert useless == (WITHOUT_SESSION if kind is Perplexity else kind.without_effect)
+    for setting, value in OTHER.items():
+        flag = setting.replace("_", "-")
+        on = [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+        done = run(*given, *([f"--no-{flag}"] if value is False else on))
+        if setting in useless:
+            assert done.returncode == 2, setting
+            told = f"sirchat: {setting} has no effect in `sirchat eval {name}` (leave it out)\n"
+            assert done.stderr == told
+        else:
+            assert done.returncode == 0, (setting, done.stderr)
+        assert bool(ran) is (setting not in useless)
+        ran.clear()
+
+
+def test_a_sweep_of_it_is_refused_too(talk: str) -> None:
+    swept = run("eval", "perplexity", "--sweep", "recall=off,bm25")
+    assert (swept.returncode, swept.stdout) == (2, "")
+    assert "recall has no effect in `sirchat eval perplexity`" in swept.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", [Locomo, FactsInDialogue, Uniformity, Context, Facts, Topics, RecallStudy, Matches]
+)
+def test_every_study_refuses_what_only_shows(kind: type[Grid]) -> None:
+    assert set(ON_SCREEN) <= set(kind.without_effect) <= set(Profile.model_fields)
+    assert set(GREEDY) <= set(SAMPLING)
+
+
+@pytest.mark.slow
+def test_what_is_not_refused_changes_what_is_found() -> None:
+    """For one study that reads ids, and one that chats."""
+    base = Profile(policy="entropy", budget=96, temperature=0.0)
+
+    def found(chats: bool, **settings: Any) -> list[Any]:
+        setting = changed(base, "", **settings)
+        if chats:
+            one: Grid = RecallStudy((setting,), limit=2)
+        else:
+            one = Facts((setting,), limit=2, facts=(2,), between=(6,))
+        return list(map(one.worker(tiny()), one.keys()))
+
+    read, chatted = found(False), found(True)
+    for setting in ("sinks", "recent", "positions"):
+        assert found(False, **{setting: OTHER[setting]}) != read, setting
+    for setting in (*SAMPLING, *ON_SCREEN, "system"):
+        assert found(False, **{setting: OTHER[setting]}) == read, setting
+    assert found(True, recall="bm25", system=OTHER["system"]) != chatted
