@@ -59,7 +59,7 @@ class TurnIndex(ABC):
         """Up to three words of `wanted`, the rarest first, that a turn has in a similar form.
 
         Of words that a fifth of the turns have, only the rarest is named, and only if there is no
-        other. If a turn has none, words that the turns beside it have: it was found because of them.
+        other. If a turn has none, words of the turns beside it: it was found because of them.
         """
         beside = self._texts[max(0, turn - 1) : turn + 2]
         for said in (self._texts[turn : turn + 1], beside):
