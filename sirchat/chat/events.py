@@ -242,7 +242,7 @@ def to_json(event: Event) -> dict[str, Any]:
         value = getattr(event, field.name)
         if field.name == "tokens" and value is None:
             continue
-        if field.name == "tokens" and isinstance(value, tuple):
+        if field.name in ("tokens", "turns") and isinstance(value, tuple):
             value = [{f.name: getattr(row, f.name) for f in fields(row)} for row in value]
         out[_RENAMED.get(field.name, field.name)] = value
     return out
