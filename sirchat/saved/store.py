@@ -162,7 +162,7 @@ class SessionStore:
         `rows` is a structured array of flat fields. Rows are never changed later; values that
         change, such as which rows are held, belong in the head.
         """
-        self._add_columns(rows.dtype)
+        self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
         with self._transaction(first, head.seen - len(rows)):
             seen = self._seen()
@@ -239,7 +239,7 @@ class SessionStore:
         replaced if given.
         """
         _check_count(rows, head.seen)
-        self._add_columns(rows.dtype)
+        self._add_columns(rows)
         self.drop_kv()
         with self._transaction() as connection:
             for table in ("turns", "rows", "head"):
@@ -301,18 +301,17 @@ class SessionStore:
         data = rows.astype(_packed(rows.dtype)).tobytes()
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
-    def _add_columns(self, dtype: np.dtype[Any]) -> None:
-        """Add the last fields of `dtype` that an older sirchat did not write; they are NaN."""
-        saved = self._saved_fields(dtype)
-        if saved == _packed(dtype):
+    def _add_columns(self, new: NDArray[Any]) -> None:
+        """Add the last fields of `new` rows that an older sirchat did not write; they are NaN."""
+        if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
         with self._transaction() as connection:
             for start, data in self._all("SELECT start, data FROM rows"):
-                rows = _with_columns(np.frombuffer(data, saved), _packed(dtype))
+                rows = _with_columns(np.frombuffer(data, saved), _packed(new.dtype))
                 connection.execute(
                     "UPDATE rows SET data = ? WHERE start = ?", (rows.tobytes(), start)
                 )
-            self._put_about("row", _fields(dtype))
+            self._put_about("row", _fields(new.dtype))
 
     def _put_head(self, head: Head) -> None:
         held = np.asarray(head.held, "<i8").tobytes()

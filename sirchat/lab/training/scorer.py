@@ -67,7 +67,7 @@ class ScorerOptions:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ScorerConversation:
     """Rounds of a conversation as ids, and whether its text was given or generated."""
 
     rounds: list[TurnIds]
@@ -193,7 +193,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
         raise SettingError(f"layers can't be {','.join(map(str, layers))}; they must ascend")
 
 
-def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[Conversation]:
+def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
     """Conversations of `options.tokens` tokens: of the data, then synthetic; held-out ones too."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, model.context_length // 2), options.tokens
@@ -207,7 +207,7 @@ def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[Conversatio
         for one in _cut(rounds, template, length):
             if left <= 0:
                 return
-            yield Conversation(one, source)
+            yield ScorerConversation(one, source)
             left -= sum(len(turn.ids) for turn in one)
 
 
@@ -235,7 +235,7 @@ def _cut(
 
 
 def observed(
-    model: LoadedModel, conversation: Conversation, layers: Sequence[int]
+    model: LoadedModel, conversation: ScorerConversation, layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [m, layers x d] and log scores [m] (float64) of a conversation's tokens.
 

@@ -20,8 +20,8 @@ from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
 from sirchat.lab.training import scorer as training
 from sirchat.lab.training.scorer import (
-    Conversation,
     Ridge,
+    ScorerConversation,
     ScorerOptions,
     ScorerTrainer,
     default_layers,
@@ -60,13 +60,13 @@ def test_ranks_are_correlated_as_by_scipy() -> None:
     assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic)
 
 
-def some_conversation(sizes: list[int]) -> Conversation:
+def some_conversation(sizes: list[int]) -> ScorerConversation:
     ids = torch.randint(3, 128, (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
     rounds, start = [], 0
     for size in sizes:
         rounds.append(TurnIds(ids[start : start + size], [Role.USER] * size, (0, size)))
         start += size
-    return Conversation(rounds, "given")
+    return ScorerConversation(rounds, "given")
 
 
 def test_targets_are_the_highest_weights_of_the_second_reading_and_inputs_the_states() -> None:
@@ -104,7 +104,7 @@ def test_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> Non
         ScorerTrainer(tiny(), ScorerOptions("tiny", layers=layers, tokens=1))
 
 
-def text_of(conversations: list[Conversation]) -> str:
+def text_of(conversations: list[ScorerConversation]) -> str:
     ids = [i for one in conversations for turn in one.rounds for i in turn.ids]
     return str(tiny().tokenizer.decode(ids))
 
