@@ -9,7 +9,7 @@ standardised inputs, in closed form. Every fourth conversation is held out, to t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -167,10 +167,13 @@ class ScorerTrainer:
         scorer = Scorer(self._layers, weight.float(), bias)
         sources = sorted({source for source, _, _ in self._tests})
         tests = [self._tested(scorer, source) for source in sources]
-        about = {"model": self._model.name, "tokens": str(self._ridge.count)}
-        for one in tests:
-            about[f"{one.source} R2"] = f"{one.r2:.3f}"
-        Scorer(scorer.layers, scorer.weight, scorer.bias, about).save(self._path)
+        about = {
+            "model": self._model.name,
+            "hidden_size": str(len(weight) // len(self._layers)),
+            "tokens": str(self._ridge.count),
+            **{f"{one.source} R2": f"{one.r2:.3f}" for one in tests},
+        }
+        replace(scorer, about=about).save(self._path)
         return self._path, tests
 
     def _tested(self, scorer: Scorer, source: Source) -> ScorerTest:

@@ -161,6 +161,21 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
     assert all(np.isfinite(session.save().rows["learned_score"]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "least"), [("tiny", 0.5), pytest.param("smollm2", 0.8, marks=pytest.mark.real)]
+)
+def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
+    name: str, least: float
+) -> None:
+    model = load_model(name)
+    conversation = next(gathered(ScorerOptions(name, tokens=1, seed=99), model))
+    x, wanted = observed(model, conversation, model.scorer.layers)
+    found = np.array(model.scorer.scores(x))
+    assert spearmanr(found, wanted.numpy()).statistic > least
+    assert model.scorer.about["model"] == name
+
+
 def test_layers_of_another_form_are_refused_in_one_line() -> None:
     ran = CliRunner().invoke(train_app, ["scorer", "--layers", "one"])
     assert isinstance(ran.exception, SettingError)
