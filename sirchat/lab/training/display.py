@@ -92,7 +92,7 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
     console = Console(stderr=True, highlight=False)
     with quiet_libraries():
         trainer = open_trainer(options)  # errors in the options appear before the bar
-    sizes = [len(one) for one in trainer.conversations]
+    sizes = [len(one.ids) for one in trainer.conversations]
     with training_progress(console, "first conversation") as show:
         for number in range(len(sizes)):
             trainer.read(number)

@@ -1,8 +1,8 @@
-"""Trains a scorer: predicts from hidden states what `kvzip` measures by reading a round twice.
+"""Trains a scorer: predicts from hidden states what KVzip measures by reading everything twice.
 
-Conversations are read by the engine, under `kvzip` with room for everything. The target is the
-logarithm of the highest attention weight that a token receives while its round is read again, and
-the input are the token's hidden states after a few layers. The fit is ridge regression with
+The target is the logarithm of the highest attention weight that a token receives while the whole
+conversation is read again, behind a request to repeat it: the mean over heads and layers. The
+inputs are the token's hidden states after a few layers. The fit is ridge regression with
 standardised inputs, in closed form. Every fourth conversation is held out, to test the scorer.
 """
 
@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings
+from sirchat.engine.attention_tracker import HighestWeights
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
-from sirchat.lab.studies.reading import read_ids, whole_round
+from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.memory.policies.kvzip import Kvzip
+from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.models.model import LoadedModel, load_model, no_attention_reason
 from sirchat.models.scorer import LayerStates, Scorer, layer_count
 from sirchat.paths import scorer_files
@@ -36,8 +35,13 @@ Floats = NDArray[np.float64]
 PENALTY = 100.0
 """Ridge penalty on the weights of standardised inputs."""
 
+REQUEST = "Repeat everything that was said before, word for word."
+"""What the user asks for before a conversation is read again; KVzip's prompt asks the same."""
+
 _LENGTH = 1000  # tokens of a conversation, at most
+_ROOM = 64  # tokens of the context for the request
 _HELD_OUT = 4  # one conversation of so many
+_LEAST = 1e-9  # a weight of zero still has a logarithm
 _SINKS = 4  # first tokens of a conversation, which are never evicted, and unlike all others
 _MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)
 
@@ -73,8 +77,10 @@ class ScorerConversation:
     rounds: list[TurnIds]
     source: Source
 
-    def __len__(self) -> int:
-        return sum(len(one.ids) for one in self.rounds)
+    @property
+    def ids(self) -> list[int]:
+        """The ids of all rounds."""
+        return [one for turn in self.rounds for one in turn.ids]
 
 
 @dataclass(frozen=True)
@@ -150,12 +156,13 @@ class ScorerTrainer:
         size = model.module.config.get_text_config(decoder=True).hidden_size
         self._ridge = Ridge(len(self._layers) * size)
         self._tests: list[tuple[Source, Tensor, Tensor]] = []
+        self._request = Template(model.tokenizer, model.anchors).user(REQUEST).ids
         self.conversations = list(gathered(options, model))
 
     def read(self, number: int) -> None:
         """Read conversation `number`, to fit the scorer or to test it."""
         one = self.conversations[number]
-        x, y = observed(self._model, one, self._layers)
+        x, y = observed(self._model, one.ids, self._request, self._layers)
         if number % _HELD_OUT == _HELD_OUT - 1:
             self._tests.append((one.source, x, y))
         else:
@@ -199,7 +206,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
     """Conversations of `options.tokens` tokens: of the data, then synthetic; held-out ones too."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
-    length, left = min(_LENGTH, model.context_length // 2), options.tokens
+    length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
     rng.shuffle(given)
     talk: dict[Source, Iterator[tuple[str, str]]] = {
@@ -238,26 +245,25 @@ def _cut(
 
 
 def observed(
-    model: LoadedModel, conversation: ScorerConversation, layers: Sequence[int]
+    model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [m, layers x d] and log scores [m] (float64) of a conversation's tokens.
 
-    The sinks are left out, and so are tokens that received no attention.
+    `ids` [n] are read, and then `request` and `ids` once more. The sinks are left out.
     """
-    budget = 4 * len(conversation) + _SINKS  # a round is then read again in one piece
-    settings = CacheSettings(policy=Kvzip(), budget=budget)
-    engine = Engine(model, settings)
-    for number, turn in enumerate(conversation.rounds, 1):
-        read_ids(engine, turn.ids, number, roles=turn.roles)
-        engine.close_round()
-    received = torch.from_numpy(engine.ledger.attention.repeat.of(np.arange(len(conversation))))
-    ids = [one for turn in conversation.rounds for one in turn.ids]
+    count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)
-    with torch.inference_mode(), states.recorded():
-        model.module.base_model(torch.tensor([ids], device=model.device), use_cache=False)
-    counts = received > 0
-    counts[:_SINKS] = False
-    return states.joined().cpu()[counts], received[counts].double().log()
+    with states.recorded():
+        model.read(ids, cache)
+    cache.commit(count)
+    counted = AttentionStatsConfig(0).counted_layers(len(cache.layers), model.sliding_layers)
+    highest = HighestWeights(counted, torch.arange(count))
+    model.read([*request, *ids], cache, observer=highest)
+    received = highest.mean()
+    if received is None:
+        raise ModelError(no_attention_reason(model))
+    scores = torch.from_numpy(received).clamp_min(_LEAST).log()
+    return states.joined().cpu()[_SINKS:], scores[_SINKS:]
 
 
 def explained(found: Floats, wanted: Floats) -> float:

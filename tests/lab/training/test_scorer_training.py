@@ -20,6 +20,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
 from sirchat.lab.training import scorer as training
 from sirchat.lab.training.scorer import (
+    REQUEST,
     Ridge,
     ScorerConversation,
     ScorerOptions,
@@ -29,10 +30,9 @@ from sirchat.lab.training.scorer import (
     observed,
     spearman,
 )
-from sirchat.memory.ledger import Role
 from sirchat.models.model import load_model
 from sirchat.paths import scorer_files
-from sirchat.text.template import TurnIds
+from sirchat.text.template import Template
 
 
 @pytest.mark.parametrize("penalty", [0.1, 3.0, 100.0])
@@ -60,33 +60,24 @@ def test_ranks_are_correlated_as_by_scipy() -> None:
     assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic)
 
 
-def some_conversation(sizes: list[int]) -> ScorerConversation:
-    ids = torch.randint(3, 128, (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
-    rounds, start = [], 0
-    for size in sizes:
-        rounds.append(TurnIds(ids[start : start + size], [Role.USER] * size, (0, size)))
-        start += size
-    return ScorerConversation(rounds, "given")
-
-
 def test_targets_are_the_highest_weights_of_the_second_reading_and_inputs_the_states() -> None:
-    model, conversation = loaded("llama"), some_conversation([20, 12])
-    states, wanted = observed(model, conversation, (1, 3))
-    ids = [one for turn in conversation.rounds for one in turn.ids]
+    model, ids, request = loaded("llama"), [*range(3, 33), 5, 6], [90, 91, 92]
+    states, wanted = observed(model, ids, request, (1, 3))
     usual = model.module.config._attn_implementation
     model.module.set_attn_implementation("eager")
-    received = []
-    for start, end in ((0, 20), (20, 32)):
-        again = torch.tensor([[*ids[:end], *ids[start:end]]])
-        with torch.inference_mode():
-            weights = model.module(again, output_attentions=True, use_cache=False).attentions
-        part = torch.stack(weights)[:, 0, :, end:, start:end]  # [layers, heads, m, m]
-        received.append(part.amax(2).mean((0, 1)))
-    model.module.set_attn_implementation(usual)
-    assert wanted.numpy() == pytest.approx(torch.cat(received).log()[4:].numpy(), abs=1e-4)
     with torch.inference_mode():
-        hidden = model.module(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(states, torch.cat([hidden[1][0], hidden[3][0]], 1)[4:])
+        found = model.module(
+            torch.tensor([[*ids, *request, *ids]]),
+            output_attentions=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+    model.module.set_attn_implementation(usual)
+    weights = torch.stack(found.attentions)[:, 0, :, 32:, :32]  # [layers, heads, m, n]
+    expected = weights.amax(2).mean((0, 1)).log()[4:]
+    assert wanted.numpy() == pytest.approx(expected.numpy(), abs=1e-4)
+    both = torch.cat([found.hidden_states[1][0], found.hidden_states[3][0]], 1)
+    torch.testing.assert_close(states, both[4:32])
 
 
 def test_the_default_layers_are_spread_over_two_thirds_of_the_depth() -> None:
@@ -105,8 +96,7 @@ def test_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> Non
 
 
 def text_of(conversations: list[ScorerConversation]) -> str:
-    ids = [i for one in conversations for turn in one.rounds for i in turn.ids]
-    return str(tiny().tokenizer.decode(ids))
+    return str(tiny().tokenizer.decode([i for one in conversations for i in one.ids]))
 
 
 def test_what_the_data_lacks_is_generated(tmp_path: Path) -> None:
@@ -120,8 +110,9 @@ def test_what_the_data_lacks_is_generated(tmp_path: Path) -> None:
     assert sum(len(one.rounds) for one in given) == 40
     generated = [one for one in found if one.source == "generated"]
     assert "Zanzibar" not in text_of(generated)
-    assert sum(map(len, found)) - len(found[-1]) < 4000 <= sum(map(len, found))
-    assert max(map(len, found)) <= 1000
+    sizes = [len(one.ids) for one in found]
+    assert sum(sizes[:-1]) < 4000 <= sum(sizes)
+    assert max(sizes) <= 1000
     assert found == list(gathered(options, tiny()))
     assert found != list(gathered(replace(options, seed=1), tiny()))
 
@@ -170,7 +161,8 @@ def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
 ) -> None:
     model = load_model(name)
     conversation = next(gathered(ScorerOptions(name, tokens=1, seed=99), model))
-    x, wanted = observed(model, conversation, model.scorer.layers)
+    request = Template(model.tokenizer).user(REQUEST).ids
+    x, wanted = observed(model, conversation.ids, request, model.scorer.layers)
     found = np.array(model.scorer.scores(x))
     assert spearmanr(found, wanted.numpy()).statistic > least
     assert model.scorer.about["model"] == name
