@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from platformdirs import PlatformDirs
 
@@ -47,6 +48,17 @@ def sessions_dir() -> Path:
 def models_dir() -> Path:
     """The folder of the user's own models; a model in it can be named without its path."""
     return data_dir() / "models"
+
+
+def scorer_files(model: str) -> tuple[Path, Path]:
+    """The files in which a model's scorer can be: the user's own, and the one in the package.
+
+    A folder or file is named by its absolute path, so that each has a scorer of its own.
+    """
+    path = Path(os.path.expanduser(model))
+    name = str(path.absolute()) if path.exists() else model
+    file = f"{quote(name, safe='')}.safetensors"
+    return data_dir() / "scorers" / file, _package() / "scorers" / file
 
 
 def archives_dir() -> Path:

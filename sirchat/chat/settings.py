@@ -148,6 +148,7 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
     check_recall(profile, model, "recall")
     check_attention(profile, model, "policy")
     check_key_values(profile, model, "policy")
+    check_scorer(profile, model, "policy")
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
@@ -194,6 +195,15 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
         )
 
 
+def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, naming `source`, if the policy needs a scorer and the model has none."""
+    if policy_class(profile.policy).needs_scorer and not model.scorer.layers:
+        raise SettingError(
+            f"{source}: policy can't be {profile.policy}: there is no scorer for {model.name}",
+            hint=f"train one: sirchat train scorer --model {model.name}",
+        )
+
+
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, naming `source`, for a budget above the model's context."""
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
@@ -227,6 +237,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
         check_attention(after, model, source)
     if (after.policy, after.policy_options) != (before.policy, before.policy_options):
         check_key_values(after, model, source)
+        check_scorer(after, model, source)
     return after
 
 

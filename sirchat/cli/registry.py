@@ -55,7 +55,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compare": "one transcript under several settings, side by side",
         "eval": "measure what a model still remembers",
         "bench": "measure speed and memory",
-        "train": "train the bundled models, or anchors for any model",
+        "train": "train the bundled models, or anchors or a scorer for any model",
         "doctor": "check versions, machine, files and a model, for bug reports",
         "man": "print this as a manual page, with all settings",
     },
@@ -156,6 +156,7 @@ EXAMPLES: dict[str, str] = {
     "train": "sirchat train anchor --help",
     "train tiny": "sirchat train tiny --help",
     "train tiny-anchor": "sirchat train tiny-anchor --help",
+    "train scorer": "sirchat train scorer --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
 """An example of each command, by its full name, such as `models list`."""

@@ -51,6 +51,7 @@ class CausalModel(AttendingModel, Protocol):
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
     ) -> Tensor:
         """Read ids [m] after the cache's rows; returns logits [m, V]: see `LoadedModel.forward`."""
 
@@ -62,6 +63,7 @@ class CausalModel(AttendingModel, Protocol):
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
     ) -> PassResult:
         """Like `forward`, but returns only the surprisal of the ids and the last logits."""
 
@@ -91,12 +93,13 @@ class PrefillChunk:
 class _Ahead:
     """Guessed next ids: their rows are written after the cache's rows, but do not count yet.
 
-    `logits` [m, V] are the logits after each id, `start` is the row of the first id, and `used` is
-    the number of ids that have been read since.
+    `logits` [m, V] are the logits after each id, `scores` [m] the learned scores of the ids,
+    `start` is the row of the first id, and `used` is the number of ids that have been read since.
     """
 
     ids: Sequence[int]
     logits: Tensor
+    scores: list[float]
     start: int
     used: int = 0
 
@@ -120,8 +123,10 @@ class Reader:
 
         The cache must have room for the ids. Reading any other id discards what was computed.
         """
-        logits = self._model.forward(ids, self._cache, positions=self._next(len(ids)))
-        self._ahead = _Ahead(ids, logits, self._cache.length)
+        scores: list[float] = []
+        positions = self._next(len(ids))
+        logits = self._model.forward(ids, self._cache, positions=positions, scores=scores)
+        self._ahead = _Ahead(ids, logits, scores, self._cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
         """Whether `look_ahead` has computed the logits for the case that this id is read next."""
@@ -159,14 +164,14 @@ class Reader:
                 ends_at_anchor = part.flags[-1] & Flag.ANCHOR
                 try:
                     visible = visible_to_anchor() if visible_to_anchor and ends_at_anchor else None
-                    observer = tracker.observer()
-                    found = self._read(part.ids, visible, observer)
+                    observer, scores = tracker.observer(), list[float]()
+                    found = self._read(part.ids, visible, observer, scores)
                 except torch.OutOfMemoryError:
                     if len(part) == 1:
                         raise
                     self._rows_per_pass = len(part) // 2
                     continue
-                self._record(part, found)
+                self._record(part, found, scores)
                 tracker.add(observer)
                 start += len(part)
 
@@ -263,12 +268,18 @@ class Reader:
         ids: Sequence[int],
         visible: Tensor | None = None,
         observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
     ) -> PassResult:
-        """Read ids [m]; if row numbers `visible` are given, the last id sees no other held rows."""
+        """Read ids [m]; if row numbers `visible` are given, the last id sees no other held rows.
+
+        If a list `scores` is given, the learned score of each id is added to it.
+        """
         if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
             assert self._ahead is not None
             self._ahead.used += 1
             logits = self._ahead.logits[self._ahead.used - 1]
+            if scores is not None:
+                scores.append(self._ahead.scores[self._ahead.used - 1])
             return PassResult(logits.new_empty(0), logits.clone())
         self._ahead = None
         mask, held = None, self._cache.length
@@ -277,7 +288,12 @@ class Reader:
             mask[-1, :held] = False
             mask[-1, self._cache.slots_of(visible)] = True
         return self._model.read(
-            ids, self._cache, visible=mask, positions=self._next(len(ids)), observer=observer
+            ids,
+            self._cache,
+            visible=mask,
+            positions=self._next(len(ids)),
+            observer=observer,
+            scores=scores,
         )
 
     def _next(self, count: int) -> Sequence[int] | None:
@@ -295,22 +311,23 @@ class Reader:
         """These stream positions, or None if keys are rotated to cache slots instead."""
         return positions if self._cache.in_stream else None
 
-    def _record(self, chunk: PrefillChunk, found: PassResult) -> None:
+    def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
         """Commit a chunk that was read; the carried logits give the first id's surprisal."""
         ids = list(chunk.ids)
         with torch.inference_mode():
-            scores = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
-            scores += found.surprisal.tolist()
+            nats = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
+            nats += found.surprisal.tolist()
         self.logits = found.logits
         begins, ref = self._ledger.seen, chunk.turn
         self._cache.commit(len(ids), range(begins, begins + len(ids)))
         self._ledger.append(
             ids,
-            scores,
+            nats,
             turn=ref.turn,
             round=ref.round,
             roles=list(chunk.roles),
             flags=list(chunk.flags),
+            learned_scores=learned,
         )
 
 

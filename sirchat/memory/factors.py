@@ -22,7 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.ledger import HeldRows
+from sirchat.memory.ledger import HeldRows, Role
+
+NEIGHBOUR_SHARE = 0.5
+"""Share of a token's score that the tokens right before and after it get at least."""
 
 LONGEST_WORD = 8
 """Maximum number of tokens in a word; a longer run, as in scripts without blanks, is several."""
@@ -32,6 +35,28 @@ def product_of(log_factors: dict[str, Tensor]) -> Tensor:
     """Logarithm [n] of the product of the factors; -inf where this is NaN."""
     total = torch.stack([one.double() for one in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
+
+
+def or_usual(log_values: Tensor) -> Tensor:
+    """The values [n] as float64; where one is unknown (NaN), the median of the others, or 0."""
+    return log_values.double().nan_to_num(log_values.double().nanmedian().nan_to_num().item())
+
+
+def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
+    """Logarithm [n] of the factor that turns a row's own value into the sum over its word."""
+    return log_sum_by_word(log_values, words_of(rows)) - log_values
+
+
+def template_factor(rows: HeldRows) -> Tensor:
+    """Logarithm [n] of a factor that is 0 for the chat template's tokens, and 1 for others."""
+    return torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
+
+
+def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
+    """Logarithm [n] of the factor by which a higher product beside a row raises the row's own."""
+    total = product_of(log_factors)
+    shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)
+    return torch.where(total.isinf(), 0.0, shared - total)
 
 
 def words_of(rows: HeldRows) -> Tensor:

@@ -68,6 +68,7 @@ ROW = np.dtype(
         ("role", np.int8),
         ("flags", np.uint8),
         ("state", np.int8),
+        ("learned_score", np.float32),  # of the model's scorer, a natural log; NaN where unknown
     ],
     align=True,
 )
@@ -100,6 +101,8 @@ class HeldRows:
         recent_attention: attention received from the newest queries alone, if counted; else 0.
         repeat_attention: highest attention weight received while the row's round was read a second
             time, if a policy asked for that; else 0.
+        learned_score: what the model's scorer predicts for the row, a natural logarithm; NaN for a
+            row that was read without a scorer.
         key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
@@ -121,6 +124,7 @@ class HeldRows:
     attention: Tensor
     recent_attention: Tensor
     repeat_attention: Tensor
+    learned_score: Tensor
     key_norm: Tensor
     key_similarity: Tensor
     value_norm: Tensor
@@ -205,20 +209,26 @@ class Ledger:
         round: int,
         roles: list[int],
         flags: list[int],
+        learned_scores: list[float] | None = None,
     ) -> None:
-        """Add one held row for each id that the model has just read."""
+        """Add one held row for each id that the model has just read.
+
+        `learned_scores` are those of the model's scorer; None if they are unknown.
+        """
+        learned = learned_scores or [math.nan] * len(ids)
         start, end = self.seen, self.seen + len(ids)
         self._grow(end, self._held_count + len(ids))
         rows = self._rows
         if len(ids) == 1:  # one assignment: this runs for every generated token
             key, decay = rows["arrival_key"][start], self.log_decay
-            rows[start] = (ids[0], turn, round, surprisal[0], decay, key, roles[0], flags[0], 0)
+            about = (roles[0], flags[0], 0, learned[0])
+            rows[start] = (ids[0], turn, round, surprisal[0], decay, key, *about)
             self._held[self._held_count] = start
         else:
             new = rows[start:end]
             new["token_id"], new["turn"], new["round"] = ids, turn, round
             new["surprisal"], new["birth_decay"] = surprisal, self.log_decay
-            new["role"], new["flags"] = roles, flags
+            new["role"], new["flags"], new["learned_score"] = roles, flags, learned
             self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
         self._held_count += len(ids)
         self.seen = end
@@ -301,6 +311,7 @@ class Ledger:
         """Delete all that is known of these rows, which must be neither held nor archived."""
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
+        rows["learned_score"][positions] = math.nan
         rows["flags"][positions], self._pinned = Flag.ERASED, None
         self.attention.erase(positions)
         rows["state"][positions] = State.GONE
@@ -372,6 +383,7 @@ class Ledger:
             attention=tensor(self.attention.totals(at, self.log_decay)),
             recent_attention=tensor(self.attention.recent(at)),
             repeat_attention=tensor(self.attention.repeat.of(at)),
+            learned_score=tensor(columns["learned_score"][at].astype(np.float64)),
             key_norm=unused,
             key_similarity=unused,
             value_norm=unused,

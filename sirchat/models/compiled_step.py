@@ -50,13 +50,15 @@ class CompiledStep:
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache) -> Tensor:
-        """Compute logits [V] like `StepGraph.forward`; writes keys and values into `cache`."""
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same as `StepGraph.forward`; writes keys and values into `cache`."""
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
-        logits: Tensor = self._program.boxed_run([x, cos, sin, held, *buffers])[0]
-        return logits
+        logits, states = self._program.boxed_run([x, cos, sin, held, *buffers])
+        return logits, states
 
     @torch.inference_mode()
     def _check(self, graph: nn.Module) -> None:
@@ -66,8 +68,10 @@ class CompiledStep:
             one.copy_(0.1 * torch.randn(one.shape, generator=generator))
         copied = copy.deepcopy(inputs)
         wanted = _Exported(graph)(*inputs)
-        found = self._program.boxed_run([*copied[:4], *copied[4], *copied[5]])[0]
-        for one, other in zip((found, *copied[5]), (wanted, *inputs[5]), strict=True):
+        found = self._program.boxed_run([*copied[:4], *copied[4], *copied[5]])
+        for one, other in zip((*found, *copied[5]), (*wanted, *inputs[5]), strict=True):
+            if not other.numel():  # no layer is scored
+                continue
             error = (one - other).norm() / other.norm()
             if not error < _TOLERANCE:  # NaN, too
                 raise RuntimeError(f"the compiled step and the model disagree by {error:.2g}")
@@ -134,8 +138,11 @@ class _Exported(nn.Module):
         held: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> Tensor:
-        """Compute logits [V]; of `held` only the length is used, the number of rows held."""
+    ) -> tuple[Tensor, Tensor]:
+        """Compute logits [V] and the scored layers' states [layers x d].
+
+        The length n of `held` is the number of rows in the cache.
+        """
         count = held.shape[0]
 
         def update(at: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,8 +150,8 @@ class _Exported(nn.Module):
                 buffer.narrow(3, count, 1).copy_(row)
             return keys[at][0].narrow(2, 0, count + 1), values[at][0].narrow(2, 0, count + 1)
 
-        logits: Tensor = self.step(x, cos, sin, update)
-        return logits
+        logits, states = self.step(x, cos, sin, update)
+        return logits, states
 
 
 def _example(graph: Any) -> tuple[Any, ...]:

@@ -141,29 +141,37 @@ class _Layer(nn.Module):
 class StepGraph(nn.Module):
     """Computes the logits after one token from its embedding: layers, norm and output head.
 
-    It uses the model's own weights, and `torch.export` can export it.
+    It uses the model's own weights, and `torch.export` can export it. It also returns the hidden
+    states after the layers whose numbers, from 1, are in `scored`.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
         super().__init__()
+        self.scored = tuple(scored)
         self.layers = nn.ModuleList(_Layer(one, dtype) for one in module.model.layers)
         self.norm = _Norm(module.model.norm)
         head = module.get_output_embeddings()
         self.head = head if isinstance(head, Int8Head) else _Product([head])
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Compute the float32 logits [V] after a token.
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+        """Compute the float32 logits [V] after a token, and its states [layers x d].
 
         Args:
             x: the token's embedding, float32 [d].
             cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `_signed`.
             update: writes keys and values.
         """
+        states = [x[:0]]
         for at, layer in enumerate(self.layers):
             x = layer(at, x, cos, sin, update)
+            if at + 1 in self.scored:
+                states.append(x)
         h, head = self.norm(x), self.head
         logits: Tensor = head.of_vector(h) if isinstance(head, Int8Head) else head(h)
-        return logits
+        return logits, torch.cat(states)
+
+    def extra_repr(self) -> str:
+        return f"scored={self.scored}"
 
 
 class DecodeStep:
@@ -172,16 +180,17 @@ class DecodeStep:
     Args:
         module: the model, one that `supports` allows.
         dtype: type of the cache's keys and values.
+        scored: numbers, from 1, of the layers whose hidden states are returned.
 
     Attributes:
         graph: the computation of the step.
         compiled: the same computation, compiled; None until it is compiled.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
         self._embeddings = module.get_input_embeddings()
         self._rotary = module.model.rotary_emb
-        self.graph = StepGraph(module, dtype).eval()
+        self.graph = StepGraph(module, dtype, scored).eval()
         self.compiled: CompiledStep | None = None
 
     @staticmethod
@@ -197,20 +206,22 @@ class DecodeStep:
         )
 
     @torch.inference_mode()
-    def logits(self, token_id: int, position: int, cache: BoundedCache) -> Tensor:
+    def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
         """Read `token_id` after the cache's rows; returns the float32 logits [1, V] after it.
 
-        The token's keys and values are written, but `cache.commit` must be called to keep
-        them. `position` is the rotary position.
+        Also returns the hidden states [1, layers x d] after the scored layers. The token's keys and
+        values are written, but `cache.commit` must be called to keep them. `position` is the rotary
+        position.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
         x, cos, sin = x[0].float(), cos[0].float(), _signed(sin[0].float())
         if self.compiled is not None and self.compiled.fits(cache):
-            return self.compiled(x, cos, sin, cache)[None]
-        layers = cache.layers
-        logits: Tensor = self.graph(x, cos, sin, lambda at, *new: layers[at].update(*new))
-        return logits[None]
+            logits, states = self.compiled(x, cos, sin, cache)
+        else:
+            layers = cache.layers
+            logits, states = self.graph(x, cos, sin, lambda at, *new: layers[at].update(*new))
+        return logits[None], states[None]
 
 
 def _signed(sin: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -40,6 +41,7 @@ from sirchat.models.probe import (
     sliding_window,
 )
 from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
 from sirchat.models.word_vectors import WordVectors
@@ -69,6 +71,7 @@ class LoadedModel:
         rotations: the rotary embedding of each layer, found by the probe.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
+        scorer: predicts each token's score for the policy `learned`.
     """
 
     name: str
@@ -77,6 +80,7 @@ class LoadedModel:
     rotations: list[LayerRotation]
     context_length: int
     window: int | None
+    scorer: Scorer
 
     @property
     def vocab_size(self) -> int:
@@ -114,7 +118,7 @@ class LoadedModel:
         """Object that reads single tokens faster than `module`; None if it can't run the model."""
         if not DecodeStep.supports(self.module):
             return None
-        return DecodeStep(self.module, self.cache_dtype)
+        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers)
 
     @cached_property
     def _has_plain_head(self) -> bool:
@@ -181,6 +185,7 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
     ) -> Tensor:
         """Read ids [m] after the cache's n rows; returns float32 logits [m, V].
 
@@ -192,14 +197,19 @@ class LoadedModel:
             visible: bool [m, n + m], the rows that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: records each layer's attention, if the model exposes it.
+            scores: a list to which the scorer's score of each id is added; NaN without a scorer.
         """
         with self._observed_by(observer), torch.inference_mode():
             step = self.decode_step
             if step is not None and len(ids) == 1 and visible is None and not is_observed():
                 at = cache.length if positions is None else positions[0]
-                return step.logits(ids[0], at, cache)
-            logits: Tensor = self.module(**self._inputs(ids, cache, visible, positions)).logits[0]
-            return logits.float()
+                logits, states = step.read(ids[0], at, cache)
+                if scores is not None:
+                    scores += self.scorer.scores(states)
+                return logits
+            with self._scored(len(ids), scores):
+                out = self.module(**self._inputs(ids, cache, visible, positions))
+            return torch.as_tensor(out.logits[0].float())
 
     def several_passes(self) -> AbstractContextManager[None]:
         """A context manager, entered for each of several long passes: weights are unpacked once."""
@@ -213,15 +223,17 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
     ) -> PassResult:
         """Read ids like `forward`; returns their surprisal, and only the last row of logits."""
         if len(ids) == 1 or not self._has_plain_head:
             logits = self.forward(
-                ids, cache, visible=visible, positions=positions, observer=observer
+                ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
             )
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
-            hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
+            with self._scored(len(ids), scores):
+                hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             after = torch.tensor(ids[1:], device=hidden.device)
             found = surprisal_at(head, hidden[:-1], after)
@@ -248,6 +260,19 @@ class LoadedModel:
         if observer is None or not self.has_attention_hook:
             return nullcontext()
         return observed_by(self.module, observer)
+
+    @contextmanager
+    def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
+        """Context manager: add the scores of the `count` ids that are read within the block."""
+        if scores is None or not self.scorer.layers:
+            yield
+            if scores is not None:
+                scores += [math.nan] * count
+            return
+        states = LayerStates(self.module, self.scorer.layers)
+        with states.recorded():
+            yield
+        scores += self.scorer.scores(states.joined())
 
     def mask(self, visible: Tensor) -> Any:
         """The additive attention mask [1, 1, m, n + m] for `visible`, which is as in `forward`.
@@ -369,6 +394,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         rotations=probe_rotations(module, name),
         context_length=context_length(config),
         window=sliding_window(config),
+        scorer=scorer_of(name, module),
     )
 
 

@@ -162,6 +162,7 @@ class SessionStore:
         `rows` is a structured array of flat fields. Rows are never changed later; values that
         change, such as which rows are held, belong in the head.
         """
+        self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
         with self._transaction(first, head.seen - len(rows)):
             seen = self._seen()
@@ -199,14 +200,15 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.
 
-        Raises SessionError if the saved rows have other fields than `dtype`.
+        The last fields may be missing in the file of an older sirchat; they are NaN then. Raises
+        SessionError if the saved rows have other fields than `dtype`.
         """
         with decoding(self.path):
-            self._check_fields(dtype)
+            saved = self._saved_fields(dtype)
             parts = self._all("SELECT data FROM rows ORDER BY start")
-            rows = np.frombuffer(b"".join(data for (data,) in parts), _packed(dtype))
+            rows = np.frombuffer(b"".join(data for (data,) in parts), saved)
             _check_count(rows, self._seen())
-            return rows.astype(dtype)
+            return _with_columns(rows, dtype)
 
     def head(self) -> Head | None:
         """The state after the last turn; None for a session without turns."""
@@ -237,6 +239,7 @@ class SessionStore:
         replaced if given.
         """
         _check_count(rows, head.seen)
+        self._add_columns(rows)
         self.drop_kv()
         with self._transaction() as connection:
             for table in ("turns", "rows", "head"):
@@ -295,9 +298,20 @@ class SessionStore:
             return
         if self._about("row") is None:
             self._put_about("row", _fields(rows.dtype))
-        self._check_fields(rows.dtype)
         data = rows.astype(_packed(rows.dtype)).tobytes()
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
+
+    def _add_columns(self, new: NDArray[Any]) -> None:
+        """Add the last fields of `new` rows that an older sirchat did not write; they are NaN."""
+        if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
+            return
+        with self._transaction() as connection:
+            for start, data in self._all("SELECT start, data FROM rows"):
+                rows = _with_columns(np.frombuffer(data, saved), _packed(new.dtype))
+                connection.execute(
+                    "UPDATE rows SET data = ? WHERE start = ?", (rows.tobytes(), start)
+                )
+            self._put_about("row", _fields(new.dtype))
 
     def _put_head(self, head: Head) -> None:
         held = np.asarray(head.held, "<i8").tobytes()
@@ -308,8 +322,7 @@ class SessionStore:
     def _cut_last_rows(self, seen: int) -> None:
         """Shorten the last block of rows, so that it has only positions below `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
-            row = np.dtype([(name, kind) for name, kind in self._about("row")])
-            kept = data[: (seen - start) * row.itemsize]
+            kept = data[: (seen - start) * _dtype(self._about("row")).itemsize]
             self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
 
     def _about(self, name: str) -> Any:
@@ -320,13 +333,20 @@ class SessionStore:
         values = (name, json.dumps(value))
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
 
-    def _check_fields(self, dtype: np.dtype[Any]) -> None:
-        written = self._about("row")
-        if written not in (None, _fields(dtype)):
+    def _saved_fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The fields of the saved rows: those of `dtype`, perhaps without the last floats.
+
+        Raises SessionError for any others.
+        """
+        fields = _fields(dtype)
+        written = self._about("row") or fields
+        missing = fields[len(written) :]
+        if [*written, *missing] != fields or not all(kind[1] == "f" for _, kind in missing):
             raise SessionError(
                 f"{self.path} has ledger rows of other fields than this sirchat reads",
                 hint="open it with the sirchat that wrote it",
             )
+        return _dtype(written)
 
     def _finish_erasing(self) -> None:
         """Rewrite the file without the free pages and gaps that could still contain deleted text.
@@ -352,6 +372,19 @@ def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
     """Name and type of each field, as lists, for comparison with JSON."""
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
+
+
+def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
+    """The unpadded type that `_fields` describes."""
+    return np.dtype([(name, kind) for name, kind in fields])
+
+
+def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The rows as `dtype`; a field that they lack is NaN."""
+    found = np.zeros(len(rows), dtype)
+    for name in dtype.names or ():
+        found[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
+    return found
 
 
 def _is_text(value: object) -> bool:

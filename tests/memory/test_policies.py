@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
+from sirchat.memory.policies.learned import Learned
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.random_numbers import Purpose, uniform
 
@@ -165,7 +167,14 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
 ]
 
 
-STATS = ("key_norm", "key_similarity", "value_norm", "value_range", "repeat_attention")
+STATS = (
+    "key_norm",
+    "key_similarity",
+    "value_norm",
+    "value_range",
+    "repeat_attention",
+    "learned_score",
+)
 
 
 def column(rows: list[Row], name: str) -> Any:
@@ -261,10 +270,13 @@ def salient(case: Case, row: Row, factors: set[str]) -> float:
         left_out = "template" in factors and one.role is Role.TEMPLATE
         return 0.0 if left_out else total * (2 if twice else 1) * float(one.faded)
 
-    beside = [alone(one) for one in case.rows if abs(one.position - row.position) == 1]
-    if "neighbours" not in factors or not alone(row):
-        return alone(row)
-    return max(alone(row), *(each / 2 for each in beside), 0.0)
+    return beside(case, row, alone) if "neighbours" in factors else alone(row)
+
+
+def beside(case: Case, row: Row, alone: Callable[[Row], float]) -> float:
+    """The score of a row alone, or half of that of the row before or after, if that is more."""
+    shared = [alone(one) / 2 for one in case.rows if abs(one.position - row.position) == 1]
+    return max(alone(row), *shared, 0.0) if alone(row) else 0.0
 
 
 ALL = {"whole_words", "user_weight", "template", "neighbours"}
@@ -286,12 +298,31 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     (
         "kvzip",
         {},
-        lambda case, row: looked_at(case, row, words_count=True, template_counts=False),
+        lambda case, row: of_words(looked_at, case, row, words_count=True, template_counts=False),
     ),
     (
         "kvzip",
         {"whole_words": False, "template": False},
-        lambda case, row: looked_at(case, row, words_count=False, template_counts=True),
+        lambda case, row: of_words(looked_at, case, row, words_count=False, template_counts=True),
+    ),
+    (
+        "learned",
+        {},
+        lambda case, row: of_words(predicted, case, row, words_count=True, template_counts=False),
+    ),
+    (
+        "learned",
+        {"whole_words": False, "template": False},
+        lambda case, row: of_words(predicted, case, row, words_count=False, template_counts=True),
+    ),
+    (
+        "learned",
+        {"neighbours": True},
+        lambda case, row: beside(
+            case,
+            row,
+            lambda one: of_words(predicted, case, one, words_count=True, template_counts=False),
+        ),
     ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
@@ -307,10 +338,27 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
 ]
 
 
-def looked_at(case: Case, row: Row, *, words_count: bool, template_counts: bool) -> float:
-    """The kvzip score: attention on repeating, added up over the word if words count."""
+def looked_at(row: Row) -> float:
+    """The attention on repeating, which `kvzip` ranks by."""
+    return float(row.stats["repeat_attention"])
+
+
+def predicted(row: Row) -> float:
+    """What the scorer predicts, which `learned` ranks by."""
+    return math.exp(row.stats["learned_score"])
+
+
+def of_words(
+    alone: Callable[[Row], float],
+    case: Case,
+    row: Row,
+    *,
+    words_count: bool,
+    template_counts: bool,
+) -> float:
+    """The score of the row alone, or added up over its word if words count, with the decays."""
     word = next(word for word in words(case.rows) if row in word)
-    total = sum(float(one.stats["repeat_attention"]) for one in (word if words_count else [row]))
+    total = sum(map(alone, word if words_count else [row]))
     left_out = row.role is Role.TEMPLATE and not template_counts
     return 0.0 if left_out else total * float(row.faded)
 
@@ -338,6 +386,24 @@ def test_rows_without_tracked_attention_rank_in_the_middle() -> None:
     held = ledger.held(sinks=0, protected=np.zeros(4, bool))
     kept = H2o(recent=0).keep(held, 3)
     assert kept.tolist() == [0, 1, 3]
+
+
+def test_rows_read_without_a_scorer_rank_at_the_median_of_the_others() -> None:
+    ledger, zeros = Ledger(), [0] * 5
+    scores = [math.nan, -1.0, -3.0, math.nan, -2.0]
+    flags = {"turn": 0, "round": 0, "roles": [Role.USER] * 5, "flags": zeros}
+    ledger.append(zeros, [1.0] * 5, learned_scores=scores, **flags)  # type: ignore[arg-type]
+    held = ledger.held(sinks=0, protected=np.zeros(5, bool))
+    policy = Learned(recent=0, whole_words=False)
+    assert policy.score(held).tolist() == [-2.0, -1.0, -3.0, -2.0, -2.0]
+    assert policy.keep(held, 4).tolist() == [0, 1, 3, 4]
+
+
+def test_without_any_learned_score_the_newest_rows_stay() -> None:
+    ledger = Ledger()
+    append_rows(ledger, [1.0] * 4)
+    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
+    assert Learned(recent=0).keep(held, 2).tolist() == [2, 3]
 
 
 def test_a_name_in_several_tokens_stays_whole_before_single_surprising_tokens() -> None:

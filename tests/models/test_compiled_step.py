@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters
 from engine_steps import some_ids
 from families import build, loaded
 from recall_rounds import memory, say
+from scorers import random_scorer
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
@@ -26,6 +28,7 @@ from sirchat.models import compiling
 from sirchat.models.compiled_step import CompiledStep, program_name
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.scorer import Scorer
 from sirchat.paths import compiled_dir
 from warm_python import warm_python
 
@@ -44,7 +47,8 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def small(**options: Any) -> LoadedModel:
-    return wrap_model("small", build("llama", {"num_hidden_layers": 2, **options}), None)
+    model = wrap_model("small", build("llama", {"num_hidden_layers": 2, **options}), None)
+    return replace(model, scorer=random_scorer(model, (1, 2)))
 
 
 def step_of(model: LoadedModel) -> DecodeStep:
@@ -59,17 +63,20 @@ def compiled() -> LoadedModel:
     return model
 
 
-def test_it_finds_the_same_logits_and_rows_whatever_the_cache_holds(compiled: LoadedModel) -> None:
+def test_it_finds_the_same_logits_scores_and_rows_whatever_the_cache_holds(
+    compiled: LoadedModel,
+) -> None:
     eager = small()
     for capacity, held in ((3, 2), (40, 5), (300, 299), (1000, 64)):
         caches = [model.new_cache(capacity) for model in (compiled, eager)]
-        logits = []
-        for model, cache in zip((compiled, eager), caches, strict=True):
+        logits, scores = [], [list[float](), list[float]()]
+        for model, cache, learned in zip((compiled, eager), caches, scores, strict=True):
             model.read(some_ids(held), cache)
             cache.commit(held)
-            logits.append(model.forward([7], cache))
+            logits.append(model.forward([7], cache, scores=learned))
             cache.commit(1)
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
         for view in ("layer_keys", "layer_values"):
             torch.testing.assert_close(*(getattr(cache, view)(0) for cache in caches))
 
@@ -89,7 +96,9 @@ def test_a_program_serves_every_model_of_that_shape_and_no_other(compiled: Loade
     step.compiled = None
     torch.testing.assert_close(found, other.forward([7], cache), rtol=1e-5, atol=1e-5)
     deeper = small(num_hidden_layers=3)
-    assert program_name(step_of(deeper).graph) != program_name(step.graph)
+    unscored = replace(small(), scorer=Scorer())
+    for one in (deeper, unscored):
+        assert program_name(step_of(one).graph) != program_name(step.graph)
 
 
 def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(

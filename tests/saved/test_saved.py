@@ -108,6 +108,40 @@ def test_rows_of_other_fields_are_refused(tmp_path: Path) -> None:
         assert len(session.rows(ROW)) == 3
 
 
+WIDER = np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("more", np.float32)])
+
+
+def wider(rows: Any, more: float) -> Any:
+    found = np.zeros(len(rows), WIDER)
+    for name in ROW.names or ():
+        found[name] = rows[name]
+    found["more"] = more
+    return found
+
+
+def test_a_column_that_an_older_sirchat_did_not_save_is_unknown_and_saved_from_now_on(
+    tmp_path: Path,
+) -> None:
+    path = new(tmp_path, "one")
+    with SessionStore.open(path) as session:
+        assert np.isnan(session.rows(WIDER)["more"]).all()
+        assert columns(session.rows(ROW)) == columns(rows_at(range(3)))  # reading changes nothing
+        session.append(said("two", start=1), wider(rows_at(range(3, 5)), 2.5), head_at(5))
+    with SessionStore.open(path) as session:
+        rows = session.rows(WIDER)
+        assert np.isnan(rows["more"][:3]).all()
+        assert rows["more"][3:].tolist() == [2.5, 2.5]
+        assert columns(rows[list(ROW.names or ())]) == columns(rows_at(range(5)))
+        session.truncate(1, 4, head_at(4))
+        assert session.rows(WIDER)["more"][3:].tolist() == [2.5]
+
+
+def test_a_session_of_an_older_sirchat_can_be_replaced_by_wider_rows(tmp_path: Path) -> None:
+    with SessionStore.open(new(tmp_path, "one")) as session:
+        session.replace(said("two"), wider(rows_at(range(2)), 1.0), head_at(2))
+        assert session.rows(WIDER)["more"].tolist() == [1.0, 1.0]
+
+
 def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         misfits: list[Callable[[], object]] = [

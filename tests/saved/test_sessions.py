@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sqlite3
 import time
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from chatting import babbler, random_model, session, tiny
+from scorers import random_scorer
+from session_files import without_sums
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
@@ -81,13 +89,58 @@ def in_bfloat16() -> LoadedModel:
     return wrap_model("babbler", module, model.tokenizer)
 
 
+@cache
+def scored() -> LoadedModel:
+    return replace(babbler(), scorer=random_scorer(babbler(), (1, 2)))
+
+
+def forget_scores(path: Path) -> None:
+    """Make it a file of a sirchat that had no learned scores, and no check sums."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        (written,) = connection.execute("SELECT value FROM about WHERE name = 'row'").fetchone()
+        *fields, last = json.loads(written)
+        assert last == ["learned_score", "<f4"]
+        row = np.dtype([(name, kind) for name, kind in json.loads(written)])
+        for start, data in connection.execute("SELECT start, data FROM rows").fetchall():
+            rows = np.frombuffer(data, np.uint8).reshape(-1, row.itemsize)
+            connection.execute(
+                "UPDATE rows SET data = ? WHERE start = ?", (rows[:, :-4].tobytes(), start)
+            )
+        connection.execute("UPDATE about SET value = ? WHERE name = 'row'", (json.dumps(fields),))
+    without_sums(path)
+
+
+def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
+    folder: Path,
+) -> None:
+    chat = session(scored(), policy="learned", **SMALL)
+    saving = Autosave(chat)
+    talk(chat, saving, MESSAGES[:3])
+    saving.close()
+    seen = chat.seen
+    forget_scores(find_session(folder, "last"))
+    again, store = resumed(folder, scored())
+    assert np.isnan(again.save().rows["learned_score"]).all()
+    saving = Autosave(again, store)
+    talk(again, saving, MESSAGES[3:6])
+    saving.close()
+    scores = again.save().rows["learned_score"]
+    known = np.isfinite(scores)
+    assert not known[:seen].any()
+    assert known[seen:].all()
+    last, store = resumed(folder, scored())
+    store.close()
+    assert state(last) == state(again)
+    assert np.array_equal(last.save().rows["learned_score"], scores, equal_nan=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
         *(
             (name, "float32")
-            for name in ("entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip")
+            for name in ("entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip", "learned")
         ),
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
@@ -95,7 +148,7 @@ def in_bfloat16() -> LoadedModel:
 def test_twenty_turns_equal_ten_and_ten_with_a_resume_between(
     folder: Path, policy: str, dtype: str
 ) -> None:
-    model = babbler() if dtype == "float32" else in_bfloat16()
+    model = scored() if dtype == "float32" else in_bfloat16()
     options: dict[str, Any] = {"window": 16} if policy == "snapkv" else {}
     profile = Profile(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL

@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models, and anchors for any other."""
+"""The `sirchat train` commands: the bundled models, anchors and scorers for any other."""
 
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -10,7 +10,7 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, or any model to gather text in anchors.",
+    help="Train the bundled models, any model to gather text in anchors, or a scorer for one.",
     no_args_is_help=True,
 )
 
@@ -159,6 +159,61 @@ def train_anchor(
         trust_remote_code=trust_remote_code,
     )
     train_anchor_with_progress(options)
+
+
+@train_app.command("scorer")
+def train_scorer(
+    model: Annotated[
+        str, typer.Option(help="smollm2, tiny, a GGUF file, a folder, or a Hugging Face name.")
+    ] = "smollm2",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Conversations to learn from: a transcript, or a file of the studies; can be "
+            "repeated; what they lack of --tokens is generated talk."
+        ),
+    ] = None,
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers to predict from, with commas; default: three, up to 2/3 of the depth.",
+            metavar="N,M,...",
+        ),
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(help="Tokens to read; a quarter of them is for testing.", min=4000)
+    ] = 40_000,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the scorer; default: where chats find it.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the generated talk, and of the order.")] = 0,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Learn which tokens a model needs, for the policy `learned`; takes minutes on a CPU."""
+    from sirchat.lab.training.display import train_scorer_with_progress
+    from sirchat.lab.training.scorer import ScorerOptions
+
+    options = ScorerOptions(
+        model=model,
+        data=tuple(data or ()),
+        layers=_layers(layers),
+        tokens=tokens,
+        out=out,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+    )
+    train_scorer_with_progress(options)
+
+
+def _layers(value: str) -> tuple[int, ...]:
+    """The numbers in a list with commas; raises SettingError for anything else."""
+    try:
+        return tuple(int(one) for one in value.split(",") if value)
+    except ValueError:
+        raise SettingError(
+            f"--layers can't be {value!r}; it must be numbers with commas", hint="such as 1,10,20"
+        ) from None
 
 
 def _refuse_unknown(name: str, value: str, allowed: tuple[str, ...]) -> None:

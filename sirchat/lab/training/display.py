@@ -36,6 +36,7 @@ from sirchat.models.progress import quiet_libraries
 if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions
     from sirchat.lab.training.anchor_trainer import Step
+    from sirchat.lab.training.scorer import ScorerOptions
 
 Show = Callable[[float, float, str], None]
 """A function called with the amount done, the total amount, and a text about the progress."""
@@ -82,6 +83,29 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
     for line in report(options.out):
         console.print(line, markup=False, soft_wrap=True)
     Console().print(str(options.out), soft_wrap=True, highlight=False, markup=False)
+
+
+def train_scorer_with_progress(options: ScorerOptions) -> None:
+    """Train a scorer; progress and tests go to stderr, the file's name to stdout."""
+    from sirchat.lab.training.scorer import open_trainer
+
+    console = Console(stderr=True, highlight=False)
+    with quiet_libraries():
+        trainer = open_trainer(options)  # errors in the options appear before the bar
+    sizes = [len(one.ids) for one in trainer.conversations]
+    with training_progress(console, "first conversation") as show:
+        for number in range(len(sizes)):
+            trainer.read(number)
+            show(sum(sizes[: number + 1]), sum(sizes), "tokens")
+    path, tests = trainer.finish()
+    for test in tests:
+        console.print(
+            f"R2 {test.r2:.2f}, Spearman {test.spearman:.2f} on {test.tokens:,} tokens of "
+            f"{test.source} text that was held out",
+            markup=False,
+            soft_wrap=True,
+        )
+    Console().print(str(path), soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class Policy(ABC):
         honours_sinks, honours_pins: whether sinks and pinned rows are protected.
         bounded: False for a policy that never evicts.
         needs_attention: True for a policy that can't do without attention statistics.
+        needs_scorer: True for a policy that can't do without the model's scorer.
     """
 
     source: ClassVar[str] = ""
@@ -37,6 +38,7 @@ class Policy(ABC):
     honours_pins: ClassVar[bool] = True
     bounded: ClassVar[bool] = True
     needs_attention: ClassVar[bool] = False
+    needs_scorer: ClassVar[bool] = False
 
     @property
     def compacts_at_anchors(self) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sirchat.memory.attention import or_median
-from sirchat.memory.factors import log_sum_by_word, product_of, words_of
-from sirchat.memory.ledger import HeldRows, Role
+from sirchat.memory.factors import product_of, template_factor, word_factor
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy
 
 _LEAST = 1e-9  # a weight of zero still has a logarithm
@@ -53,9 +51,9 @@ class Kvzip(RecentScorePolicy):
         own = or_median(rows.repeat_attention).double().clamp_min(_LEAST).log()
         found = {"repeat attention": own + rows.log_decay_since}
         if self.whole_words:
-            found["word"] = log_sum_by_word(own, words_of(rows)) - own
+            found["word"] = word_factor(own, rows)
         if self.template:
-            found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
+            found["template"] = template_factor(rows)
         return found
 
     def score(self, rows: HeldRows) -> Tensor:

@@ -9,12 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.factors import log_sum_by_word, product_of, with_neighbours, words_of
+from sirchat.memory.factors import neighbour_factor, product_of, template_factor, word_factor
 from sirchat.memory.ledger import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
-
-NEIGHBOUR_SHARE = 0.5
-"""Share of a token's score that the tokens right before and after it get at least."""
 
 _LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 
@@ -60,16 +57,14 @@ class Salience(RecentScorePolicy):
         own = rows.surprisal.double().clamp_min(_LEAST).log()
         found = {"surprisal": own + rows.log_decay_since}
         if self.whole_words:
-            found["word"] = log_sum_by_word(own, words_of(rows)) - own
+            found["word"] = word_factor(own, rows)
         if self.template:
-            found["template"] = torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
+            found["template"] = template_factor(rows)
         if self.user_weight != 1:
             weight = math.log(self.user_weight) if self.user_weight else -math.inf
             found["user"] = torch.where(rows.role == Role.USER, weight, 0.0)
         if self.neighbours:
-            total = product_of(found)
-            shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)
-            found["neighbours"] = torch.where(total.isinf(), 0.0, shared - total)
+            found["neighbours"] = neighbour_factor(found, rows)
         return found
 
     def score(self, rows: HeldRows) -> Tensor:

@@ -1,0 +1,283 @@
+"""Trains a scorer: predicts from hidden states what KVzip measures by reading everything twice.
+
+The target is the logarithm of the highest attention weight that a token receives while the whole
+conversation is read again, behind a request to repeat it: the mean over heads and layers. The
+inputs are the token's hidden states after a few layers. The fit is ridge regression with
+standardised inputs, in closed form. Every fourth conversation is held out, to test the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.engine.attention_tracker import HighestWeights
+from sirchat.errors import ModelError, SettingError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
+from sirchat.lab.studies.reading import whole_round
+from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.models.model import LoadedModel, load_model, no_attention_reason
+from sirchat.models.scorer import LayerStates, Scorer, layer_count
+from sirchat.paths import scorer_files
+from sirchat.text.template import Template, TurnIds
+
+Floats = NDArray[np.float64]
+
+PENALTY = 100.0
+"""Ridge penalty on the weights of standardised inputs."""
+
+REQUEST = "Repeat everything that was said before, word for word."
+"""What the user asks for before a conversation is read again; KVzip's prompt asks the same."""
+
+_LENGTH = 1000  # tokens of a conversation, at most
+_ROOM = 64  # tokens of the context for the request
+_HELD_OUT = 4  # one conversation of so many
+_LEAST = 1e-9  # a weight of zero still has a logarithm
+_SINKS = 4  # first tokens of a conversation, which are never evicted, and unlike all others
+_MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)
+
+Source = Literal["given", "generated"]
+
+
+@dataclass(frozen=True)
+class ScorerOptions:
+    """What `sirchat train scorer` was asked for.
+
+    Attributes:
+        model: name of the model.
+        data: files of conversations; what they lack of `tokens` is synthetic dialogue.
+        layers: numbers of the layers, from 1; empty for the default.
+        tokens: tokens to read, those held out included.
+        out: file of the scorer; None for where a chat finds it.
+        seed: seeds the order of the data and the synthetic dialogue.
+    """
+
+    model: str
+    data: tuple[Path, ...] = ()
+    layers: tuple[int, ...] = ()
+    tokens: int = 40_000
+    out: Path | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ScorerConversation:
+    """Rounds of a conversation as ids, and whether its text was given or generated."""
+
+    rounds: list[TurnIds]
+    source: Source
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of all rounds."""
+        return [one for turn in self.rounds for one in turn.ids]
+
+
+@dataclass(frozen=True)
+class ScorerTest:
+    """How well a scorer predicts the scores of conversations that were held out.
+
+    Attributes:
+        source: which conversations.
+        tokens: number of their tokens.
+        r2: share of the variance of the log scores that is explained.
+        spearman: rank correlation.
+    """
+
+    source: Source
+    tokens: int
+    r2: float
+    spearman: float
+
+
+class Ridge:
+    """Ridge regression of y on x [d]: x is standardised, and the mean is not penalised."""
+
+    def __init__(self, size: int) -> None:
+        self._count = 0
+        self._x, self._y = torch.zeros(size, dtype=torch.float64), 0.0
+        self._xx = torch.zeros(size, size, dtype=torch.float64)
+        self._xy = torch.zeros(size, dtype=torch.float64)
+
+    @property
+    def count(self) -> int:
+        """Number of observations so far."""
+        return self._count
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add observations x [m, d] and y [m]."""
+        x, y = x.double().cpu(), y.double()
+        self._count += len(y)
+        self._x += x.sum(0)
+        self._y += float(y.sum())
+        self._xx += x.T @ x
+        self._xy += x.T @ y
+
+    def solve(self, penalty: float) -> tuple[Tensor, float]:
+        """Weights [d] and bias, for x as it was given, both float64."""
+        mean, mean_y = self._x / self._count, self._y / self._count
+        covariance = self._xx - self._count * mean.outer(mean)
+        deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
+        deviation[deviation <= 1e-6 * mean.abs()] = 1  # constant, but for rounding
+        scaled = covariance / deviation.outer(deviation)
+        wanted = (self._xy - self._count * mean * mean_y) / deviation
+        weight = torch.linalg.solve(scaled + penalty * torch.eye(len(mean)), wanted) / deviation
+        return weight, mean_y - float(mean @ weight)
+
+
+class ScorerTrainer:
+    """Fits a scorer for one model.
+
+    Args:
+        model: the model.
+        options: what was asked for.
+
+    Raises ModelError for a model that does not expose its attention weights, and SettingError for
+    layers that it does not have, or for data without conversations.
+    """
+
+    def __init__(self, model: LoadedModel, options: ScorerOptions) -> None:
+        if not model.exposes_attention:
+            raise ModelError(no_attention_reason(model))
+        self._model = model
+        self._layers = options.layers or default_layers(layer_count(model.module))
+        _check_layers(self._layers, layer_count(model.module))
+        self._path = options.out or scorer_files(model.name)[0]
+        size = model.module.config.get_text_config(decoder=True).hidden_size
+        self._ridge = Ridge(len(self._layers) * size)
+        self._tests: list[tuple[Source, Tensor, Tensor]] = []
+        self._request = Template(model.tokenizer, model.anchors).user(REQUEST).ids
+        self.conversations = list(gathered(options, model))
+
+    def read(self, number: int) -> None:
+        """Read conversation `number`, to fit the scorer or to test it."""
+        one = self.conversations[number]
+        x, y = observed(self._model, one.ids, self._request, self._layers)
+        if number % _HELD_OUT == _HELD_OUT - 1:
+            self._tests.append((one.source, x, y))
+        else:
+            self._ridge.add(x, y)
+
+    def finish(self) -> tuple[Path, list[ScorerTest]]:
+        """Fit, test and write the scorer; returns its file, and a test for each kind of text."""
+        weight, bias = self._ridge.solve(PENALTY)
+        scorer = Scorer(self._layers, weight.float(), bias)
+        sources = sorted({source for source, _, _ in self._tests})
+        tests = [self._tested(scorer, source) for source in sources]
+        about = {
+            "model": self._model.name,
+            "hidden_size": str(len(weight) // len(self._layers)),
+            "tokens": str(self._ridge.count),
+            **{f"{one.source} R2": f"{one.r2:.3f}" for one in tests},
+        }
+        replace(scorer, about=about).save(self._path)
+        return self._path, tests
+
+    def _tested(self, scorer: Scorer, source: Source) -> ScorerTest:
+        parts = [(x, y) for name, x, y in self._tests if name == source]
+        found = np.concatenate([scorer.scores(x) for x, _ in parts])
+        wanted = torch.cat([y for _, y in parts]).numpy()
+        return ScorerTest(source, len(wanted), explained(found, wanted), spearman(found, wanted))
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The layers at 1/30, 1/3 and 2/3 of the depth of a model with `count` layers."""
+    return tuple(sorted({max(1, round(count * share)) for share in (1 / 30, 1 / 3, 2 / 3)}))
+
+
+def _check_layers(layers: Sequence[int], count: int) -> None:
+    for one in layers:
+        if not 1 <= one <= count:
+            raise SettingError(f"layers can't have {one}; allowed: 1 to {count}")
+    if list(layers) != sorted(set(layers)):
+        raise SettingError(f"layers can't be {','.join(map(str, layers))}; they must ascend")
+
+
+def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
+    """Conversations of `options.tokens` tokens: of the data, then synthetic; held-out ones too."""
+    template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
+    length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
+    given = [one for file in options.data for one in load_dialogues(file)]
+    rng.shuffle(given)
+    talk: dict[Source, Iterator[tuple[str, str]]] = {
+        "given": (pair for one in given for pair in one),
+        "generated": _synthetic(rng),
+    }
+    for source, rounds in talk.items():
+        for one in _cut(rounds, template, length):
+            if left <= 0:
+                return
+            yield ScorerConversation(one, source)
+            left -= sum(len(turn.ids) for turn in one)
+
+
+def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
+    """Rounds (user turn and reply) of one synthetic dialogue after another, without end."""
+    while True:
+        said = [one.text for one in dialogue(rng, 12, _MIX) if one.role != "system"]
+        yield from zip(said[::2], said[1::2], strict=False)
+
+
+def _cut(
+    rounds: Iterator[tuple[str, str]], template: Template, length: int
+) -> Iterator[list[TurnIds]]:
+    """Conversations of at most `length` tokens; a round that is longer alone is left out."""
+    found: list[TurnIds] = []
+    for user, reply in rounds:
+        ids = whole_round(template, user, reply, first=not found)
+        if found and sum(len(one.ids) for one in [*found, ids]) > length:
+            yield found
+            found, ids = [], whole_round(template, user, reply, first=True)
+        if len(ids.ids) <= length:
+            found.append(ids)
+    if found:
+        yield found
+
+
+def observed(
+    model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [m, layers x d] and log scores [m] (float64) of a conversation's tokens.
+
+    `ids` [n] are read, and then `request` and `ids` once more. The sinks are left out.
+    """
+    count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
+    states = LayerStates(model.module, layers)
+    with states.recorded():
+        model.read(ids, cache)
+    cache.commit(count)
+    counted = AttentionStatsConfig(0).counted_layers(len(cache.layers), model.sliding_layers)
+    highest = HighestWeights(counted, torch.arange(count))
+    model.read([*request, *ids], cache, observer=highest)
+    received = highest.mean()
+    if received is None:
+        raise ModelError(no_attention_reason(model))
+    scores = torch.from_numpy(received).clamp_min(_LEAST).log()
+    return states.joined().cpu()[_SINKS:], scores[_SINKS:]
+
+
+def explained(found: Floats, wanted: Floats) -> float:
+    """R2: the share of the variance of `wanted` [n] that `found` [n] explains."""
+    return float(1 - np.mean((found - wanted) ** 2) / np.var(wanted))
+
+
+def spearman(found: Floats, wanted: Floats) -> float:
+    """The correlation of the ranks of `found` [n] and `wanted` [n]; equal ones rank in order."""
+    ranks = [np.argsort(np.argsort(one)) for one in (found, wanted)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def open_trainer(options: ScorerOptions) -> ScorerTrainer:
+    """Load the model of `options` and gather the conversations."""
+    model = load_model(options.model, trust_remote_code=options.trust_remote_code)
+    return ScorerTrainer(model, options)

@@ -1,0 +1,138 @@
+"""A scorer: a linear map from a token's hidden states to the score that the policy `learned` uses.
+
+The hidden states are the outputs of a few layers, recorded by forward hooks while ids are read. The
+score is the logarithm of what `sirchat train scorer` was told to predict. A scorer is one small
+safetensors file; `paths.scorer_files` says where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sirchat import paths
+from sirchat.errors import ModelError
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Predicts a score for each token from the hidden states after some layers.
+
+    Attributes:
+        layers: numbers of the layers, ascending, from 1; empty for a model without a scorer.
+        weight: float32 [layers x d], for the states of all layers, side by side.
+        bias: what is added; NaN for a model without a scorer, so that every score is NaN.
+        about: how the scorer was trained, as text, by name.
+    """
+
+    layers: tuple[int, ...] = ()
+    weight: Tensor = field(default_factory=lambda: torch.zeros(0))
+    bias: float = math.nan
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def scores(self, states: Tensor) -> list[float]:
+        """The scores of m tokens, given their hidden states [m, layers x d]."""
+        found: list[float] = (states.float() @ self.weight.to(states.device) + self.bias).tolist()
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the scorer into a file; raises ModelError if it can't be written."""
+        tensors = {"weight": self.weight, "bias": torch.tensor([self.bias])}
+        try:
+            paths.private_dir(path.parent)
+            save_file(tensors, path, {**self.about, "layers": json.dumps(self.layers)})
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"scorer {path} can't be written: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the scorer in a file; raises ModelError if it is damaged."""
+        try:
+            with safe_open(path, "pt") as file:
+                about = dict(file.metadata() or {})
+                layers = tuple(map(int, json.loads(about.pop("layers"))))
+                weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+            found = cls(layers, weight.float(), float(bias), about)
+            if weight.ndim != 1 or not (weight.isfinite().all() and math.isfinite(found.bias)):
+                raise ValueError
+        except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError):
+            raise _unusable(path, "is damaged") from None
+        return found
+
+
+def scorer_of(name: str, module: Any) -> Scorer:
+    """The scorer of the model `name`: the user's own, or the bundled one, or one without layers.
+
+    Raises ModelError for a file that is damaged or was made for a model of another shape.
+    """
+    path = next((path for path in paths.scorer_files(name) if path.is_file()), None)
+    if path is None:
+        return Scorer()
+    found = Scorer.load(path)
+    if not _fits(found, module):
+        raise _unusable(path, "was trained for another model")
+    return found
+
+
+def _fits(scorer: Scorer, module: Any) -> bool:
+    layers, size = scorer.layers, module.config.get_text_config(decoder=True).hidden_size
+    is_valid = list(layers) == sorted({one for one in layers if 1 <= one <= layer_count(module)})
+    return is_valid and len(scorer.weight) == len(layers) * size > 0
+
+
+def _unusable(path: Path, why: str) -> ModelError:
+    return ModelError(f"scorer {path} {why}", hint="delete it, and train a new one")
+
+
+def layer_count(module: Any) -> int:
+    """Number of the model's layers."""
+    return int(module.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+class LayerStates:
+    """Records the hidden states after some layers in one forward pass of a transformers model.
+
+    Args:
+        module: the model.
+        layers: numbers of the layers, ascending, from 1.
+    """
+
+    def __init__(self, module: Any, layers: Sequence[int]) -> None:
+        self._module, self._layers = module, layers
+        self._states: list[Tensor] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context manager: run one forward pass within the block."""
+        with ExitStack() as hooks:
+            for number in self._layers:
+                layer = decoder_layers(self._module)[number - 1]
+                hooks.callback(layer.register_forward_hook(self._record).remove)
+            yield
+
+    def _record(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output  # [1, m, d]
+        self._states.append(hidden[0])
+
+    def joined(self) -> Tensor:
+        """The states [m, layers x d], float32, of all layers side by side."""
+        first = self._states[0].device
+        return torch.cat([one.to(first).float() for one in self._states], -1)
+
+
+def decoder_layers(module: Any) -> nn.ModuleList:
+    """The list of the model's layers: the first list that has as many members as it has layers."""
+    count = layer_count(module)
+    return next(
+        one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == count
+    )
