@@ -185,6 +185,6 @@ def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Te
         ]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            f"{name} ({config.model_type}) cannot be used; a test of its KV cache failed: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{name} ({config.model_type}) cannot be used: its cache has no keys and values per "
+            f"token ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error

@@ -55,7 +55,7 @@ def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
     _menu(chat, "/set policy ran", r" random +\S+")
     _menu(chat, "/show dec", r" decay +Factor that multiplies")
     _menu(
-        chat, "/recall ", r" off", r" bm25 +Whole turns", r" on +the one that restores best: hybrid"
+        chat, "/recall ", r" off", r" bm25 +Whole turns", r" on +the one that restores best: words"
     )
     _menu(chat, "/decay a", r" auto")
 

@@ -109,11 +109,14 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     for _ in range(4):
         chat.ask("Tell me a joke.")
     assert chat.ask("/recall") == "recall is off"
-    assert "recall: off -> hybrid" in chat.ask("/recall on")
+    assert "recall: off -> words" in chat.ask("/recall on")
     assert "holds" in chat.ask("/set recall_n 30")
     chat.ask("What is my name?")
-    table = chat.ask("/recall").splitlines()
-    assert table[0].split() == ["position", "turn", "token", "surprisal", "fits"]
+    shown = chat.ask("/recall").splitlines()
+    assert shown[0].split() == ["turn", "tokens", "by", "the", "words", "recalled", "text"]
+    assert any("Anna" in line and "name" in line.split()[2:4] for line in shown)
+    columns = ["position", "turn", "token", "surprisal", "fits"]
+    table = shown[next(at for at, line in enumerate(shown) if line.split() == columns) :]
     scores = [float(line.split()[-1]) for line in table[1:]]
     assert scores == sorted(scores, reverse=True)
     assert len(scores) == 30
@@ -132,7 +135,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
-        ("/recall on", "recall: off -> hybrid"),
+        ("/recall on", "recall: off -> words"),
         ("/recall mips", "recall: off -> mips"),
         ("/recent 16", "recent: 32 -> 16"),
         ("/system You are kind.", "system: none -> You are kind."),
@@ -308,7 +311,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         (
             "/policy nope",
             "one of anchor, attention, entropy, full, h2o, interval, keydiff, knorm, kvzip, "
-            "random, reservoir, salience",
+            "learned, random, reservoir, salience",
         ),
         ("/policy reservoir simple=3", "did you mean sample?"),
         ("/policy reservoir 3", "sample: 192"),
