@@ -56,7 +56,7 @@ class TurnIndex(ABC):
         """Number of texts that have a term."""
 
     def shared(self, turn: int, wanted: str) -> tuple[str, ...]:
-        """Up to three words of `wanted`, the rarest first, that a turn has in a similar form.
+        """Up to three words of `wanted`, rare and long ones first, that a turn has in a like form.
 
         Of words that a fifth of the turns have, only the rarest is named, and only if there is no
         other. If a turn has none, words of the turns beside it: it was found because of them.
@@ -70,7 +70,7 @@ class TurnIndex(ABC):
                 if 2 * len(common) > len(terms_of(word)):
                     rarity[word] = min(map(self._rarity, common))
             if rarity:
-                rarest, *others = sorted(rarity, key=lambda word: rarity[word])
+                rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
                 others = [word for word in others if 5 * rarity[word] < len(self._texts)]
                 return (rarest, *others[: _NAMED - 1])
         return ()

@@ -114,7 +114,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     chat.ask("What is my name?")
     shown = chat.ask("/recall").splitlines()
     assert shown[0].split() == ["turn", "tokens", "by", "the", "words", "recalled", "text"]
-    assert any("Anna" in line and "name" in line.split()[2:4] for line in shown)
+    assert any(line.split()[2:] == ["name,", "is,", "my", "is", "Anna."] for line in shown)
     columns = ["position", "turn", "token", "surprisal", "fits"]
     table = shown[next(at for at, line in enumerate(shown) if line.split() == columns) :]
     scores = [float(line.split()[-1]) for line in table[1:]]
