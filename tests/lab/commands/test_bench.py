@@ -82,6 +82,26 @@ def test_training_compares_masks() -> None:
 
 
 @pytest.mark.slow
+def test_recall_times_a_turn_and_the_search_by_size() -> None:
+    sizes = ["--archived", "300,900", "--retrievers", "bm25,words", "--cache", "64"]
+    found = results("recall", *sizes, "--rounds", "2", "--device", "cpu")
+    names = [
+        re.fullmatch(r"turn with recall (\w+) against none, ([\d,]+) .*", r["name"]) for r in found
+    ]
+    assert [(one[1], int(one[2]) // 300) for one in names if one] == [
+        ("bm25", 1),
+        ("words", 1),
+        ("bm25", 3),
+        ("words", 3),
+    ]
+    for one in found:
+        assert one["ours_ms"] > 0 < one["other_ms"]
+        search = re.search(r"search ([\d.]+) ms", one["note"])
+        assert search
+        assert 0 < float(search[1]) < one["ours_ms"] * 3
+
+
+@pytest.mark.slow
 def test_archive_says_what_it_took() -> None:
     ram, disk = results("archive", "--tokens", "4000", "--archive-limit", "8MiB")
     assert (ram["place"], disk["place"]) == ("ram", "disk")

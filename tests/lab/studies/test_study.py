@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ import torch
 
 from chatting import babbler, tiny, with_anchors
 from command import run
+from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import repeatable, settings_of
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import (
     Estimate,
     Plot,
@@ -189,6 +192,30 @@ def test_perplexity_of_a_file_under_a_budget(tmp_path: Path) -> None:
     assert len({row[1] for row in table.rows}) == 3  # they evict, and not the same
     with pytest.raises(SettingError, match="can't be read"):
         Perplexity(settings, 300, text=str(tmp_path / "none.txt"))
+
+
+def test_perplexity_of_real_talk_is_that_of_a_chat_with_recall(tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    lines = [
+        json.dumps({"role": role, "content": f"{text} {n % 5}."})
+        for n in range(20)
+        for role, text in (("user", "We walked to lake"), ("assistant", "How was it at"))
+    ]
+    file.write_text("\n".join(lines))
+    for recall in ("off", "words"):
+        setting = Profile(policy="sink", budget=64, recall=recall, max_new_tokens=64)
+        study = Perplexity((setting,), limit=200, data=str(file))
+        (found,) = map(study.worker(tiny()), study.keys())
+        chat = Session(tiny(), setting)
+        for n in range(20):
+            read(chat, f"We walked to lake {n % 5}.", f"How was it at {n % 5}.")
+        nats = chat.save().rows["surprisal"][:200]
+        assert found["tokens"] == 200
+        assert np.mean(found["nats"][1:]) == pytest.approx(np.mean(nats[2:]), abs=1e-4)
+    with pytest.raises(SettingError, match="lower --limit"):
+        list(map(replace(study, limit=10_000).worker(tiny()), study.keys()))
+    with pytest.raises(SettingError, match="can't both be given"):
+        Perplexity((setting,), limit=200, data=str(file), text=str(file))
 
 
 def test_anchors_are_inserted_into_a_text_and_do_not_count(tmp_path: Path) -> None:
