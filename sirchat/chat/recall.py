@@ -18,7 +18,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
 from sirchat.memory.recall import retriever
-from sirchat.memory.recall.base import Retriever
+from sirchat.memory.recall.base import Retriever, WordRetriever
 from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import TurnIds
@@ -77,16 +77,18 @@ class Recall:
         released, start = engine.contents.recalled_positions, time.perf_counter()
         engine.contents.clear_reserve()
         self._shared = {}
-        words = None
+        words, found, needs = None, None, retriever(recall.retriever)
         try:
-            if (needs := retriever(recall.retriever)).needs_words:
+            holds_all = engine.resident == engine.ledger.seen
+            searches = not (holds_all and isinstance(needs, WordRetriever))
+            if needs.needs_words and searches:
                 words = self._index_for(needs).scores(list(map(_TEXT, turns)), text)
-            found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
+            if searches:
+                found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
             events.append(
                 Notice(f"no token can be restored: {error}; choose another method with /recall")
             )
-            found = None
         if found is not None:
             engine.contents.fill_reserve(found)
         seconds = time.perf_counter() - start

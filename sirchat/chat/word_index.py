@@ -94,9 +94,9 @@ class WordIndex(TurnIndex):
     """BM25 over the turns of a conversation.
 
     Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
-    https://doi.org/10.1561/1500000019), computed like in the library bm25s (Lù 2024,
-    https://arxiv.org/abs/2407.03618), but only for the words of the query. Terms are groups of four
-    letters; a document is a turn with its two neighbours.
+    https://doi.org/10.1561/1500000019), computed as in the library bm25s (Lù 2024,
+    https://arxiv.org/abs/2407.03618), but only for the words of the query. Terms are overlapping
+    groups of four letters; a document is a turn with its two neighbours.
     """
 
     def __init__(self) -> None:

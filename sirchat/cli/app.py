@@ -113,7 +113,11 @@ Format = Annotated[
     typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
 ]
 JsonTokens = Annotated[
-    bool, typer.Option("--json-tokens", help="As --json, with the held tokens of every turn.")
+    bool,
+    typer.Option(
+        "--json-tokens",
+        help="Like --json, and list the tokens held after each turn, evicted or restored.",
+    ),
 ]
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, and errors.")]

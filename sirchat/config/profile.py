@@ -74,9 +74,9 @@ class Profile(BaseModel):
     )
     quantize: Literal["auto", "none", "packed", "int8", "int4"] = Field(
         default="auto",
-        description="How a CPU stores the weights: packed keeps those of a GGUF file in four "
-        "or eight bits, and auto does the same unless dtype is given; int8 and "
-        "int4 round the weights of any model; none keeps full weights of type dtype.",
+        description="How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 "
+        "bits, as does auto unless dtype is given; int8 and int4 round the weights of any model "
+        "to 8 or 4 bits; none stores them unpacked, as dtype.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -203,7 +203,8 @@ class Profile(BaseModel):
     )
     recall_weight: Literal["none", "surprisal"] = Field(
         default="surprisal",
-        description="Multiply a token's retrieval score by its surprisal, or leave it unchanged.",
+        description="surprisal multiplies a token's retrieval score by its surprisal, none leaves "
+        "it unchanged.",
     )
     recall_soft: bool = Field(
         default=True,
@@ -232,8 +233,8 @@ class Profile(BaseModel):
     )
     attention: Literal["auto", "on"] = Field(
         default="auto",
-        description="Record the attention that tokens receive: only if the policy uses it, or "
-        "always.",
+        description="Record the attention that tokens receive: auto only if the policy uses it, "
+        "on always.",
     )
     protect: bool = Field(
         default=True,

@@ -228,7 +228,7 @@ class Reader:
         """Log-probabilities of each alternative's ids as the next tokens; no state changes.
 
         All alternatives are read in one forward pass in which none sees another, or in one pass
-        each if the model has sliding-window layers. The cache gets room for the rows read.
+        each if the model has sliding-window layers. No row stays, but the cache may get larger.
         """
         first = self.logits
         if first is None or not all(alternatives):

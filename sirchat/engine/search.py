@@ -60,7 +60,7 @@ def search(
     needs = retriever(recall.retriever)
     if isinstance(needs, WordRetriever):
         if words is None:
-            raise ValueError("this retriever needs the turns' scores by words")
+            raise ValueError("this retriever needs a score for each turn by its words")
         return _best_turns(engine, needs.score_words(words))
     longest = engine.budget - engine.contents.budget.reserve
     fits = engine.resident - engine.contents.recalled + len(ids) <= longest

@@ -216,7 +216,7 @@ class Archive:
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The last segment, or a new one with the shapes of `like` if it is full; its number."""
+        """The segment to append to, and its number; a new one, shaped like `like`, if need be."""
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
             last = Segment(like)

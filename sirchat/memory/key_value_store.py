@@ -179,7 +179,7 @@ class KeyValueStore:
         archived now.
         """
         if not self.has(checkpoint.held):
-            raise LookupError("some of the rows that were held then are neither held nor archived")
+            raise LookupError("some rows that the checkpoint held are neither held nor archived")
         self.cache.remove_inserted()
         held = self.ledger.held_positions
         is_new = held >= checkpoint.seen

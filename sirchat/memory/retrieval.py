@@ -146,7 +146,7 @@ class Candidates:
     def words(self) -> NDArray[np.float64]:
         """A score for each turn so far, by the words that it shares with the new turn."""
         if self.query.words is None:
-            raise ValueError("this retriever needs the turns' scores by words")
+            raise ValueError("this retriever needs a score for each turn by its words")
         return self.query.words
 
     @property

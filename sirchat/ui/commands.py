@@ -346,7 +346,10 @@ class Commands:
         if not name or not turns.isdecimal():
             name, turns = rest, "0"
         if not name:
-            raise UsageError("/branch needs a name", hint="/branch NAME, or /branch NAME 2")
+            raise UsageError(
+                "/branch needs a name",
+                hint="/branch NAME, or /branch NAME 2 to leave out your last 2 messages",
+            )
         self._saved_chat.branch(without_quotes(name), int(turns))
 
     def do_branches(self, rest: str) -> None:
@@ -413,5 +416,7 @@ def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
 def _number(command: str, *words: str, least: int) -> int:
     if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < least:
         given = displayable_line(" ".join(words))
-        raise SettingError(f"{command}: {given!r} is not allowed; allowed: a number from {least}")
+        raise SettingError(
+            f"{command}: {given!r} is not allowed; allowed: a whole number, {least} or more"
+        )
     return int(words[0])

@@ -228,7 +228,7 @@ class ModelSwitching:
         return new
 
     def go_back(self, session: Session) -> Session | None:
-        """Return to the session before the last change of the model; None if it was dropped.
+        """Return to the session from before the last change of the model; None if there is none.
 
         Settings changed since then are changed in that session, too; SettingError if that fails.
         """
@@ -292,7 +292,7 @@ class ModelSwitching:
         if changed:
             self._screen.note(f"changed to this model's defaults: {', '.join(changed)}")
         if pins := own_pins(before):
-            self._screen.note(f"{pins:,} tokens that you had pinned are not pinned here")
+            self._screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
         for event in now.start():
             if isinstance(event, Notice):
                 self._screen.note(event.text)

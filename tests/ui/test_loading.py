@@ -119,7 +119,7 @@ def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
 @pytest.mark.slow
 def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
     command = ("--device", "cpu", "--model", str(gguf))
-    with Terminal(sys.executable, "-m", "sirchat", *command, home=tmp_path) as chat:
+    with Terminal(*command, home=tmp_path) as chat:
         chat.wait_prompt()
         assert b"loading " in chat.raw
         assert b"it/s" not in chat.raw

@@ -175,7 +175,7 @@ def test_pins_are_said_to_be_gone() -> None:
     chat = chat_of("My name is Anna.", system="Be brief.")
     chat.do("/pin Anna")
     assert re.search(
-        r"\d tokens that you had pinned are not pinned here", chat.do("/model tiny-anchor")
+        r"\d tokens that you had pinned are no longer pinned", chat.do("/model tiny-anchor")
     )
     chat.do("/model tiny")
     assert "pinned" not in chat.do("/model tiny-anchor")

@@ -22,7 +22,7 @@ _ROUND = 2_000  # tokens
 
 @dataclass(frozen=True)
 class ArchiveUse:
-    """The most memory and disk space that the archive of a conversation took, after any round.
+    """Peak memory and disk space of the archive of a conversation.
 
     Attributes:
         place: where the archive was, `ram` or `disk`.

@@ -68,8 +68,8 @@ LlamaCppPython = Annotated[
     typer.Option(
         "--llama-cpp",
         metavar="PYTHON",
-        help="Compare with llama.cpp on the same GGUF file, run by this Python, which must have "
-        "llama-cpp-python; default: the Python that runs sirchat, if it has it.",
+        help="Compare with llama.cpp on the same GGUF file. PYTHON is an interpreter with "
+        "llama-cpp-python; default: the one that runs sirchat, if it has that package.",
     ),
 ]
 SirLLMPython = Annotated[
@@ -77,8 +77,8 @@ SirLLMPython = Annotated[
     typer.Option(
         "--sirllm",
         metavar="PYTHON",
-        help="Compare with SirLLM's released code, run by this Python, "
-        "which must have that code and transformers 4.33.",
+        help="Compare with SirLLM's released code. PYTHON is an interpreter with that code and "
+        "transformers 4.33.",
     ),
 ]
 

@@ -200,9 +200,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """The whole numbers in a comma-separated list; raises SettingError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise SettingError(
-            f"{option} is {format_value(text)}, must be numbers of 0 or more, with commas"
-        )
+        raise SettingError(f"{option} is {format_value(text)}, must be whole numbers, with commas")
     return tuple(map(int, parts))
 
 

@@ -80,7 +80,7 @@ class Demonstrations(Grid):
         """Like `Grid.worker`; raises SettingError for `places` if the model has no anchor token."""
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
-                f"model {model.name!r} has no anchor token for --places to move",
+                f"--places needs an anchor token, and model {model.name!r} has none",
                 hint="choose tiny-anchor, or train a model with `sirchat train anchor`",
             )
         return super().worker(model)

@@ -1,9 +1,9 @@
 """Needle tasks: conversations that state something (the needle) and ask for it at the end.
 
-The stories and lines follow Retrieval-Augmented StreamingLLM (section 3), the facts come from the
-generator of synthetic dialogue. In a file, each line is a conversation: a JSON object whose `turns`
-are user messages, the last of them the question. The answer is `reference` or, without one, the
-text of the newest turn that mentions what the question names.
+The tasks `stories` and `lines` follow Retrieval-Augmented StreamingLLM (section 3); the others take
+facts from the generator of synthetic dialogue. A file of tasks is JSONL: each object is a
+conversation whose `turns` are user messages, the last of them the question. The answer is
+`reference` or, without one, the text of the newest turn that mentions what the question names.
 """
 
 from __future__ import annotations

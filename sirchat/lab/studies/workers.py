@@ -212,5 +212,7 @@ def _result(ray: Any, finished: Any) -> Record:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:  # the worker failed while it loaded the model
-        raise SirchatError(f"a worker can't start: {str(error).splitlines()[-1]}") from None
+        raise SirchatError(
+            f"a worker can't load the model: {str(error).splitlines()[-1]}"
+        ) from None
     return found

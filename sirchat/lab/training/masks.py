@@ -54,7 +54,7 @@ def visible(
 
 
 def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The mask of `visible` as a block mask for flex attention, which skips empty blocks.
+    """The mask that `visible()` makes, as a block mask: flex attention then skips empty blocks.
 
     Building it still needs memory for a dense bool mask.
     """

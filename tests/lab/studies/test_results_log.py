@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +32,7 @@ from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
 from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
+from warm_python import warm_python
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -101,7 +101,7 @@ def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endl
 
     assert run(*words, "--out", str(straight)).returncode == 0
     for lines in (2, 4):
-        command = [sys.executable, "-m", "sirchat", *words, "--out", str(broken)]
+        command = [*warm_python(), "-m", "sirchat", *words, "--out", str(broken)]
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         log = broken / "dailydialog.jsonl"
         while started.poll() is None:
