@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ class Recall:
         self._scores: dict[int, float] = {}  # scores of the last recall, by position
         self._shared: dict[int, tuple[str, ...]] = {}  # words of the last recall, by turn
         self._index: TurnIndex = WordIndex()
+        self._indexed = list[Turn](), list[str]()  # finished turns, and their texts
 
     @property
     def scores(self) -> dict[int, float]:
@@ -60,7 +60,7 @@ class Recall:
 
     def erase_words(self) -> None:
         """Drop the index of the turns' words; it is built again when it is needed."""
-        self._index, self._shared = WordIndex(), {}
+        self._index, self._shared, self._indexed = WordIndex(), {}, ([], [])
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
         """Recall rows for a turn; first evict the rows that were recalled for the turn before.
@@ -82,7 +82,7 @@ class Recall:
             holds_all = engine.resident == engine.ledger.seen
             searches = not (holds_all and isinstance(needs, WordRetriever))
             if needs.needs_words and searches:
-                words = self._index_for(needs).scores(list(map(_TEXT, turns)), text)
+                words = self._index_for(needs).scores(self._texts(turns), text)
             if searches:
                 found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
@@ -113,8 +113,14 @@ class Recall:
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
         return self._index
 
-
-_TEXT = attrgetter("text")
+    def _texts(self, turns: Sequence[Turn]) -> list[str]:
+        """The texts of all turns; of the finished ones they are taken from the last search."""
+        finished, (known, texts) = list(turns[:-1]), self._indexed
+        if finished[: len(known)] != known:
+            known, texts = [], []
+        texts += [one.text for one in finished[len(known) :]]
+        self._indexed = finished, texts
+        return [*texts, turns[-1].text]
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:

@@ -348,13 +348,12 @@ def _accumulate(
 
     `norms` [n] correct for the lengths of turns; `weight` is the term's.
     """
-    at = np.concatenate([fields.turns for fields, _ in found])
-
-    def summed(side: int) -> Floats:
-        counts = np.concatenate([np.array(fields[side]) * own for fields, own in found])
-        return np.bincount(at, counts, len(scores)).astype(np.float32)
-
-    count = _pooled(summed(1), summed(2))
+    told, asked = np.zeros((2, len(scores)), np.float32)
+    for fields, own in found:
+        at = np.array(fields.turns)
+        told[at] += np.array(fields.told) * np.float32(own)
+        asked[at] += np.array(fields.asked) * np.float32(own)
+    count = _pooled(told, asked)
     having, turns = float(np.minimum(count, 1).sum()), len(scores)
     rarity = math.log(1 + max(0.0, turns - having + 0.5) / (having + 0.5)) ** _POWER
     scores += np.float32(weight * rarity) * (count / (count + norms))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 
 import numpy as np
 import torch
@@ -89,27 +90,31 @@ def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | N
     Newer turns win ties. Looks only at the rows of these turns, so that its time does not grow with
     the archive. Tokens of the chat template carry no content, and are left out.
     """
-    ledger, found, count = engine.ledger, list[tuple[Positions, float]](), 0
+    ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
-    for turn in _best_first(scores):
-        start, end = bisect_left(turns, turn), bisect_left(turns, turn + 1)
-        rows = start + np.flatnonzero(
-            (ledger.column("state")[start:end] == State.ARCHIVED)
-            & (ledger.column("role")[start:end] != Role.TEMPLATE)
-            & (ledger.column("flags")[start:end] & Flag.EXCLUDED == 0)
+    found, of_row, count = list[Positions](), list[NDArray[np.float64]](), 0
+    best = _best_first(scores)
+    while count < reserve and (some := list(islice(best, _TURNS_AT_ONCE))):
+        bounds = [(bisect_left(turns, one), bisect_left(turns, one + 1)) for one in some]
+        rows = np.concatenate([np.arange(start, end) for start, end in bounds])
+        score = np.repeat(scores[some], [end - start for start, end in bounds])
+        can_return = (
+            (ledger.column("state")[rows] == int(State.ARCHIVED))
+            & (ledger.column("role")[rows] != int(Role.TEMPLATE))
+            & (ledger.column("flags")[rows] & np.uint8(Flag.EXCLUDED) == 0)
+            & engine.store.archive.has(rows)
         )
-        rows = rows[engine.store.archive.has(rows)]
-        if len(rows):
-            found.append((rows, float(scores[turn])))
-            count += len(rows)
-        if count >= engine.contents.budget.reserve:
-            break
-    if not found:
+        found.append(rows[can_return])
+        of_row.append(score[can_return])
+        count += len(found[-1])
+    if not count:
         return None
-    positions = np.concatenate([rows for rows, _ in found])
+    positions, by_row = np.concatenate(found), np.concatenate(of_row)
     order = np.argsort(positions)
-    by_row = np.repeat([score for _, score in found], [len(rows) for rows, _ in found])
     return SearchResult(positions[order], torch.from_numpy(by_row[order]))
+
+
+_TURNS_AT_ONCE = 32
 
 
 def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:

@@ -93,5 +93,5 @@ def test_by_words_nothing_is_read() -> None:
 @pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_a_search_by_words_needs_the_words(retriever: str) -> None:
     engine, model = listened("sink", retriever)
-    with pytest.raises(ValueError, match="scores"):
+    with pytest.raises(ValueError, match="a score for each turn"):
         search(engine, model, some_ids(50, 5), [Role.USER] * 5, TurnRef(ROUNDS, ROUNDS))
