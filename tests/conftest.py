@@ -51,12 +51,6 @@ def data() -> Path:
     return Path(folder)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than processors for `-n auto`, because many tests wait for other programs."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
     if not torch.cuda.is_available():

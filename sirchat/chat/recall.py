@@ -75,12 +75,14 @@ class Recall:
             return []
         events: list[Event] = []
         released, start = engine.contents.recalled_positions, time.perf_counter()
-        engine.contents.clear_reserve()
-        self._shared = {}
         words, found, needs = None, None, retriever(recall.retriever)
+        by_words = isinstance(needs, WordRetriever)
+        if not by_words:  # else rows that are recalled again need not be evicted in between
+            engine.contents.clear_reserve()
+        self._shared = {}
         try:
             holds_all = engine.resident == engine.ledger.seen
-            searches = not (holds_all and isinstance(needs, WordRetriever))
+            searches = not (holds_all and by_words)
             if needs.needs_words and searches:
                 words = self._index_for(needs).scores(self._texts(turns), text)
             if searches:
@@ -91,6 +93,8 @@ class Recall:
             )
         if found is not None:
             engine.contents.fill_reserve(found)
+        elif by_words:
+            engine.contents.clear_reserve()
         seconds = time.perf_counter() - start
         turn.stats.seconds_prefill += seconds
         chosen = engine.contents.recalled_positions

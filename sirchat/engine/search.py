@@ -87,8 +87,9 @@ def search(
 def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | None:
     """The archived rows of the turns of highest `scores` [turns], as many as fit the reserve.
 
-    Newer turns win ties. Looks only at the rows of these turns, so that its time does not grow with
-    the archive. Tokens of the chat template carry no content, and are left out.
+    Rows that are recalled now count as archived: they may stay. Newer turns win ties. Looks only at
+    the rows of these turns, so that its time does not grow with the archive. Tokens of the chat
+    template carry no content, and are left out.
     """
     ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
@@ -98,10 +99,12 @@ def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | N
         bounds = [(bisect_left(turns, one), bisect_left(turns, one + 1)) for one in some]
         rows = np.concatenate([np.arange(start, end) for start, end in bounds])
         score = np.repeat(scores[some], [end - start for start, end in bounds])
+        flags = ledger.column("flags")[rows]
+        is_archived = ledger.column("state")[rows] == int(State.ARCHIVED)
         can_return = (
-            (ledger.column("state")[rows] == int(State.ARCHIVED))
+            (is_archived | (flags & np.uint8(Flag.RECALLED) != 0))
             & (ledger.column("role")[rows] != int(Role.TEMPLATE))
-            & (ledger.column("flags")[rows] & np.uint8(Flag.EXCLUDED) == 0)
+            & (flags & np.uint8(Flag.EXCLUDED) == 0)
             & engine.store.archive.has(rows)
         )
         found.append(rows[can_return])

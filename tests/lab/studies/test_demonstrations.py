@@ -70,7 +70,7 @@ def test_anchors_are_placed_otherwise_in_the_demonstrations_only() -> None:
 
 def test_only_anchor_tokens_can_be_placed_otherwise() -> None:
     study = Demonstrations((ANCHOR,), 1, shots=(1,), questions=1, places=("tokens",))
-    with pytest.raises(SettingError, match="'tiny' has no anchor token"):
+    with pytest.raises(SettingError, match="needs an anchor token, and model 'tiny' has none"):
         run_units(study, tiny())
     with pytest.raises(SettingError, match="place of anchors"):
         Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
