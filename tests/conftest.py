@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -40,6 +41,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that never stops speaking."""
     return str(save_babbler(tmp_path_factory.mktemp("babbler")))
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    """A transcript of real-looking talk."""
+    lines = [
+        json.dumps({"role": role, "content": f"{text} {n}."})
+        for n in range(40)
+        for role, text in (("user", "We walked to the lake"), ("assistant", "How was it"))
+    ]
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(lines))
+    return path
 
 
 @pytest.fixture(scope="session")

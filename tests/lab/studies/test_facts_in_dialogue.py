@@ -46,19 +46,6 @@ def dialogue(seed: int, facts: int = 5, length: int = 400) -> FactDialogue:
     return draw_dialogue(Random(seed), TALKS, facts, length, words)
 
 
-@pytest.fixture
-def talk(tmp_path: Path) -> Path:
-    """A transcript of real-looking talk."""
-    lines = [
-        json.dumps({"role": role, "content": f"{text} {n}."})
-        for n in range(40)
-        for role, text in (("user", "We walked to the lake"), ("assistant", "How was it"))
-    ]
-    path = tmp_path / "talk.jsonl"
-    path.write_text("\n".join(lines))
-    return path
-
-
 def test_each_fact_is_told_once_in_the_first_three_quarters_and_never_answered_in_advance() -> None:
     for seed in range(200):
         one = dialogue(seed)

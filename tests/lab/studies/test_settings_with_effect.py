@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +65,15 @@ KINDS: dict[str, tuple[type[Grid], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture
-def talk(tmp_path: Path) -> str:
-    lines = [
-        json.dumps({"role": role, "content": f"{text} {n}."})
-        for n in range(40)
-        for role, text in (("user", "We walked to the lake"), ("assistant", "How was it"))
-    ]
-    path = tmp_path / "talk.jsonl"
-    path.write_text("\n".join(lines))
-    return str(path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
-    name: str, talk: str, monkeypatch: pytest.MonkeyPatch
+    name: str, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Grid] = []
     monkeypatch.setattr(study_flags, "_run", lambda made, *_, **__: ran.append(made))
     kind, flags = KINDS[name]
-    given = ["eval", name, *(talk if one == "TALK" else one for one in flags)]
+    given = ["eval", name, *(str(talk) if one == "TALK" else one for one in flags)]
     run(*given)
     useless = ran.pop().without_effect
     assert useless == (WITHOUT_SESSION if kind is Perplexity else kind.without_effect)
@@ -104,7 +91,7 @@ def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
         ran.clear()
 
 
-def test_a_sweep_of_it_is_refused_too(talk: str) -> None:
+def test_a_sweep_of_it_is_refused_too(talk: Path) -> None:
     swept = run("eval", "perplexity", "--sweep", "recall=off,bm25")
     assert (swept.returncode, swept.stdout) == (2, "")
     assert "recall has no effect in `sirchat eval perplexity`" in swept.stderr
