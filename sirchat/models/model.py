@@ -44,7 +44,7 @@ from sirchat.models.progress import Progress, quiet_libraries, reporting
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
-from sirchat.models.word_vectors import WordVectors
+from sirchat.models.word_vectors import WordVectors, word_vectors_of
 from sirchat.text.anchors import Anchors, anchors_of
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -116,9 +116,8 @@ class LoadedModel:
     @cached_property
     def decode_step(self) -> DecodeStep | None:
         """Object that reads single tokens faster than `module`; None if it can't run the model."""
-        if not DecodeStep.supports(self.module):
-            return None
-        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers)
+        can = DecodeStep.supports(self.module)
+        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
 
     @cached_property
     def _has_plain_head(self) -> bool:
@@ -131,14 +130,7 @@ class LoadedModel:
     @cached_property
     def word_vectors(self) -> WordVectors:
         """Makes vectors of words from the input embeddings; the first access takes a second."""
-        embeddings, device = self.module.get_input_embeddings(), self.device
-
-        def encode(text: str) -> list[int]:
-            found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-            ids: list[int] = found["input_ids"]
-            return ids
-
-        return WordVectors(lambda ids: embeddings(ids.to(device)), self.vocab_size, encode)
+        return word_vectors_of(self.module, self.tokenizer)
 
     @property
     def precision(self) -> str:
@@ -425,12 +417,8 @@ def unloadable(name: str, error: Exception) -> ModelError:
     """The ModelError that says, in one line, why a model can't be loaded."""
     lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
-    return ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}", hint=hint)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)
 
 
 def require_comparable_queries(model: LoadedModel) -> None:
@@ -443,7 +431,7 @@ def require_comparable_queries(model: LoadedModel) -> None:
     if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
         raise ModelError(
             f"the queries of {model.name} can't be compared with its KV cache",
-            hint="choose another retriever, such as hybrid or mips",
+            hint="choose another retriever, such as words or mips",
         )
 
 

@@ -9,6 +9,7 @@ tokens' vectors, in which ids that the tokenizer learned later, and so are rarer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,20 @@ class WordVectors:
     @torch.inference_mode()
     def _embedded(self, ids: Tensor) -> Tensor:
         return self._embed(ids).float().cpu()
+
+
+def word_vectors_of(module: Any, tokenizer: Any) -> WordVectors:
+    """Makes vectors of words from a transformers model's input embeddings."""
+    embeddings = module.get_input_embeddings()
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        return ids
+
+    vocab_size = int(module.get_output_embeddings().out_features)
+    return WordVectors(lambda ids: embeddings(ids.to(module.device)), vocab_size, encode)
 
 
 def _principal(centred: Tensor, count: int) -> Tensor:
