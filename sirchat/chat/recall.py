@@ -95,13 +95,13 @@ class Recall:
             engine.contents.fill_reserve(found)
         elif by_words:
             engine.contents.clear_reserve()
-        seconds = time.perf_counter() - start
-        turn.stats.seconds_prefill += seconds
         chosen = engine.contents.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if words is not None:
             self._shared = {one.turn: self._index.shared(one.turn, text) for one in self.turns}
+        seconds = time.perf_counter() - start
+        turn.stats.seconds_prefill += seconds
         if len(chosen) or len(released):
             events.append(
                 self._builder.recalled(

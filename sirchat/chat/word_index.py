@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -62,12 +61,13 @@ class TurnIndex(ABC):
         other. If a turn has none, words of the turns beside it: it was found because of them.
         """
         beside = self._texts[max(0, turn - 1) : turn + 2]
+        asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
         for said in (self._texts[turn : turn + 1], beside):
             terms = {term for text in said for term in terms_of(text)}
             rarity = dict[str, int]()
-            for word in _WORD.findall(wanted):
-                common = [term for term in terms_of(word) if term in terms]
-                if 2 * len(common) > len(terms_of(word)):
+            for word, own in asked.items():
+                common = [term for term in own if term in terms]
+                if 2 * len(common) > len(own):
                     rarity[word] = min(map(self._rarity, common))
             if rarity:
                 rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
@@ -177,7 +177,6 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-@lru_cache(2**15)
 def _letters(word: str) -> list[str]:
     marked = f"_{word}_"
     size = 2 if max(word) >= _DENSE else _LETTERS
@@ -210,9 +209,7 @@ class WideIndex(TurnIndex):
         self._terms: dict[str, _Fields] = {}  # groups of letters; pairs, with a space between
         self._words: dict[str, _Fields] = {}
         self._names: list[str] = []  # the keys of `_words`, in order
-        self._of_names = np.zeros(
-            (0, vectors.dims), np.float32
-        )  # their vectors; more rows than names
+        self._of_names = np.zeros((0, vectors.dims), np.float32)  # vectors; some rows are free
         self._near: dict[str, _Near] = {}
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
