@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ class Recall:
         """Drop the index of the turns' words; it is built again when it is needed."""
         self._index, self._shared, self._indexed = WordIndex(), {}, ([], [])
 
-    def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: Sequence[Turn]) -> list[Event]:
+    def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: list[Turn]) -> list[Event]:
         """Recall rows for a turn; first evict the rows that were recalled for the turn before.
 
         Args:
@@ -99,7 +98,7 @@ class Recall:
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if words is not None:
-            self._shared = {one.turn: self._index.shared(one.turn, text) for one in self.turns}
+            self._shared = self._index.shared([one.turn for one in self.turns], text)
         seconds = time.perf_counter() - start
         turn.stats.seconds_prefill += seconds
         if len(chosen) or len(released):
@@ -117,9 +116,9 @@ class Recall:
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
         return self._index
 
-    def _texts(self, turns: Sequence[Turn]) -> list[str]:
+    def _texts(self, turns: list[Turn]) -> list[str]:
         """The texts of all turns; of the finished ones they are taken from the last search."""
-        finished, (known, texts) = list(turns[:-1]), self._indexed
+        finished, (known, texts) = turns[:-1], self._indexed
         if finished[: len(known)] != known:
             known, texts = [], []
         texts += [one.text for one in finished[len(known) :]]

@@ -10,7 +10,8 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -54,26 +55,34 @@ class TurnIndex(ABC):
     def _rarity(self, term: str) -> int:
         """Number of texts that have a term."""
 
-    def shared(self, turn: int, wanted: str) -> tuple[str, ...]:
-        """Up to three words of `wanted`, rare and long ones first, that a turn has in a like form.
+    def shared(self, turns: Iterable[int], wanted: str) -> dict[int, tuple[str, ...]]:
+        """For each turn, up to three words of `wanted` that it has in a like form.
 
-        Of words that a fifth of the turns have, only the rarest is named, and only if there is no
-        other. If a turn has none, words of the turns beside it: it was found because of them.
+        Rare and long words come first. Of words that a fifth of the turns have, only the rarest is
+        named, and only if there is no other. A turn without any gets the words that the turns
+        beside it share: it was found because of them.
         """
-        beside = self._texts[max(0, turn - 1) : turn + 2]
         asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
-        for said in (self._texts[turn : turn + 1], beside):
-            terms = {term for text in said for term in terms_of(text)}
-            rarity = dict[str, int]()
-            for word, own in asked.items():
-                common = [term for term in own if term in terms]
-                if 2 * len(common) > len(own):
-                    rarity[word] = min(map(self._rarity, common))
-            if rarity:
-                rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
-                others = [word for word in others if 5 * rarity[word] < len(self._texts)]
-                return (rarest, *others[: _NAMED - 1])
-        return ()
+        terms = cache(lambda turn: frozenset(terms_of(self._texts[turn])))
+        found = dict[int, tuple[str, ...]]()
+        for turn in turns:
+            beside = range(max(0, turn - 1), min(turn + 2, len(self._texts)))
+            of_all = frozenset[str]().union(*map(terms, beside))
+            found[turn] = self._named(asked, terms(turn)) or self._named(asked, of_all)
+        return found
+
+    def _named(self, asked: Mapping[str, list[str]], terms: frozenset[str]) -> tuple[str, ...]:
+        """The words of `asked`, which maps each to its terms, that have most terms in `terms`."""
+        rarity = dict[str, int]()
+        for word, own in asked.items():
+            common = [term for term in own if term in terms]
+            if 2 * len(common) > len(own):
+                rarity[word] = min(map(self._rarity, common))
+        if not rarity:
+            return ()
+        rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
+        others = [word for word in others if 5 * rarity[word] < len(self._texts)]
+        return (rarest, *others[: _NAMED - 1])
 
     def _update(self, texts: Sequence[str]) -> None:
         """Remove texts that changed or no longer exist from the index, then add the new texts."""
@@ -220,28 +229,27 @@ class WideIndex(TurnIndex):
             return total.astype(np.float64)
         lengths = _pooled(np.array(self._lengths.told), np.array(self._lengths.asked))
         norms = (1 - _B) + _B * lengths / max(float(lengths.mean()), 1e-9)
-        terms = [term for words in asked for term in (*_terms(words), *words)]
-        most = self._longest_postings(terms)
+        most = self._longest_postings(asked)
         for words in asked:
-            found = np.zeros(len(total), np.float32)
+            found, sums = np.zeros(len(total), np.float32), _Sums(len(total))
             for term in dict.fromkeys(_terms(words)):
                 fields = self._terms.get(term)
                 if fields is not None and len(fields.turns) <= most:
-                    _accumulate(found, [(fields, 1.0)], norms, 1)
+                    _accumulate(found, sums, [(fields, 1.0)], norms, 1)
             for near in self._similar(list(dict.fromkeys(words))):
                 of_words = [(self._words[name], weight) for name, weight in near]
                 of_words = [one for one in of_words if len(one[0].turns) <= most]
                 if of_words:
-                    _accumulate(found, of_words, norms, _MEANING)
+                    _accumulate(found, sums, of_words, norms, _MEANING)
             total += with_neighbours(found.astype(np.float64)).astype(np.float32) ** 2
         return np.sqrt(total).astype(np.float64)
 
-    def _longest_postings(self, terms: Sequence[str]) -> int:
+    def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
         """Number of turns above which a term is too common to be looked at; see `_MOST`."""
-        known = [self._terms.get(term) or self._words.get(term) for term in terms]
-        sizes = sorted(len(fields.turns) for fields in known if fields is not None)
+        terms = [self._terms.get(term) for words in asked for term in _terms(words)]
+        known = [*terms, *(self._words.get(word) for words in asked for word in words)]
         total = 0
-        for size in sizes:
+        for size in sorted(len(fields.turns) for fields in known if fields is not None):
             total += size
             if total > _MOST:
                 return size - 1
@@ -338,22 +346,51 @@ class _Near(NamedTuple):
     cosines: dict[int, float]
 
 
+class _Sums:
+    """Adds up how often each turn has a term; looks only at turns that have it, or are beside one.
+
+    A turn counts what the turns beside it say; see `WideIndex`.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self._counts = np.zeros(turns + 2, np.float32)  # one place more at each end
+        self._order = np.zeros(turns + 2, np.int64)
+
+    def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
+        """Turns [k], in any order, and how often each has any of these words, with its weight."""
+        at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
+        told, asked = (
+            np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
+            for of in (1, 2)
+        )
+        half = np.float32(0.5)
+        added = (told + half * asked, half * told + asked, half * (told + asked))
+        places = np.concatenate([at, at + 1, at - 1])
+        np.add.at(self._counts, places, np.concatenate(added))
+        order = np.arange(len(places))
+        self._order[places] = order  # of equal places the last one is written
+        places = places[self._order[places] == order]
+        counts = self._counts[places]
+        self._counts[places] = 0
+        inside = (places > 0) & (places < len(self._counts) - 1)
+        return places[inside] - 1, counts[inside]
+
+
 def _accumulate(
-    scores: Floats, found: Sequence[tuple[_Fields, float]], norms: Floats, weight: float
+    scores: Floats,
+    sums: _Sums,
+    found: Sequence[tuple[_Fields, float]],
+    norms: Floats,
+    weight: float,
 ) -> None:
     """Add to scores [n] what these words, each with its own weight, add together as one term.
 
     `norms` [n] correct for the lengths of turns; `weight` is the term's.
     """
-    told, asked = np.zeros((2, len(scores)), np.float32)
-    for fields, own in found:
-        at = np.array(fields.turns)
-        told[at] += np.array(fields.told) * np.float32(own)
-        asked[at] += np.array(fields.asked) * np.float32(own)
-    count = _pooled(told, asked)
-    having, turns = float(np.minimum(count, 1).sum()), len(scores)
-    rarity = math.log(1 + max(0.0, turns - having + 0.5) / (having + 0.5)) ** _POWER
-    scores += np.float32(weight * rarity) * (count / (count + norms))
+    turns, counts = sums.of(found)
+    having = float(np.minimum(counts, 1).sum(dtype=np.float64))
+    rarity = math.log(1 + max(0.0, len(scores) - having + 0.5) / (having + 0.5)) ** _POWER
+    scores[turns] += np.float32(weight * rarity) * (counts / (counts + norms[turns]))
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:

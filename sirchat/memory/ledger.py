@@ -320,7 +320,9 @@ class Ledger:
         """Remove all rows after the first `seen` tokens; none of these rows may be held."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
-        self.seen, self.log_decay, self._pinned = seen, log_decay, None
+        self.seen, self.log_decay = seen, log_decay
+        if self._pinned is not None:
+            self._pinned = self._pinned[self._pinned < seen]
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
         """Pin these rows, or unpin them."""
@@ -330,12 +332,15 @@ class Ledger:
         """Set a flag of these rows, or clear it."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
-        self._rows["flags"][at], self._pinned = flags | flag if on else flags & ~flag, None
+        self._rows["flags"][at] = flags | flag if on else flags & ~flag
+        if flag & Flag.PINNED:
+            self._pinned = None
 
     def pin_only(self, positions: NDArray[np.int64]) -> None:
         """Pin these rows and unpin all others."""
-        self._rows["flags"][: self.seen] &= ~np.uint8(Flag.PINNED)
+        self.pin(self.pinned_positions, False)
         self.pin(positions, True)
+        self._pinned = np.unique(positions)
 
     def close_round(self, decay: float, spared: int | None = None) -> None:
         """Multiply all surprisal and attention so far by `decay` (SirLLM, Algorithm 1).

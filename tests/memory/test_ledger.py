@@ -57,7 +57,7 @@ positions = st.sets(st.integers(0, 40))
 pinning = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.lists(token, max_size=8)),
-        st.tuples(st.sampled_from(["pin", "unpin", "pin_only", "erase"]), positions),
+        st.tuples(st.sampled_from(["pin", "unpin", "pin_only", "erase", "exclude"]), positions),
         st.tuples(st.sampled_from(["truncate", "load"]), st.integers(0, 40)),
     ),
     max_size=12,
@@ -84,6 +84,9 @@ def test_what_is_pinned_is_known_whatever_happened(plan: list[tuple[str, Any]]) 
                     ledger.pin(at, step == "pin")
                 case "pin_only":
                     ledger.pin_only(at)
+                case "exclude":
+                    ledger.flag(Flag.EXCLUDED, at, True)
+                    assert ledger.pinned_positions is before
                 case _:
                     ledger.erase(at)
         is_pinned = [bool(flags & Flag.PINNED) for flags in ledger.column("flags").tolist()]
