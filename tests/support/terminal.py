@@ -53,6 +53,7 @@ class Terminal:
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
         env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be predicted, of any model
+        env["SIRCHAT_MODEL"] = "tiny"  # otherwise a bare `sirchat` asks which model to use
         env |= environ or {}
         self.child: Any
         if not command or command[0].startswith("-"):
