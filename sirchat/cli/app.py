@@ -18,8 +18,8 @@ from typer.main import get_command
 
 from sirchat import __version__
 from sirchat.cli.chat import ask_once, open_chat, replay_transcript, tutorial
-from sirchat.cli.doctor import doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, misplaced_flag, with_settings
+from sirchat.cli.doctor import completion, doctor, man, show_paths
+from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag, with_settings
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
 from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
@@ -54,6 +54,18 @@ class LazyCommand(TyperGroup):
         return self._command.get_command(ctx, cmd_name)
 
 
+_OTHER_COMMANDS = {
+    "run": "--model NAME opens a chat",
+    "chat": "opens a chat",
+    "pull": "models pull NAME downloads a model",
+    "list": "models lists them",
+    "ls": "models lists them",
+    "show": "sessions show last prints a chat",
+    "serve": "opens a chat in the terminal; it does not serve",
+}
+"""For a command of Ollama, llm or llama.cpp: what of sirchat does that."""
+
+
 class _Commands(TyperGroup):
     """All commands; if a question is typed instead of a command, the error says how to ask it."""
 
@@ -80,6 +92,8 @@ class _Commands(TyperGroup):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
+            if name in _OTHER_COMMANDS:
+                close = f"sirchat {_OTHER_COMMANDS[name]}"
             raise UsageError(
                 f"there is no command {format_value(name)}",
                 hint=close or f"sirchat opens a chat; sirchat ask {format_value(name)} asks",
@@ -98,6 +112,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command("paths")(show_paths)
 app.command("man")(man)
+app.command("completion")(completion)
 app.command()(tutorial)
 
 _LONGEST_PATH = 300  # characters of a path in an error
@@ -138,7 +153,7 @@ def _run() -> None:
     end_in_order()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     try:
-        code = app(args=_with_defaults(sys.argv[1:]), standalone_mode=False)
+        code = app(args=_with_defaults(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except SirchatError as error:
         if debug:
@@ -165,15 +180,40 @@ def _run() -> None:
         _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1)
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "max-new-tokens"
+    ),
+    **dict.fromkeys(("--num-ctx", "--ctx-size"), "budget"),
+    "--system-prompt": "system",
+    "--temp": "temperature",
+    "--keep": "sinks",
+    "--repeat-penalty": "repetition-penalty",
+    "--repeat-last-n": "repetition-window",
+    "--conversation": "resume",
+}
+"""Names that Ollama, llm and llama.cpp give to settings of sirchat; they are not in the help."""
+
+
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments; before the command, `--resume` without a value becomes `--resume=last`."""
+    """The arguments, with our own names of options that other programs name differently.
+
+    Before the command, `--resume` without a value becomes `--resume=last`.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]
     names = commands()
-    own = next((n for n, one in enumerate(arguments) if one in names), len(arguments))
-    front = arguments[:own]
+    own = next((n for n, one in enumerate(named) if one in names), len(named))
+    front = named[:own]
     for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
         if one == "--resume" and then.startswith("-"):
             front[n] = "--resume=last"
-    return front + arguments[own:]
+    return front + named[own:]
+
+
+def _with_own_name(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"--{_OTHER_NAMES[name]}{equals}{value}" if name in _OTHER_NAMES else argument
 
 
 def _fail(message: str, code: int) -> None:
@@ -210,6 +250,7 @@ def start(
         str | None,
         typer.Option(
             help="Continue a saved chat: the last one, or the one with this id or name.",
+            autocompletion=complete_session,
             metavar="[ID|NAME|last]",
         ),
     ] = None,
@@ -276,6 +317,7 @@ def ask(
         str | None,
         typer.Option(
             help="Ask the question in this saved chat, and add the reply to the chat.",
+            autocompletion=complete_session,
             metavar="ID|NAME|last",
         ),
     ] = None,

@@ -199,7 +199,7 @@ def _message(question: str) -> str:
             raise UsageError("standard input is not UTF-8", hint="ask takes text") from None
     parts = [part for part in (given.strip("\n"), question) if part.strip()]
     if not parts:
-        raise UsageError("there is no question", hint='sirchat ask "What is a KV cache?"')
+        raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
     return "\n\n".join(parts)
 
 

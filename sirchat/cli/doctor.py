@@ -1,4 +1,4 @@
-"""`sirchat doctor`, `paths` and `man`: what is installed, where it lies, and how it is used."""
+"""`sirchat doctor`, `paths`, `man` and `completion`: what is installed, and how it is used."""
 
 import re
 import textwrap
@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import quick_start
+from sirchat.cli.flags import complete_model, quick_start
 from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
+from sirchat.errors import UsageError
 from sirchat.models.hub import require
 from sirchat.ui.text import displayable
 
 
 def doctor(
-    model: Annotated[str, typer.Option("--model", "-m", help="The model to check.")] = "tiny",
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="The model to check.", autocompletion=complete_model),
+    ] = "tiny",
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Check versions, machine, files and a model; for bug reports.
@@ -80,6 +84,39 @@ def size_of(path: Path) -> str:
         size, power = size / 1024, power + 1
     number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
     return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
+
+
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(
+            help="The shell: bash, zsh or fish.",
+            metavar="|".join(_SHELLS),
+            autocompletion=lambda: list(_SHELLS),
+        ),
+    ],
+    install: Annotated[
+        bool, typer.Option("--install", help="Install it for your user, instead of printing it.")
+    ] = False,
+) -> None:
+    """Print a script by which the shell completes commands, settings, models and saved chats."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+    from typer.completion import install as install_script  # type: ignore[attr-defined]
+
+    if shell not in _SHELLS:
+        raise UsageError(f"there is no completion for {shell!r}; there is for {', '.join(_SHELLS)}")
+    if not install:
+        typer.echo(
+            get_completion_script(
+                prog_name="sirchat", complete_var="_SIRCHAT_COMPLETE", shell=shell
+            )
+        )
+        return
+    _, path = install_script(shell, "sirchat", "_SIRCHAT_COMPLETE")
+    typer.echo(displayable(f"installed in {paths.abbreviated(path)}; it works in the next {shell}"))
 
 
 _NAME = "endless chat with local language models, under a budget of memory"

@@ -15,7 +15,7 @@ from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.errors import UsageError
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.models.hub import require
-from sirchat.paths import archives_dir
+from sirchat.paths import archives_dir, sessions_dir
 from sirchat.ui.interrupt import interruptible_imports
 
 _NOT_FLAGS = ("description", "policy_options")
@@ -93,7 +93,8 @@ def _setting_flag(name: str, field: Any) -> Any:
     flag, short = f"--{name.replace('_', '-')}", _SHORT.get(name, ())
     if field.annotation is bool:
         flag += flag.replace("--", "/--no-")
-    complete: Callable[[str], list[str]] | None = {"policy": _complete_policy}.get(name)
+    of_names = {"policy": _complete_policy, "model": complete_model}
+    complete: Callable[[str], list[str]] | None = of_names.get(name)
     metavar = _metavar(field.annotation)
     if metavar and "|" in metavar:
         complete = _completer(word for word in metavar.split("|") if word.islower())
@@ -140,6 +141,22 @@ def _complete_policy(incomplete: str) -> list[str]:
 
 def _complete_profile(incomplete: str) -> list[str]:
     return [p.name for p in list_profiles() if p.name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of usable models that begin with what is typed, for the shell's completion."""
+    from sirchat.models.listing import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def complete_session(incomplete: str) -> list[str]:
+    """Names and ids of saved chats that begin with what is typed, for the shell's completion."""
+    from sirchat.saved.session_list import list_sessions
+
+    saved = list_sessions(sessions_dir()).sessions
+    names = ["last", *(one.name for one in saved if one.name), *(one.id for one in saved)]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import Debug
+from sirchat.cli.flags import Debug, complete_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
 from sirchat.errors import UsageError
@@ -93,7 +93,10 @@ def models_list(
 @models_app.command("default")
 def models_default(
     name: Annotated[
-        str | None, typer.Argument(help="The model to use from now on; without it, show it.")
+        str | None,
+        typer.Argument(
+            help="The model to use from now on; without it, show it.", autocompletion=complete_model
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "bench": "measure speed and memory",
         "train": "train the bundled models, or anchors or a scorer for any model",
         "doctor": "check versions, machine, files and a model, for bug reports",
+        "completion": "complete commands and names in bash, zsh or fish",
         "man": "print this as a manual page, with all settings",
     },
 }
@@ -96,7 +97,7 @@ def overview() -> str:
     """The text of `sirchat --help`, at most 79 columns wide."""
     return TEXT.format(
         **{
-            group: textwrap.indent("\n".join(f"{n:<10}{t}" for n, t in commands.items()), "  ")
+            group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
             for group, commands in groups().items()
         }
     )
@@ -109,6 +110,7 @@ EXAMPLES: dict[str, str] = {
     "compare": "sirchat compare talk.jsonl --policies entropy,sink --budgets 256 --html page.html",
     "doctor": "sirchat doctor -m smollm2",
     "paths": "sirchat paths",
+    "completion": "sirchat completion bash --install",
     "man": "sirchat man > sirchat.1 && man ./sirchat.1",
     "models": "sirchat models",
     "models list": "sirchat models list --in ./models --budget 512",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import Debug
+from sirchat.cli.flags import Debug, complete_session
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir
 from sirchat.ui.text import displayable, displayable_line
@@ -25,7 +25,11 @@ sessions_app = typer.Typer(
 )
 
 Ident = Annotated[
-    str, typer.Argument(help="The session: its id, the start of it, its name, or last.")
+    str,
+    typer.Argument(
+        help="The session: its id, the start of it, its name, or last.",
+        autocompletion=complete_session,
+    ),
 ]
 
 
