@@ -17,7 +17,8 @@ from sirchat.ui.markdown import MarkdownLayout
 from terminal import WARM, Terminal, everything_on, lines_of
 from warm_python import warm_python
 
-DOCUMENTS = 200
+DOCUMENTS = 100
+WIDTHS = (60, 100, 160)
 
 
 @pytest.fixture
@@ -63,11 +64,11 @@ def _shown(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_what_was_streamed_is_the_document_rendered_at_once(
     terminal: FakeTerminal, columns: int
 ) -> None:
-    for number, document in enumerate(documents(DOCUMENTS)):
+    for number, document in enumerate(documents(DOCUMENTS, seed=WIDTHS.index(columns))):
         _shown(terminal, [document], "off", columns)
         at_once = _cells(terminal)
         _shown(terminal, pieces(document, number), "off", columns)
