@@ -102,7 +102,7 @@ def test_it_costs_few_bytes(terminal: FakeTerminal, longest: int, count: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_block_costs_many_bytes(terminal: FakeTerminal, kind: str) -> None:
-    found = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(6)]
+    found = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(4)]
     assert sum(rendered for rendered, _ in found) <= 1.3 * sum(plain for _, plain in found)
 
 
