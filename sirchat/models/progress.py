@@ -1,4 +1,7 @@
-"""Reports the progress of loading, also that of libraries with progress bars of their own."""
+"""Reports the progress of loading, also that of libraries with progress bars of their own.
+
+transformers is imported only where its bars are meant: a download starts without it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm.std import tqdm
-from transformers.utils import logging as transformers_logging
 
 
 @contextmanager
@@ -20,6 +22,8 @@ def quiet_libraries() -> Iterator[None]:
     Their progress bars stay off afterwards, too. It can also be used as a decorator:
     `@quiet_libraries()`. Problems are reported by exceptions alone.
     """
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()  # and those of the hub's library
     with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
         from transformers import modeling_gguf_pytorch_utils
@@ -50,6 +54,7 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
     if progress is None:
         yield {}
         return
+    from transformers.utils import logging as transformers_logging
 
     bar = bar_class(progress)
 

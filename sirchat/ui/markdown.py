@@ -77,6 +77,7 @@ class MarkdownLayout:
         )
         self._empty = _Blocks([], ANSISyntaxTheme(_code_styles(colours)))
         self._colors = COLOR_SYSTEMS[color_system or "standard"]
+        self._parsed: tuple[str, list[list[Token]]] = ("", [])  # the latest text, and its blocks
 
     def rows(
         self, source: str, width: int, *, soft: bool, is_draft: bool = False
@@ -87,7 +88,7 @@ class MarkdownLayout:
         will still grow: if its last block has open emphasis, this is closed; if its last block is
         a table, only the number of its rows is shown.
         """
-        blocks = parse(source)
+        blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
             blocks = parse(source + closer)
         rows: list[StyledRow] = []
@@ -98,13 +99,28 @@ class MarkdownLayout:
             rows += self._block(block, source, width, soft=soft, is_open=is_open)
         return rows
 
+    def finished_lines(self, source: str) -> int:
+        """Number of lines in the finished blocks, which are all blocks but the last one.
+
+        The last line may be unfinished, but must not consist only of signs that could be markup.
+        """
+        last = source.rfind("\n") + 1
+        if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
+            source = source[:last]
+        blocks = self._parse(source)
+        return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
+
+    def _parse(self, source: str) -> list[list[Token]]:
+        """The blocks of a text; a text that is given twice in a row is parsed once."""
+        if source != self._parsed[0]:
+            self._parsed = (source, parse(source))
+        return self._parsed[1]
+
     def _block(
         self, block: list[Token], source: str, width: int, *, soft: bool, is_open: bool
     ) -> list[StyledRow]:
         start, end = block[0].map or (0, 0)
         is_table = block[0].type == "table_open"
-        lines = source.split("\n")
-        written = "\n".join(lines[start : None if is_open else end])
         if is_open:
             block = _open_table_counted(block)
         drawing = copy(self._empty)  # a new one would make a parser of its own
@@ -113,21 +129,24 @@ class MarkdownLayout:
         drawn = list(self._console.render(drawing, options))
         rows: list[StyledRow] = []
         for line in Segment.split_lines(drawn):
-            rows += cut_line(list(self._cells(line)), width, soft=soft)
+            rows += cut_line(self._cells(line), width, soft=soft)
         while rows and not rows[-1].cells:
             rows.pop()
         while rows and not rows[0].cells:
             rows.pop(0)
-        is_final = is_table and not is_open
-        if is_final and not _letters(written) <= _letters("".join(row.text for row in rows)):
-            return plain_rows(written, width, soft=soft)  # too wide, or more cells than columns
+        if is_table and not is_open:
+            written = "\n".join(source.split("\n")[start:end])
+            if not _letters(written) <= _letters("".join(row.text for row in rows)):
+                return plain_rows(written, width, soft=soft)  # too wide, or more cells than columns
         return rows
 
-    def _cells(self, line: list[Segment]) -> Iterator[Cell]:
+    def _cells(self, line: list[Segment]) -> list[Cell]:
+        cells: list[Cell] = []
         for segment in line:
             if segment.text and not segment.control:
                 style = _parameters(segment.style, self._colors) if segment.style else ""
-                yield from cells_of(displayable(segment.text), style)
+                cells += cells_of(displayable(segment.text), style)
+        return cells
 
 
 def parse(source: str) -> list[list[Token]]:
@@ -138,18 +157,6 @@ def parse(source: str) -> list[list[Token]]:
             blocks.append([])
         blocks[-1].append(token)
     return blocks
-
-
-def finished_lines(source: str) -> int:
-    """Number of lines in the finished blocks, which are all blocks but the last one.
-
-    The last line may be unfinished, but must not consist only of signs that could be markup.
-    """
-    last = source.rfind("\n") + 1
-    if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
-        source = source[:last]
-    blocks = parse(source)
-    return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
 
 
 @cache

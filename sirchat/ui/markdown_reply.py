@@ -12,7 +12,7 @@ import re
 from typing import Literal
 
 from sirchat.chat.turn import CLOSE, OPEN
-from sirchat.ui.markdown import MarkdownLayout, finished_lines
+from sirchat.ui.markdown import MarkdownLayout
 from sirchat.ui.painter import Painter
 from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows
 
@@ -145,7 +145,7 @@ class MarkdownReply:
     def _blocks(self, *, is_end: bool) -> str:
         """What to write to show the finished blocks, and the unfinished one so far."""
         stop = len(self._source) if is_end else _settled(self._source)
-        lines = finished_lines(self._source[:stop] + "\n" * is_end)
+        lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
         finished, rest = self._target(length, stop, is_draft=not is_end)
         kept = self._kept(finished + rest)

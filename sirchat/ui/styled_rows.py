@@ -86,15 +86,17 @@ def has_known_widths(cells: Iterable[Cell]) -> bool:
 
 def _ended(line: Sequence[Cell]) -> list[Cell]:
     """Remove final spaces; other spaces get the style before them, unless it shows on a space."""
-    cells: list[Cell] = []
-    length = 0
-    for cell in line:
-        if cell[0] != " ":
-            length = len(cells) + 1
-        elif cells and cells[-1][1] != cell[1] and not _shows_on_space(cells[-1][1]):
-            cell = (" ", cells[-1][1])
-        cells.append(cell)
-    return cells[:length]
+    length = len(line)
+    while length and line[length - 1][0] == " ":
+        length -= 1
+    cells = list(line[:length])
+    if len({style for _, style in cells}) < 2:
+        return cells
+    for at, (char, style) in enumerate(cells):
+        before = cells[at - 1][1] if at else style
+        if char == " " and before != style and not _shows_on_space(before):
+            cells[at] = (" ", before)
+    return cells
 
 
 def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:

@@ -113,7 +113,7 @@ def test_a_chat_that_recalled_ends_as_one_that_never_did(
 @settings(max_examples=8, deadline=None)
 @given(retriever=st.sampled_from(RETRIEVERS), text=st.sampled_from(TEXTS))
 def test_an_undone_turn_leaves_keys_and_values_as_they_were(retriever: str, text: str) -> None:
-    chat = session(babbler(), policy="sink", budget=96, recall=retriever)
+    chat = session(babbler(), policy="sink", budget=96, recall=retriever, max_new_tokens=40)
     for one in TEXTS * 2:
         act(chat, "say", one)
     before, rows = chat.save(), chat.rows()

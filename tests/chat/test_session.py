@@ -407,7 +407,7 @@ def test_replies_to_junk_have_no_control_tokens() -> None:
     chat = session(tiny(), max_new_tokens=60, temperature=3.0, budget=256)
     control = set(chat.model.tokenizer.added_tokens_decoder)
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(20):
         list(chat.ask("".join(rng.choice("abc xyz{}[]0123?!") for _ in range(rng.randint(1, 40)))))
     ledger = chat._engine.ledger
     said = ledger.column("token_id")[ledger.column("role") == Role.ASSISTANT]

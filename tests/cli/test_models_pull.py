@@ -86,6 +86,13 @@ def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
     assert any(line.startswith("me/small  ") for line in listed.splitlines()), listed
 
 
+def test_a_download_starts_without_a_library_for_models() -> None:
+    look = "sys.exit(str({'torch', 'transformers'} & {*sys.modules}))"
+    code = f"import sys, sirchat.models.pull; {look}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == "set()\n"
+
+
 def test_what_is_here_is_not_fetched_again(hub: FakeHub, cache: Path) -> None:
     for _ in range(2):
         assert sirchat(cache, hub.url, "models", "pull", "me/small").returncode == 0

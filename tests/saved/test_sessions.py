@@ -32,7 +32,7 @@ from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
-MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(20)]
+MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
 
 
@@ -145,7 +145,7 @@ def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
         *(("salience", dtype) for dtype in ("float32", "bfloat16")),
     ],
 )
-def test_twenty_turns_equal_ten_and_ten_with_a_resume_between(
+def test_twelve_turns_equal_six_and_six_with_a_resume_between(
     folder: Path, policy: str, dtype: str
 ) -> None:
     model = scored() if dtype == "float32" else in_bfloat16()
@@ -154,21 +154,16 @@ def test_twenty_turns_equal_ten_and_ten_with_a_resume_between(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL
     )
     straight, first = Session(model, profile), Session(model, profile)
-    talk(straight, None, MESSAGES)
     saving = Autosave(first)
-    talk(first, saving, MESSAGES[:10])
-    list(first.pin("turn 3"))
-    list(straight.pin("turn 3", pinned=False))
-    list(first.pin("turn 3", pinned=False))
+    for chat, saves in ((straight, None), (first, saving)):
+        talk(chat, saves, MESSAGES[:6])
+        list(chat.pin("turn 3"))
+        list(chat.pin("turn 3", pinned=False))
     saving.close()
     second, store = resumed(folder, model)
-    straight = Session(model, profile)
-    talk(straight, None, MESSAGES[:10])
-    list(straight.pin("turn 3"))
-    list(straight.pin("turn 3", pinned=False))
     assert state(second) == state(straight)
     for chat in (straight, second):
-        talk(chat, None, MESSAGES[10:])
+        talk(chat, None, MESSAGES[6:12])
     store.close()
     assert state(second) == state(straight)
 
@@ -179,13 +174,13 @@ def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
     straight, first = session(babbler(), **settings), session(babbler(), **settings)
     saving = Autosave(first)
-    talk(straight, None, MESSAGES)
-    talk(first, saving, MESSAGES[:10])
+    talk(straight, None, MESSAGES[:12])
+    talk(first, saving, MESSAGES[:6])
     assert first.recalled
     saving.close()
     second, store = resumed(folder, babbler())
     assert bool(second.recalled) == (scope == "token")
-    talk(second, None, MESSAGES[10:])
+    talk(second, None, MESSAGES[6:12])
     store.close()
     assert state(second) == state(straight)
 

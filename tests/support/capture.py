@@ -20,6 +20,7 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from emulator import Emulator
 from sirchat.ui.tutorial import STEPS
 from terminal import Terminal
 
@@ -83,7 +84,7 @@ def _chosen(lines: list[str]) -> list[int]:
     return rows[:-1]
 
 
-class _Dimmed(pyte.HistoryScreen):  # type: ignore[misc]
+class _Dimmed(Emulator):
     """Marks faint text, which pyte does not support, as blinking, which nothing here uses."""
 
     def select_graphic_rendition(self, *attributes: int, **rest: Any) -> None:

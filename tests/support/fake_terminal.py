@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pyte
 import pytest
 
+from emulator import Emulator
 from sirchat.chat.events import Delta, TokenRow
 from sirchat.chat.snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
@@ -26,7 +27,7 @@ class FakeTerminal(io.StringIO):
 
     def __init__(self, rows: int = 30, columns: int = 80) -> None:
         super().__init__()
-        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self.screen = Emulator(columns, rows, history=10_000, ratio=0.5)
         self.screen.set_mode(pyte.modes.LNM)
         self._stream = pyte.Stream(self.screen)
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pexpect
 import pyte
 
+from emulator import Emulator
 from forked_chat import ForkedChat
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
@@ -43,7 +44,7 @@ class Terminal:
         rows: int = 40,
         columns: int = 100,
         environ: dict[str, str] | None = None,
-        screen: type[pyte.HistoryScreen] = pyte.HistoryScreen,
+        screen: type[Emulator] = Emulator,
     ) -> None:
         self.screen = screen(columns, rows, history=10_000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
@@ -68,7 +69,7 @@ class Terminal:
         self.child.delaybeforesend = None
         self.screen.write_process_input = self.child.send  # answers, such as where the cursor is
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -244,7 +245,8 @@ def resize(screen: pyte.HistoryScreen, rows: int, columns: int) -> None:
 
 def _row(screen: pyte.HistoryScreen, cells: Any) -> str:
     """The text of a row; faster than pyte's own."""
-    return "".join(cells[x].data for x in range(screen.columns)).rstrip() if cells else ""
+    width = min(screen.columns, max(cells, default=-1) + 1)
+    return "".join([cells[x].data for x in range(width)]).rstrip()
 
 
 class Shared:

@@ -18,6 +18,7 @@ from chatting import save_babbler, tiny
 from gguf_file import write_gguf
 from sirchat.models.model import load_model
 from terminal import Terminal
+from warm_python import warm_python
 
 EventBuilder = list[tuple[str, int, int | None]]
 
@@ -29,10 +30,12 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny())
 
 
-def python(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, text: str = "", program: tuple[str, ...] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
     return subprocess.run(
-        [sys.executable, *arguments],
+        [*program, *arguments],
         input=text,
         capture_output=True,
         text=True,
@@ -111,7 +114,8 @@ def test_a_gguf_file_loads_silently_in_a_process_of_its_own(gguf: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
-    done = python("-m", "sirchat", "--device", "cpu", "--model", str(gguf), text="hello")
+    command = ("-m", "sirchat", "--device", "cpu", "--model", str(gguf))
+    done = python(*command, text="hello", program=warm_python())
     assert done.stdout.startswith("USER: hello\nASSISTANT: ")
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
 

@@ -17,7 +17,8 @@ from sirchat.ui.markdown import MarkdownLayout
 from terminal import WARM, Terminal, everything_on, lines_of
 from warm_python import warm_python
 
-DOCUMENTS = 200
+DOCUMENTS = 100
+WIDTHS = (60, 100, 160)
 
 
 @pytest.fixture
@@ -63,11 +64,11 @@ def _shown(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_what_was_streamed_is_the_document_rendered_at_once(
     terminal: FakeTerminal, columns: int
 ) -> None:
-    for number, document in enumerate(documents(DOCUMENTS)):
+    for number, document in enumerate(documents(DOCUMENTS, seed=WIDTHS.index(columns))):
         _shown(terminal, [document], "off", columns)
         at_once = _cells(terminal)
         _shown(terminal, pieces(document, number), "off", columns)
@@ -101,7 +102,7 @@ def test_it_costs_few_bytes(terminal: FakeTerminal, longest: int, count: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_block_costs_many_bytes(terminal: FakeTerminal, kind: str) -> None:
-    found = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(6)]
+    found = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(4)]
     assert sum(rendered for rendered, _ in found) <= 1.3 * sum(plain for _, plain in found)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
+from warm_python import warm_python
 
 _DATA = os.environ.get("SIRCHAT_DATA")
 
@@ -63,19 +63,9 @@ def _transcript(rounds: int) -> list[TranscriptTurn]:
 
 
 @pytest.mark.slow
-def test_a_pipe_is_a_transcript_in_a_fresh_process() -> None:
+def test_a_pipe_is_a_transcript_in_a_process_of_its_own() -> None:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sirchat",
-            "--policy",
-            "entropy",
-            "--decay",
-            "0.9",
-            "--budget",
-            "128",
-        ],
+        [*warm_python(), "-m", "sirchat", "--policy=entropy", "--decay=0.9", "--budget=128"],
         input="My name is Anna.\nTell me a joke.\nWhat is my name?\n",
         capture_output=True,
         text=True,
@@ -119,9 +109,9 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "interval", "anchor"])
 @pytest.mark.parametrize("system", [None, "Be kind. Always."])
 def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> None:
-    turns = _transcript(25)
+    turns = _transcript(12)
     events = _replayed(turns, policy=policy, budget=96, recent=8, decay=0.8, system=system)
-    assert check_stream(events) > 20
+    assert check_stream(events) > 60
 
 
 @pytest.mark.slow
@@ -129,15 +119,15 @@ def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> N
 def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
     options = {"sample": sample}
     events = _replayed(
-        _transcript(25), policy="reservoir", policy_options=options, budget=96, recent=8
+        _transcript(12), policy="reservoir", policy_options=options, budget=96, recent=8
     )
-    assert check_stream(events) > 20
+    assert check_stream(events) > 60
 
 
 @pytest.mark.slow
 def test_generated_replies_follow_the_policy_too() -> None:
     settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
-    events = _replayed(_transcript(6), feed=False, **settings)
+    events = _replayed(_transcript(3), feed=False, **settings)
     assert check_stream(events) > 40
 
 

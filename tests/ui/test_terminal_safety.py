@@ -142,12 +142,12 @@ def test_names_in_errors_and_lists_cannot_control_the_terminal(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_transcript_cannot_control_the_terminal(tmp_path: Path) -> None:
+def test_a_transcript_cannot_control_the_terminal(tmp_path: Path, endless: str) -> None:
     file = tmp_path / "talk.jsonl"
     texts = [f"before{control}after" for control in _CONTROLS.values()]
     turns = [{"role": role, "content": text} for text in texts for role in ("user", "assistant")]
     file.write_text("".join(json.dumps(turn) + "\n" for turn in turns), encoding="utf-8")
-    done = run("replay", "--feed", str(file))
+    done = run("replay", "--feed", str(file), "--model", endless)
     assert done.stdout.count("before") == len(turns)
     assert not _harm(done.stdout + done.stderr)
 

@@ -17,19 +17,21 @@ import pytest
 from sirchat.cli.chat import meanwhile
 from sirchat.ui.interrupt import interruptible_imports
 from terminal import Terminal
+from warm_python import warm_python
 
 CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
 
 
 class _Shell(Terminal):
-    """A shell with job control that runs a chat."""
+    """A shell with job control that runs a chat: `python PROGRAM`."""
 
-    def __init__(self, folder: Path, model: str, program: str = "-m sirchat") -> None:
+    def __init__(self, folder: Path, model: str, *python: str, program: str = "-m sirchat") -> None:
         flags = ("--norc", "--noprofile", "--noediting", "-i")
         super().__init__("bash", *flags, home=folder, environ={"PS1": "READY# "})
         self._folder = folder
         self.command(f"cd {folder}; stty -a > before")
-        self.command(f"{sys.executable} {program} --model {model} --max-new-tokens 100000")
+        begun = " ".join(python or (sys.executable,))
+        self.command(f"{begun} {program} --model {model} --max-new-tokens 100000")
 
     def command(self, line: str) -> None:
         """Type a command line, at the shell's prompt."""
@@ -58,11 +60,21 @@ class _Shell(Terminal):
 
 
 @pytest.fixture
-def shell(tmp_path: Path, endless: str) -> Iterator[_Shell]:
+def has_shell() -> None:
     if shutil.which("bash") is None or shutil.which("stty") is None:
         pytest.skip("no bash, or no stty")
-    shell = _Shell(tmp_path, endless)
-    with shell:
+
+
+@pytest.fixture
+def shell(tmp_path: Path, endless: str, has_shell: None) -> Iterator[_Shell]:
+    with _Shell(tmp_path, endless) as shell:
+        yield shell
+
+
+@pytest.fixture
+def warm_shell(tmp_path: Path, endless: str, has_shell: None) -> Iterator[_Shell]:
+    """Its chat starts fast; the shell has job control over what stands in for it."""
+    with _Shell(tmp_path, endless, *warm_python()) as shell:
         yield shell
 
 
@@ -109,28 +121,28 @@ def test_the_loading_shows_below_the_prompt_and_leaves_nothing_behind_and_exit_l
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_reply(shell: _Shell) -> None:
-    shell.begin_reply()
-    shell.signal(signal.SIGTERM)
-    assert shell.code() == 128 + signal.SIGTERM
+def test_sigterm_ends_a_reply(warm_shell: _Shell) -> None:
+    warm_shell.begin_reply()
+    warm_shell.signal(signal.SIGTERM)
+    assert warm_shell.code() == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_prompt(shell: _Shell) -> None:
-    shell.wait_prompt()
-    shell.signal(signal.SIGTERM)
-    assert shell.code() == 128 + signal.SIGTERM
+def test_sigterm_ends_a_prompt(warm_shell: _Shell) -> None:
+    warm_shell.wait_prompt()
+    warm_shell.signal(signal.SIGTERM)
+    assert warm_shell.code() == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("has_shell")
 def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import time\nimport sirchat.__main__ as program\nimport sirchat.models.model as model\n"
         "model.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
     )
-    shell = _Shell(tmp_path, endless, str(slow))
-    with shell:
+    with _Shell(tmp_path, endless, *warm_python(), program=str(slow)) as shell:
         shell.wait_screen("loading$")
         shell.send(CTRL_C)
         assert shell.code() == 130
