@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chatting import tiny
-from gguf_file import write_gguf
+from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufTensor, parse_gguf
@@ -97,13 +100,25 @@ def test_a_file_that_says_more_than_is_understood_is_left_to_transformers(file: 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_the_real_file_gives_the_model_that_transformers_makes_of_it() -> None:
+def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers are compared; all layers of the file have tensors of the same types."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, name = locate("smollm2")
+    packaged, file = locate("smollm2")
+    whole = Path(packaged) / file["gguf_file"]
+    types = defaultdict[str, set[str]](set)
+    for key, tensor in parse_gguf(whole, with_lists_of_text=False).tensors.items():
+        types[re.sub(r"^blk\.\d+", "blk", key)].add(tensor.type)
+    assert {len(found) for found in types.values()} == {1}
+    path = write_first_layers(tmp_path / "two.gguf", whole, 2)
+    folder, name = locate(str(path))
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # it takes seconds each time
     theirs = AutoModelForCausalLM.from_pretrained(folder, **name, dtype=torch.float32)
-    ours = load_model("smollm2", dtype="float32", device="cpu")
+    ours = load_model(str(path), dtype="float32", device="cpu")
     wanted = theirs.state_dict()
+    assert len(ours.module.model.layers) == 2
     assert wanted.keys() == ours.module.state_dict().keys()
     assert all(torch.equal(one, wanted[key]) for key, one in ours.module.state_dict().items())
     assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)

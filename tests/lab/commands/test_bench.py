@@ -6,11 +6,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chatting import tiny
+from chatting import babbler, tiny
 from command import run
 from families import loaded
 from gguf_file import write_gguf
@@ -18,6 +19,7 @@ from hostile_folder import hostile_modules
 from sirchat.errors import SettingError
 from sirchat.lab.bench.peers import SirLLM
 from sirchat.lab.bench.ratio import BenchOptions, bench_model, some_ids
+from warm_program import fresh_once, warm_program
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -30,8 +32,9 @@ def results(*arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
-def test_decode_is_measured_by_default(command: list[str]) -> None:
-    found = results(*command, "--cache", "64", "--rounds", "2", "--seen", "100,300")
+def test_decode_is_measured_by_default(command: list[str], endless: str) -> None:
+    sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,300")
+    found = results(*command, "--model", endless, *sizes)
     assert [r["name"].split()[0] for r in found] == [
         "decode",
         "decode",
@@ -50,25 +53,26 @@ def test_decode_is_measured_by_default(command: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_stream_is_measured_at_each_length() -> None:
-    found = results("decode", "--cache", "64", "--rounds", "2", "--seen", "100,200,300")
+def test_a_long_stream_is_measured_at_each_length(endless: str) -> None:
+    sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,200,300")
+    found = results("decode", "--model", endless, *sizes)
     assert [r["name"] for r in found[-2:]] == [
         f"decode after {late} tokens against after 100" for late in (200, 300)
     ]
 
 
 @pytest.mark.slow
-def test_attention_is_compared_with_none() -> None:
-    found = results("attention", "--cache", "64", "--rounds", "2")
+def test_attention_is_compared_with_none(endless: str) -> None:
+    found = results("attention", "--model", endless, "--cache", "64", "--rounds", "2")
     assert [r["name"].split()[0] for r in found] == ["attention", "attention", "the"]
     assert all(r["low"] <= r["median"] <= r["high"] for r in found)
 
 
 @pytest.mark.slow
-def test_panel_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panel_says_what_it_writes(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("sirchat.lab.bench.panel.BLOCK_SECONDS", 0.2)
-    (found,) = results("panel", "--cache", "64", "--rounds", "2")
+    (found,) = results("panel", "--model", endless, "--cache", "64", "--rounds", "2")
     assert found["median"] > 0
     assert "kB/s to the terminal" in found["note"]
     monkeypatch.setenv("NO_COLOR", "1")
@@ -82,13 +86,13 @@ def test_training_compares_masks() -> None:
 
 
 @pytest.mark.slow
-def test_recall_times_a_turn_and_the_search_by_size() -> None:
+def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
     sizes = ["--archived", "300,900", "--retrievers", "bm25,words", "--cache", "64"]
-    found = results("recall", *sizes, "--rounds", "2", "--device", "cpu")
+    found = results("recall", "--model", endless, *sizes, "--rounds", "2", "--device", "cpu")
     names = [
         re.fullmatch(r"turn with recall (\w+) against none, ([\d,]+) .*", r["name"]) for r in found
     ]
-    assert [(one[1], int(one[2]) // 300) for one in names if one] == [
+    assert [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one] == [
         ("bm25", 1),
         ("words", 1),
         ("bm25", 3),
@@ -102,11 +106,12 @@ def test_recall_times_a_turn_and_the_search_by_size() -> None:
 
 
 @pytest.mark.slow
-def test_archive_says_what_it_took() -> None:
-    ram, disk = results("archive", "--tokens", "4000", "--archive-limit", "8MiB")
+def test_archive_says_what_it_took(endless: str) -> None:
+    sizes = ("--tokens", "4000", "--archive-limit", "1MiB")
+    ram, disk = results("archive", "--model", endless, *sizes)
     assert (ram["place"], disk["place"]) == ("ram", "disk")
-    assert ram["disk"] == 0 < disk["disk"] <= 8 * 2**20
-    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 8 * 2**20 for one in (ram, disk))
+    assert ram["disk"] == 0 < disk["disk"] <= 2**20
+    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 2**20 for one in (ram, disk))
 
 
 @pytest.mark.slow
@@ -151,9 +156,9 @@ def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[
 
 
 @pytest.mark.slow
-def test_packed_weights_are_compared_with_unpacked_ones() -> None:
+def test_packed_weights_are_compared_with_unpacked_ones(endless: str) -> None:
     sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
-    found = results("decode", "--quantize", "int8", "--device", "cpu", *sizes)
+    found = results("decode", "--model", endless, "--quantize", "int8", "--device", "cpu", *sizes)
     names = [r["name"] for r in found]
     assert {"decode against float32", "prefill against float32"} <= set(names)
 
@@ -173,7 +178,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("crashes", [True, False])
 def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    model = write_gguf(tmp_path / "babbler.gguf", babbler(), "Q8_0")
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=crashes), encoding="utf-8")
     python.chmod(0o700)
@@ -186,12 +191,12 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_sirllms_code_is_timed_on_turns_of_the_same_size(tmp_path: Path) -> None:
+def test_sirllms_code_is_timed_on_turns_of_the_same_size(endless: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=False), encoding="utf-8")
     python.chmod(0o700)
     sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
-    found = results("decode", "--sirllm", str(python), *sizes)
+    found = results("decode", "--model", endless, "--sirllm", str(python), *sizes)
     (turns,) = [r for r in found if "SirLLM" in r["name"]]
     assert turns["other_ms"] == pytest.approx(500 / 8)
     assert 0 < turns["ours_ms"] < 500
@@ -222,9 +227,7 @@ def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
 
 
 @pytest.mark.slow
-def test_sirllms_code_evicts_and_decays_before_each_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sirllms_code_evicts_and_decays_before_each_turn(endless: str, tmp_path: Path) -> None:
     package = tmp_path / "sir_llm"
     package.mkdir()
     text = SIR_LLM.format(log=str(tmp_path / "log"))
@@ -233,9 +236,8 @@ def test_sirllms_code_evicts_and_decays_before_each_turn(
     (package / "eval_utils.py").write_text(
         "from sir_llm.enable_streaming_llm import Evaluator", encoding="utf-8"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    model = bench_model("tiny", "cpu", "float32")
-    with SirLLM(sys.executable) as code:
+    model = bench_model(endless, "cpu", "float32")
+    with SirLLM(warm_program(tmp_path / "python")) as code:
         code.load(model, held=20)
         blocks = code.reading(model, BenchOptions(cache=16, rounds=2))
         assert next(blocks) > 0
@@ -277,6 +279,8 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     pytest.importorskip("gguf")
     hostile_modules(tmp_path)
     monkeypatch.chdir(tmp_path)
+    run_by_worker = SimpleNamespace(**vars(sys) | {"executable": fresh_once(tmp_path / "fresh")})
+    monkeypatch.setattr("sirchat.lab.bench.start.sys", run_by_worker)
     model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
@@ -295,7 +299,11 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_is_said_in_one_line() -> None:
+def test_a_start_that_fails_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_by_worker = SimpleNamespace(**vars(sys) | {"executable": warm_program(tmp_path / "python")})
+    monkeypatch.setattr("sirchat.lab.bench.start.sys", run_by_worker)
     done = run("bench", "start", "--quantize", "packed")
     assert done.returncode == 1
     assert "can't stay packed" in done.stderr
