@@ -13,6 +13,7 @@ from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, resume_session
+from sirchat.saved.database import SUFFIX
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import (
     SavedSession,
@@ -22,7 +23,7 @@ from sirchat.saved.session_list import (
     open_saved_file,
     same_name,
 )
-from sirchat.saved.store import SUFFIX, SessionStore
+from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
