@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sirchat.errors import SessionError, UsageError, format_value
+from sirchat.errors import SessionError, UsageError, format_value, nearest
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.search_index import SPACELESS, lines_of, matches
 from sirchat.saved.session_list import SavedSession, same_name, summary_of
@@ -17,6 +17,7 @@ from sirchat.saved.session_list import SavedSession, same_name, summary_of
 MOST = 20
 """The largest number of chats that a search returns."""
 
+_HINT = "fewer words find more; sirchat sessions lists all chats"
 _BEFORE, _LENGTH = 24, 300  # characters of a line: before the first match, and in all
 
 
@@ -35,11 +36,15 @@ class Hit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: the chats called so, the best hits, and how many more there are."""
+    """What a search found: the best hits, how many more there are, and the chats called so.
 
-    named: list[str]
+    `hint` says what to do if nothing was found.
+    """
+
     hits: list[Hit]
     more: int
+    named: list[str]
+    hint: str
 
 
 def search_sessions(
@@ -57,13 +62,22 @@ def search_sessions(
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    named, said = matches(folder, words, lambda name: same_name(name, words), notice)
+    names, said = matches(folder, words, notice)
     hits = []
     for ident in said[:MOST]:
         path = folder / f"{ident}{SUFFIX}"
         with suppress(SessionError):  # it was removed, or damaged, just now
             hits.append(Hit(summary_of(path), _best_line(lines_of(path), patterns)))
-    return Found(named, hits, max(0, len(said) - MOST))
+    named = [ident for ident, name in names.items() if same_name(name, words)]
+    hint = "" if named or said else nearest(words, names.values())
+    return Found(hits, max(0, len(said) - MOST), named, hint or _HINT)
+
+
+def nothing_found(words: str, found: Found) -> SessionError:
+    """The error for words that no chat has."""
+    return SessionError(
+        f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
+    )
 
 
 def _patterns(words: str) -> list[re.Pattern[str]]:

@@ -52,16 +52,14 @@ _Result = TypeVar("_Result")
 
 
 class Matches(NamedTuple):
-    """The ids of chats: `named` exactly so; in which all words were `said`, the best first."""
+    """The names of all chats that have one, by id; and the ids of those found, the best first."""
 
-    named: list[str]
-    said: list[str]
+    names: dict[str, str]
+    found: list[str]
 
 
-def matches(
-    folder: Path, words: str, is_name: Callable[[str], bool], notice: Callable[[str], object]
-) -> Matches:
-    """The chats of `folder` in which each of `words` was said, and those named by `is_name`.
+def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matches:
+    """The chats of `folder` in which each of `words` was said, or is in the name.
 
     The last word may also be the beginning of one. `notice` is told if many chats are read first.
     Raises SessionError if the index can't be used.
@@ -69,13 +67,12 @@ def matches(
 
     def search(connection: sqlite3.Connection) -> Matches:
         _bring_up_to_date(connection, folder, notice)
-        names = connection.execute("SELECT id, name FROM chats WHERE name != ''").fetchall()
-        named = [ident for ident, name in names if is_name(name)]
+        names = dict(connection.execute("SELECT id, name FROM chats WHERE name != ''"))
         query = _query(words)
         found = connection.execute(_FIND, (query,)).fetchall() if query else []
-        return Matches(named, [ident for (ident,) in found])
+        return Matches(names, [ident for (ident,) in found])
 
-    return _with_index(folder, search) if folder.is_dir() else Matches([], [])
+    return _with_index(folder, search) if folder.is_dir() else Matches({}, [])
 
 
 def forget(path: Path) -> None:

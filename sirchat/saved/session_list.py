@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import unicodedata
@@ -100,6 +101,12 @@ def find_session(folder: Path, ident: str) -> Path:
             hint=nearest(ident, [*found, *names.values()]) or _newest(found),
         )
     return found[matches[0]]
+
+
+def begins_an_id(folder: Path, ident: str) -> bool:
+    """Whether the id of a session begins with `ident`."""
+    files = os.listdir(folder) if folder.is_dir() else []
+    return any(file.endswith(SUFFIX) and file[: -len(SUFFIX)].startswith(ident) for file in files)
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
