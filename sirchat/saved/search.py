@@ -52,9 +52,9 @@ def search_sessions(
 ) -> Found:
     """The chats in which all `words` were said, the best first: by bm25, then the newest.
 
-    Also returns the ids of chats of that name. Case and accents don't matter; the last word may be
-    the beginning of one. `notice` is told of work that takes long. Raises UsageError if there is no
-    word to search for, and SessionError if the index can't be used.
+    Case and accents don't matter; the last word may be the beginning of one. `notice` is told of
+    work that takes long. Raises UsageError if there is no word to search for, and SessionError if
+    the index can't be used.
     """
     patterns = _patterns(words)
     if not patterns:

@@ -78,18 +78,20 @@ def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matche
 def forget(path: Path) -> None:
     """Remove what the chat in the file `path` said from the index; a later search may add it again.
 
-    Raises SessionError if it can't be removed.
+    If that fails, the whole index is deleted. Raises SessionError if it can't be deleted either.
     """
-    if not (path.parent / NAME).exists():
+    index = path.parent / NAME
+    if not index.exists():
         return
-
-    def remove(connection: sqlite3.Connection) -> None:
-        with _writing(connection):
-            is_removed = _remove(connection, path.stem)
-        if is_removed:
-            _overwrite_removed(connection)
-
-    _with_index(path.parent, remove)
+    with explained(index):
+        try:
+            with _opened(index) as connection:
+                with _writing(connection):
+                    is_removed = _remove(connection, path.stem)
+                if is_removed:
+                    _overwrite_removed(connection)
+        except sqlite3.Error:
+            _delete(index)
 
 
 _ALONE = (
@@ -123,9 +125,14 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
         except sqlite3.DatabaseError as error:
             if result_code(error) not in _OF_DAMAGE:
                 raise
-            path.unlink(missing_ok=True)
+            _delete(path)
         with _opened(path) as connection:
             return use(connection)
+
+
+def _delete(index: Path) -> None:
+    for path in (index, index.with_name(f"{NAME}-journal")):  # a crash may have left a journal
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

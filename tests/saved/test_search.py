@@ -200,6 +200,23 @@ def test_a_damaged_index_is_built_anew(tmp_path: Path, damage: Callable[[Path], 
     assert found(tmp_path, "rome") == paths[:1]
 
 
+def test_where_text_can_not_be_removed_from_the_index_the_index_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = new(tmp_path, "Hello", SECRET), new(tmp_path, "oslo")
+    found(tmp_path, SECRET)
+    (tmp_path / f"{NAME}-journal").write_bytes(SECRET.encode())  # as a crash leaves it
+    monkeypatch.setattr("sirchat.saved.search_index._remove", fail)
+    undo(path)
+    assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    monkeypatch.undo()
+    assert found(tmp_path, "oslo") == [other]
+
+
+def fail(*_: object) -> None:
+    raise sqlite3.OperationalError("database is locked")
+
+
 def test_a_damaged_chat_is_passed_over(tmp_path: Path) -> None:
     whole, damaged = new(tmp_path, "rome"), new(tmp_path, "rome")
     damaged.write_bytes(damaged.read_bytes()[:3000])
