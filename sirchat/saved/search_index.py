@@ -232,7 +232,10 @@ def _remove(connection: sqlite3.Connection, ident: str) -> bool:
 
 
 def _overwrite_removed(connection: sqlite3.Connection) -> None:
-    """Remove what was deleted from the file, too: FTS5 only marks deleted words until it merges."""
+    """Remove what was deleted from the file, too: FTS5 only marks deleted words until it merges.
+
+    `secure_delete` overwrites what the merge frees; VACUUM gives the space back.
+    """
     connection.execute("INSERT INTO said (said) VALUES ('optimize')")
     connection.execute("VACUUM")
 

@@ -12,10 +12,11 @@ from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import Style
 
-from sirchat.ui.lists import Fragment
+Draw = Callable[[int, int], list[list[tuple[str, str]]]]
+"""Draws the item with this number in lines of at most this width, in cells.
 
-Draw = Callable[[int, int], list[list[Fragment]]]
-"""Draws the item with this number in lines of at most this width, in cells."""
+A line is in parts, each a style (`dim`, `bold`, `match` or none) and a text in it.
+"""
 
 _STYLE = Style.from_dict({"dim": "fg:ansibrightblack", "bold": "bold", "match": "bold underline"})
 _PLAIN_STYLE = Style.from_dict({"dim": "", "bold": "bold", "match": "bold underline"})
