@@ -44,10 +44,11 @@ def test_a_chat_is_found_by_words_that_either_side_said_and_the_line_is_shown(
 
 
 def test_the_best_chat_is_first_and_of_equals_the_newest(tmp_path: Path) -> None:
-    paths = [new(tmp_path, text) for text in ("rome", "oslo", "rome", "paris", "rome rome", "bonn")]
+    texts = ["rome", "oslo", "rome", "paris", "rome rome", "rome", "bonn", "rome", *["bern"] * 5]
+    paths = [new(tmp_path, text) for text in texts]
     for age, path in enumerate(paths):
         os.utime(path, (1.6e9 + age, 1.6e9 + age))
-    assert found(tmp_path, "rome") == [paths[4], paths[2], paths[0]]
+    assert found(tmp_path, "rome") == [paths[at] for at in (4, 7, 5, 2, 0)]
 
 
 @pytest.mark.parametrize(
