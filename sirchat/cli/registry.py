@@ -44,7 +44,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ask": "ask one question; what is piped in stands before it",
         "replay": "replay a transcript from a file",
         "models": "list the models that are here, download more, choose one",
-        "sessions": "list, show, export and remove saved chats",
+        "sessions": "list, search, show, export and remove saved chats",
     },
     "memory": {
         "policies": "list what decides which tokens stay",
@@ -118,6 +118,7 @@ EXAMPLES: dict[str, str] = {
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",
+    "sessions search": "sirchat sessions search green door",
     "sessions show": "sirchat sessions show last",
     "sessions rm": 'sirchat sessions rm "my trip"',
     "sessions export": "sirchat sessions export last talk.jsonl",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 sessions_app = typer.Typer(
     add_completion=False,
-    help="Saved chats: list, show, remove, export. Alone, it lists them.",
+    help="Saved chats: list, search, show, remove, export. Alone, it lists them.",
     invoke_without_command=True,
 )
 
@@ -35,7 +35,7 @@ Ident = Annotated[
 
 @sessions_app.callback()
 def sessions(context: typer.Context) -> None:
-    """Saved chats: list, show, remove, export. Alone, it lists them."""
+    """Saved chats: list, search, show, remove, export. Alone, it lists them."""
     if context.invoked_subcommand is None:
         sessions_list()
 
@@ -46,15 +46,37 @@ def sessions_list() -> None:
     from rich.console import Console
 
     from sirchat.saved.session_list import list_sessions
-    from sirchat.ui.lists import draw_sessions
+    from sirchat.ui.lists import SessionLines, print_sessions
 
     listing = list_sessions(sessions_dir())
     if listing.sessions:
-        Console().print(draw_sessions(listing.sessions))
+        print_sessions(SessionLines(listing.sessions), Console())
     else:
         typer.echo("there are no saved chats", err=True)
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
+
+
+@sessions_app.command("search")
+def sessions_search(
+    words: Annotated[list[str], typer.Argument(help="The words; the last may be cut short.")],
+    debug: Debug = False,
+) -> None:
+    """Find saved chats by what was said in them, the best first."""
+    from rich.console import Console
+
+    from sirchat.saved.search import nothing_found, search_sessions
+    from sirchat.ui.lists import SessionLines, print_sessions
+
+    text = " ".join(words)
+    found = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
+    if not found.hits:
+        raise nothing_found(text, found)
+    lines = {hit.session.id: hit.line for hit in found.hits}
+    chats = SessionLines([hit.session for hit in found.hits], found=lines)
+    print_sessions(chats, Console())
+    if found.more:
+        typer.echo(f"and {found.more:,} that fit less; more words find fewer", err=True)
 
 
 @sessions_app.command("show")

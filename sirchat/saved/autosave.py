@@ -29,6 +29,7 @@ from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
+from sirchat.saved.database import SUFFIX
 from sirchat.saved.saved_state import (
     attention_fits,
     attention_tensors,
@@ -40,7 +41,7 @@ from sirchat.saved.saved_state import (
     saved_head,
 )
 from sirchat.saved.session_list import remove_session, tells_of
-from sirchat.saved.store import SUFFIX, Head, SavedTurn, SessionStore
+from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20
 """Under `save_kv: auto`, keys and values with more bytes than this are not saved."""

@@ -26,6 +26,9 @@ from zlib import crc32
 from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError
 
+SUFFIX = ".sqlite"
+"""The ending of every session file's name."""
+
 APPLICATION = 0x53495243
 """SQLite's application id in the header of every session file: `SIRC`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import unicodedata
@@ -14,6 +15,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
 from sirchat.saved.database import (
+    SUFFIX,
     UNDECODABLE,
     check_format,
     connect,
@@ -25,22 +27,24 @@ from sirchat.saved.database import (
     refuse_missing,
     result_code,
 )
-from sirchat.saved.store import SUFFIX, SessionStore
+from sirchat.saved.search_index import forget
+from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 _FIRST_LINE = 80  # characters
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-_FIRST = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn LIMIT 1"
+_USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
     """One entry of the list of sessions.
 
-    `name` is the user's name for the session, or empty; `first` is the beginning of the first user
-    message, on one line; neither is filtered for display. `turns` counts messages. `in_use`: a
-    process has the session open; what can't be read then (`name`, `model`, `first`, `turns`) is
-    empty or 0. `family` is the id of the first chat in its chain of branches, or its own.
+    `name` is the user's name for the session, or empty; `first` and `last` are the beginnings of
+    the first and the last user message, on one line; none is filtered for display. `turns` counts
+    messages. `in_use`: a process has the session open; what can't be read then (`name`, `model`,
+    `first`, `last`, `turns`) is empty or 0. `family` is the id of the first chat in its chain of
+    branches, or its own.
     """
 
     id: str
@@ -51,6 +55,7 @@ class SavedSession:
     model: str
     turns: int
     first: str
+    last: str
     in_use: bool
     family: str
 
@@ -67,7 +72,7 @@ def list_sessions(folder: Path) -> Listing:
     listing = Listing([], [])
     for path in _files(folder):
         try:
-            listing.sessions.append(_summary_of(path))
+            listing.sessions.append(summary_of(path))
         except SessionError as error:
             listing.refused.append(error)
     listing.sessions.sort(key=lambda session: (session.updated, session.id), reverse=True)
@@ -96,6 +101,12 @@ def find_session(folder: Path, ident: str) -> Path:
             hint=nearest(ident, [*found, *names.values()]) or _newest(found),
         )
     return found[matches[0]]
+
+
+def begins_an_id(folder: Path, ident: str) -> bool:
+    """Whether the id of a session begins with `ident`."""
+    files = os.listdir(folder) if folder.is_dir() else []
+    return any(file.endswith(SUFFIX) and file[: -len(SUFFIX)].startswith(ident) for file in files)
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
@@ -148,6 +159,7 @@ def remove_session(path: Path) -> None:
         # The session's own file is the last: its name leads to the others.
         for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
+    forget(path)
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
@@ -194,7 +206,7 @@ def _newest(found: dict[str, Path]) -> str:
     return f"the newest is {max(found)}" if found else "none is saved"
 
 
-def _summary_of(path: Path) -> SavedSession:
+def summary_of(path: Path) -> SavedSession:
     """The list's entry for a session, even if another process has locked it.
 
     Another process's lock, or a commit that a crash interrupted, stops an ordinary reader. The file
@@ -219,7 +231,8 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         check_format(connection, path)
         about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
-        first = connection.execute(_FIRST).fetchone()
+        first = connection.execute(f"{_USERS} LIMIT 1").fetchone()
+        last = connection.execute(f"{_USERS} DESC LIMIT 1").fetchone()
     meta = dict(about["meta"])
     return SavedSession(
         id=path.stem,
@@ -230,6 +243,7 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         model=str(meta.get("model", "")),
         turns=turns,
         first=_first_line(first[0]) if first else "",
+        last=_first_line(last[0]) if last else "",
         in_use=in_use,
         family=str(meta.get("family", path.stem)),
     )
@@ -242,7 +256,7 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
     except ValueError:
         created = updated
-    return SavedSession(path.stem, "", path, created, updated, "", 0, "", in_use, path.stem)
+    return SavedSession(path.stem, "", path, created, updated, "", 0, "", "", in_use, path.stem)
 
 
 def _changed(path: Path) -> datetime:

@@ -26,6 +26,7 @@ from sirchat.errors import SessionError
 from sirchat.saved.database import (
     APPLICATION,
     FORMAT,
+    SUFFIX,
     TABLES,
     check_format,
     check_sums,
@@ -41,12 +42,11 @@ from sirchat.saved.database import (
     sync,
 )
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.search_index import forget
 from sirchat.text.transcript import RoleName
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
-
-SUFFIX = ".sqlite"
 
 _ROLES = get_args(RoleName)
 _NONE = 2**62  # larger than every index: nothing is changed
@@ -185,6 +185,7 @@ class SessionStore:
             if name:
                 self._put_about("name", name)
         self.name = name
+        forget(self.path)
 
     def turns(self) -> list[SavedTurn]:
         """All turns in order."""
@@ -225,6 +226,7 @@ class SessionStore:
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
             self._cut_last_rows(seen)
             self._put_head(head)
+        forget(self.path)
 
     def replace(
         self,
@@ -252,6 +254,7 @@ class SessionStore:
                 self._put_about("meta", dict(meta))
                 self.meta = dict(meta)
         self._finish_erasing()
+        forget(self.path)
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
         """Save keys and values in a file beside the session; all are saved, or none.

@@ -365,10 +365,10 @@ class Commands:
         return None
 
     def do_load(self, rest: str) -> Action | None:
-        """[ID|NAME|last]: leave this chat and go on with a saved one; alone, list them."""
-        if not rest:
-            self._saved_chat.show()
-        elif (session := self._saved_chat.load(without_quotes(rest))) is not None:
+        """[ID|NAME|WORDS|last]: leave this chat and go on with a saved one; WORDS that are no name
+        find chats in which they were said; alone, list all."""
+        ident = self._saved_chat.choose(without_quotes(rest))
+        if ident and (session := self._saved_chat.load(ident)) is not None:
             self._models.drop_former()
             return SwitchSession(session, is_other_chat=True)
         return None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.models.listing import FoundModel
+from sirchat.saved.search import Part
 from sirchat.saved.session_list import SavedSession
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.cells import cut
+from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 
@@ -33,26 +36,99 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
     return table
 
 
-def draw_sessions(sessions: Iterable[SavedSession], present: str = "") -> RenderableType:
-    """A table with a row per saved session, in the given order; a star marks the id `present`."""
-    rows = [_session_cells(one, one.id == present) for one in sessions]
-    table = Table(box=None)
-    for number, title in enumerate(("id", "name", "changed", "model", "turns", "begins")):
-        # In a narrow terminal only the model and the text are cut; an id is there to be copied.
-        widest = max((cell_len(row[number]) for row in rows), default=0)
-        least = 0 if title in ("model", "begins") else max(widest, len(title))
-        table.add_column(title, no_wrap=True, min_width=least)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+Fragment = tuple[str, str]
+"""A style, `dim`, `bold`, `match` or none, and a text in it."""
+
+_STYLES = {"match": "bold underline"}
+_ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
+_LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
 
 
-def _session_cells(one: SavedSession, is_present: bool) -> list[str]:
-    whose = "(this chat) " if is_present else "(open) " if one.in_use else ""
-    changed, begins = f"{one.updated:%Y-%m-%d %H:%M}", f"{whose}{one.first}"
-    ident = f"{one.id} *" if is_present else one.id
-    cells = (ident, one.name, changed, one.model, str(one.turns), begins)
-    return [displayable_line(cell) for cell in cells]
+class SessionLines:
+    """Saved chats as lines of text, aligned with each other; at every width from 60 columns.
+
+    Args:
+        sessions: the chats, in their order.
+        present: the id of the present chat.
+        found: for chats that a search found, by id: the line with the words.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[SavedSession],
+        present: str = "",
+        found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+    ) -> None:
+        self.sessions, self._present, self._found = sessions, present, found
+        self._turns = max((len(_turns(one)) for one in sessions), default=0)
+        models = (cell_len(_model(one)) for one in sessions)
+        self._model = min(max(models, default=0), _LONGEST_MODEL)
+
+    def of(self, number: int, width: int) -> list[list[Fragment]]:
+        """The lines of one chat: id, time of the last change, turns, model; then name and text."""
+        one = self.sessions[number]
+        facts = f"  {one.updated:%Y-%m-%d %H:%M}  {_turns(one):>{self._turns}}  "
+        head = [("", displayable_line(one.id)), ("dim", facts)]
+        if width < _ONE_LINE:
+            return [
+                _cut([*head, ("dim", _model(one))], width),
+                _cut([("", "    "), *self._text(one)], width),
+            ]
+        model = cut(_model(one), self._model)
+        padding = " " * (self._model - cell_len(model) + 2)
+        return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(one)], width)]
+
+    def _text(self, one: SavedSession) -> list[Fragment]:
+        """Name, and the line that was found or else one that tells what the chat is about."""
+        whose = "(this chat) " if one.id == self._present else "(open) " if one.in_use else ""
+        said = one.last if cell_len(one.last) >= _LEAST_TEXT else one.first
+        parts = self._found.get(one.id) or [Part(said, False)]
+        name = [("bold", one.name), ("", ": " if said else "")] if one.name else []
+        text = [("match" if part.is_match else "", part.text) for part in parts]
+        return [("dim", whose), *name, *text]
+
+
+def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
+    """The lines of all chats, cut to `width` cells."""
+    return Group(
+        *(
+            Text.assemble(
+                *((text, _STYLES.get(style, style)) for style, text in line),
+                no_wrap=True,
+                overflow="ignore",
+            )
+            for number in range(len(chats.sessions))
+            for line in chats.of(number, width)
+        )
+    )
+
+
+def print_sessions(chats: SessionLines, console: Console) -> None:
+    """Print the lines of all chats; where there is no terminal, each is one line, and not cut."""
+    width = console.width if console.is_terminal else _NO_LIMIT
+    console.print(draw_sessions(chats, width), soft_wrap=True)
+
+
+_NO_LIMIT = 10_000
+
+
+def _turns(one: SavedSession) -> str:
+    return f"{one.turns:,} turn{'s' * (one.turns != 1)}"
+
+
+def _model(one: SavedSession) -> str:
+    return displayable_line(one.model)
+
+
+def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
+    """The line, filtered and cut to `width` cells, without empty fragments."""
+    shown: list[Fragment] = []
+    for style, text in line:
+        text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
+        width -= cell_len(text)
+        if text:
+            shown.append((style, text))
+    return shown
 
 
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache")

@@ -22,6 +22,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
 from sirchat.ui.attaching import open_mention
+from sirchat.ui.picker import Picker
 from sirchat.ui.text import displayable
 
 _FENCE = '"""'
@@ -85,6 +86,7 @@ class Prompt:
         self._entered: str | None = None
         self._is_editing = False
         self._suggested = ""
+        self._has_colours = has_colours
         self._toolbar: Callable[[], str] = str
         self._prompt: PromptSession[str] = PromptSession(
             _PROMPT,
@@ -109,6 +111,10 @@ class Prompt:
         """From now on, use `completer`, and show below the prompt what `toolbar` returns."""
         self._prompt.completer = completer
         self._toolbar = toolbar
+
+    def picker(self) -> Picker:
+        """A picker on the same terminal; it must not run while the prompt reads."""
+        return Picker(self._prompt.input, self._prompt.output, self._has_colours)
 
     @property
     def completer(self) -> Completer:

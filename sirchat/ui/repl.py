@@ -29,6 +29,7 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.line_input import Keyboard, LineInput
 from sirchat.ui.live import LiveView
+from sirchat.ui.picker import Draw
 from sirchat.ui.prompt import Line
 from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
@@ -58,7 +59,9 @@ class Chat:
         self._trusted = trusted
         self._screen = screen
         self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
-        self._saved_chat = SavedChat(session, screen, store, debug=debug, trusted=trusted)
+        self._saved_chat = SavedChat(
+            session, screen, store, debug=debug, trusted=trusted, pick=self._pick
+        )
         self._debug = debug
         self._models = ModelSwitching(screen, self._saved_chat, trusted)
         self._commands = self._commands_of(session)
@@ -82,6 +85,10 @@ class Chat:
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")
             line = None
+
+    def _pick(self, count: int, draw: Draw, more: str) -> int | None:
+        self._keyboard.keep_typed()
+        return self._prompt.picker().pick(count, draw, more)
 
     def close(self) -> None:
         """Save what is not saved yet, and release the saved chat's file."""

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import check_rewind, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
-from sirchat.errors import SessionError, format_value, nearest
+from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, check_model, resume_session
+from sirchat.saved.database import SUFFIX
 from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
     SavedSession,
+    begins_an_id,
     find_session,
     free_name,
     list_sessions,
     open_saved_file,
     same_name,
 )
-from sirchat.saved.store import SUFFIX, SessionStore
-from sirchat.ui.lists import draw_sessions
+from sirchat.saved.store import SessionStore
+from sirchat.ui.lists import SessionLines, draw_sessions
+from sirchat.ui.picker import Draw
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 
@@ -42,6 +47,7 @@ class SavedChat:
         screen: where messages go.
         store: the file that the session was resumed from, if any.
         debug: raise errors of saving instead of showing them. trusted: policies, as `module:Class`.
+        pick: lets the user pick one of several chats; see `Picker.pick`.
     """
 
     def __init__(
@@ -52,8 +58,10 @@ class SavedChat:
         *,
         debug: bool = False,
         trusted: Collection[str] = (),
+        pick: Callable[[int, Draw, str], int | None] | None = None,
     ) -> None:
         self._session = session
+        self._pick = pick
         self._trusted = trusted
         self._screen = screen
         self._debug = debug
@@ -175,7 +183,8 @@ class SavedChat:
         """Show this chat and its branches."""
         branches = self._branches()
         if len(branches) > 1:
-            self._screen.page(draw_sessions(branches, self._saving.id))
+            chats = SessionLines(branches, self._saving.id)
+            self._screen.page(draw_sessions(chats, self._screen.width))
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
@@ -189,15 +198,55 @@ class SavedChat:
         self._saving.replace_session(session)
         self.update()
 
-    def show(self) -> None:
-        """Show the chats that can be loaded."""
-        listing = list_sessions(sessions_dir())
-        if listing.sessions:
-            self._screen.page(draw_sessions(listing.sessions, self._saving.id))
-        else:
-            self._screen.note("no chat is saved")
-        for refused in listing.refused:
-            self._screen.error(str(refused))
+    def choose(self, words: str) -> str:
+        """What to load: `words`, if they are an id or a name, or else the chat that the user picks.
+
+        That is one in which all `words` were said, or any if there are none. Without a terminal,
+        the chats are shown. Empty if no chat is picked. Raises SessionError if none is found.
+        """
+        folder = sessions_dir()
+        if not words:
+            listing = list_sessions(folder)
+            for refused in listing.refused:
+                self._screen.error(str(refused))
+            if not listing.sessions:
+                self._screen.note("no chat is saved")
+            return self._picked(listing.sessions)
+        if words == "last" or begins_an_id(folder, words):
+            return words
+        try:
+            found = search_sessions(folder, words, self._screen.note)
+        except SirchatError as error:  # no word to search for, or no index: it may be a name
+            try:
+                return find_session(folder, words).stem
+            except SessionError:
+                raise error from None
+        if found.named:
+            return found.named[0] if len(found.named) == 1 else words
+        if not found.hits:
+            raise nothing_found(words, found)
+        more = f" (and {found.more:,} that fit less)" if found.more else ""
+        lines = {hit.session.id: hit.line for hit in found.hits}
+        return self._picked([hit.session for hit in found.hits], lines, more)
+
+    def _picked(
+        self,
+        sessions: Sequence[SavedSession],
+        found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+        more: str = "",
+    ) -> str:
+        """The id of the chat that the user picks; empty if none, or if there is no terminal."""
+        if not sessions:
+            return ""
+        chats = SessionLines(sessions, self._saving.id, found)
+        if self._pick is None or self._screen.terminal is None:
+            self._screen.page(draw_sessions(chats, self._screen.width))
+            self._screen.note(f"/load ID goes on with one{more}")
+            return ""
+        number = self._pick(len(sessions), chats.of, more)
+        if number is None:
+            self._screen.note("nothing is loaded; this chat goes on")
+        return "" if number is None else sessions[number].id
 
     def unname(self, text: str, *, whole: bool) -> bool:
         """Remove the chat's name if it contains `text` (if `whole`: is `text`); True if removed."""

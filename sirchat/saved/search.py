@@ -1,0 +1,145 @@
+"""Searching saved chats: for each that is found, the line in which the words are."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from sirchat.errors import SessionError, UsageError, format_value, nearest
+from sirchat.saved.database import SUFFIX
+from sirchat.saved.search_index import SPACELESS, lines_of, matches
+from sirchat.saved.session_list import SavedSession, same_name, summary_of
+
+MOST = 20
+"""The largest number of chats that a search returns."""
+
+_HINT = "fewer words find more; sirchat sessions lists all chats"
+_BEFORE, _LENGTH = 24, 300  # characters of a line: before the first match, and in all
+
+
+class Part(NamedTuple):
+    """A piece of a line; `is_match`: it is one of the words that were searched for."""
+
+    text: str
+    is_match: bool
+
+
+class Hit(NamedTuple):
+    """A chat that was found, and the line with most of the words; empty if its name has them."""
+
+    session: SavedSession
+    line: tuple[Part, ...]
+
+
+class Found(NamedTuple):
+    """What a search found: the best hits, how many more there are, and the chats called so.
+
+    `hint` says what to do if nothing was found.
+    """
+
+    hits: list[Hit]
+    more: int
+    named: list[str]
+    hint: str
+
+
+def search_sessions(
+    folder: Path, words: str, notice: Callable[[str], object] = lambda text: None
+) -> Found:
+    """The chats in which all `words` were said, the best first: by bm25, then the newest.
+
+    Case and accents don't matter; the last word may be the beginning of one. `notice` is told of
+    work that takes long. Raises UsageError if there is no word to search for, and SessionError if
+    the index can't be used.
+    """
+    patterns = _patterns(words)
+    if not patterns:
+        raise UsageError(
+            f"{format_value(words)} has no word to search for; allowed: letters and digits",
+            hint="sirchat sessions search green door",
+        )
+    names, said = matches(folder, words, notice)
+    hits = []
+    for ident in said[:MOST]:
+        path = folder / f"{ident}{SUFFIX}"
+        with suppress(SessionError):  # it was removed, or damaged, just now
+            hits.append(Hit(summary_of(path), _best_line(lines_of(path), patterns)))
+    named = [ident for ident, name in names.items() if same_name(name, words)]
+    hint = "" if named or said else nearest(words, names.values())
+    return Found(hits, max(0, len(said) - MOST), named, hint or _HINT)
+
+
+def nothing_found(words: str, found: Found) -> SessionError:
+    """The error for words that no chat has."""
+    return SessionError(
+        f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
+    )
+
+
+def _patterns(words: str) -> list[re.Pattern[str]]:
+    """For each word, a pattern that finds it in text made by `_folded`, as the index does."""
+    found = [parts for word in words.split() if (parts := _runs(_folded(word)))]
+    patterns = []
+    for number, parts in enumerate(found, 1):
+        body = r"[\W_]+".join(map(re.escape, parts))
+        is_whole = not SPACELESS.search(body)
+        before = r"(?<![^\W_])" if is_whole else ""
+        after = r"(?![^\W_])" if is_whole and number < len(found) else ""
+        patterns.append(re.compile(f"{before}{body}{after}"))
+    return patterns
+
+
+def _runs(text: str) -> list[str]:
+    """The runs of letters, digits and marks in a text."""
+    return "".join(
+        char if char.isalnum() or unicodedata.category(char)[0] == "M" else " " for char in text
+    ).split()
+
+
+def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tuple[Part, ...]:
+    """The first line that has most of the words, in parts; empty if no line has any."""
+    best, most = "", 0
+    for line in lines:
+        folded = _folded(line)
+        count = sum(1 for pattern in patterns if pattern.search(folded))
+        if count > most:
+            best, most = line, count
+        if most == len(patterns):
+            break
+    shown = unicodedata.normalize("NFC", " ".join(best.split()))
+    return tuple(_parts(shown, patterns)) if most else ()
+
+
+def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
+    """The line in parts, from a little before the first match on."""
+    folded, origin = "", []
+    for index, char in enumerate(line):
+        letters = _folded(char)
+        folded += letters
+        origin += [index] * len(letters)
+    marked = set[int]()
+    for pattern in patterns:
+        for match in pattern.finditer(folded):
+            marked |= set(range(origin[match.start()], origin[match.end() - 1] + 1))
+    first = min(marked, default=0)
+    start = 0 if first <= _BEFORE else line.find(" ", first - _BEFORE, first) + 1 or first
+    parts = [Part("…", False)] if start else []
+    for index, char in enumerate(line[start : start + _LENGTH], start):
+        is_match = index in marked
+        if parts and parts[-1].is_match == is_match:
+            parts[-1] = Part(parts[-1].text + char, is_match)
+        else:
+            parts.append(Part(char, is_match))
+    return parts
+
+
+def _folded(text: str) -> str:
+    """The text without case and accents."""
+    if text.isascii():
+        return text.lower()
+    bare = re.sub("[\u0300-\u036f]+", "", unicodedata.normalize("NFKD", text).casefold())
+    return unicodedata.normalize("NFC", bare)

@@ -1,0 +1,263 @@
+"""The index of what was said in all saved chats: an SQLite FTS5 table in a private file.
+
+The file is in the folder of the chats. It can be deleted at any time, and is then built anew from
+the chats. Each search first reads the chats that are new or have changed, by the time and size of
+their files, so saving a turn costs nothing more. What is removed from a chat (erased, undone,
+deleted) is removed from the index at once, and overwritten in its file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from sirchat import paths
+from sirchat.errors import SessionError
+from sirchat.saved.database import (
+    SUFFIX,
+    UNDECODABLE,
+    check_format,
+    connect,
+    explained,
+    result_code,
+)
+
+NAME = "search.index"
+"""The name of the index's file, in the folder of the chats."""
+
+_TABLES = (
+    """CREATE TABLE chats (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL,
+    changed INTEGER NOT NULL, size INTEGER NOT NULL, name TEXT NOT NULL)""",
+    """CREATE VIRTUAL TABLE said USING fts5 (name, text,
+    tokenize = "unicode61 remove_diacritics 2 categories 'L* N* Co Mn Mc'")""",
+)
+_FIND = """SELECT id FROM said JOIN chats ON number = said.rowid
+WHERE said MATCH ? ORDER BY said.rank, changed DESC"""
+
+_TIMEOUT = 20.0  # seconds to wait while another process writes the index
+_BATCH = 500  # chats a transaction: so long others wait, and so much is lost by Ctrl-C
+_JUST_NOW = 100_000_000  # ns: a file may change again without a new time
+_UNKNOWN = -1  # as the size of a file: read it again at the next search
+_OF_DAMAGE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+_Result = TypeVar("_Result")
+
+
+class Matches(NamedTuple):
+    """The names of all chats that have one, by id; and the ids of those found, the best first."""
+
+    names: dict[str, str]
+    found: list[str]
+
+
+def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matches:
+    """The chats of `folder` in which each of `words` was said, or is in the name.
+
+    The last word may also be the beginning of one. `notice` is told if many chats are read first.
+    Raises SessionError if the index can't be used.
+    """
+
+    def search(connection: sqlite3.Connection) -> Matches:
+        _bring_up_to_date(connection, folder, notice)
+        names = dict(connection.execute("SELECT id, name FROM chats WHERE name != ''"))
+        query = _query(words)
+        found = connection.execute(_FIND, (query,)).fetchall() if query else []
+        return Matches(names, [ident for (ident,) in found])
+
+    return _with_index(folder, search) if folder.is_dir() else Matches({}, [])
+
+
+def forget(path: Path) -> None:
+    """Remove what the chat in the file `path` said from the index; a later search may add it again.
+
+    If that fails, the whole index is deleted. Raises SessionError if it can't be deleted either.
+    """
+    index = path.parent / NAME
+    if not index.exists():
+        return
+    with explained(index):
+        try:
+            with _opened(index) as connection:
+                with _writing(connection):
+                    is_removed = _remove(connection, path.stem)
+                if is_removed:
+                    _overwrite_removed(connection)
+        except sqlite3.Error:
+            _delete(index)
+
+
+_ALONE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+    "\uf900-\ufaff\U00020000-\U0003ffff"
+)
+SPACELESS = re.compile(f"[{_ALONE}]")
+"""A character of a script without spaces between words: each counts as a word of the index."""
+
+
+def _spaced(text: str) -> str:
+    if text.isascii():
+        return text
+    return SPACELESS.sub(r" \g<0> ", unicodedata.normalize("NFKC", text))
+
+
+def _query(words: str) -> str:
+    """The words in the language of FTS5: each quoted, as a phrase; empty if there is no word."""
+    text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
+    quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
+    return f"{' '.join(quoted)} *" if quoted else ""
+
+
+def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    """Open the index, and call `use`; a damaged index is deleted, and built anew."""
+    path = folder / NAME
+    with explained(path):
+        try:
+            with _opened(path) as connection:
+                return use(connection)
+        except sqlite3.DatabaseError as error:
+            if result_code(error) not in _OF_DAMAGE:
+                raise
+            _delete(path)
+        with _opened(path) as connection:
+            return use(connection)
+
+
+def _delete(index: Path) -> None:
+    for path in (index, index.with_name(f"{NAME}-journal")):  # a crash may have left a journal
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.exists():
+        with suppress(FileExistsError):
+            paths.open_private(path, "xb").close()
+    with closing(connect(path, timeout=_TIMEOUT)) as connection:
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute("PRAGMA temp_store = MEMORY")  # no text in a temporary folder
+        names = "SELECT sql FROM sqlite_master WHERE name IN ('chats', 'said') ORDER BY name"
+        if not (found := connection.execute(names).fetchall()):
+            with _writing(connection):
+                if not (found := connection.execute(names).fetchall()):  # no other process has
+                    for table in _TABLES:
+                        connection.execute(table)
+                    found = connection.execute(names).fetchall()
+        if [sql for (sql,) in found] != list(_TABLES):
+            raise sqlite3.DatabaseError("tables of another version")
+        yield connection
+
+
+@contextmanager
+def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+    """Context manager: a transaction that writes; committed at the end, rolled back on an error."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+_State = tuple[str, int, int]
+"""What tells whether a chat has changed: its id, its file's time of change in ns, and its size."""
+
+
+def _bring_up_to_date(
+    connection: sqlite3.Connection, folder: Path, notice: Callable[[str], object]
+) -> None:
+    present = set(_states(folder))
+    known = set(connection.execute("SELECT id, changed, size FROM chats"))
+    stale = sorted(present - known)
+    gone = {ident for ident, *_ in known - present} - {ident for ident, *_ in stale}
+    if len(stale) > _BATCH:
+        notice(f"reading {len(stale):,} saved chats, so that later searches are fast")
+    is_removed = False
+    if gone:
+        with _writing(connection):
+            for ident in gone:
+                is_removed |= _remove(connection, ident)
+    for start in range(0, len(stale), _BATCH):
+        with _writing(connection):
+            for ident, changed, size in stale[start : start + _BATCH]:
+                path = folder / f"{ident}{SUFFIX}"
+                is_removed |= _update(connection, path, changed, size)
+    if is_removed:
+        _overwrite_removed(connection)
+
+
+def _states(folder: Path) -> Iterator[_State]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                with suppress(FileNotFoundError):
+                    found = entry.stat()
+                    yield entry.name[: -len(SUFFIX)], found.st_mtime_ns, found.st_size
+
+
+def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
+    """Write a chat's text anew; returns whether text is gone that was in the index."""
+    if time.time_ns() - changed < _JUST_NOW:
+        size = _UNKNOWN
+    name, text = _read(path)
+    indexed = _spaced(name), _spaced(text)
+    former = connection.execute(
+        "SELECT said.name, text FROM said JOIN chats ON number = said.rowid WHERE id = ?",
+        (path.stem,),
+    ).fetchone()
+    if former == indexed:
+        values = (changed, size, path.stem)
+        connection.execute("UPDATE chats SET changed = ?, size = ? WHERE id = ?", values)
+        return False
+    _remove(connection, path.stem)
+    row = (path.stem, changed, size, name)
+    insert = "INSERT INTO chats (id, changed, size, name) VALUES (?, ?, ?, ?)"
+    number = connection.execute(insert, row).lastrowid
+    insert = "INSERT INTO said (rowid, name, text) VALUES (?, ?, ?)"
+    connection.execute(insert, (number, *indexed))
+    return former is not None and not all(map(str.startswith, indexed, former))
+
+
+def _remove(connection: sqlite3.Connection, ident: str) -> bool:
+    """Remove a chat; returns whether it was there."""
+    found = connection.execute("SELECT number FROM chats WHERE id = ?", (ident,)).fetchone()
+    if found is not None:
+        connection.execute("DELETE FROM said WHERE rowid = ?", found)
+        connection.execute("DELETE FROM chats WHERE number = ?", found)
+    return found is not None
+
+
+def _overwrite_removed(connection: sqlite3.Connection) -> None:
+    """Remove what was deleted from the file, too: FTS5 only marks deleted words until it merges.
+
+    `secure_delete` overwrites what the merge frees; VACUUM gives the space back.
+    """
+    connection.execute("INSERT INTO said (said) VALUES ('optimize')")
+    connection.execute("VACUUM")
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """Name and text of a chat, also of one that is open; both are empty if it can't be read."""
+    for options in ("mode=ro", "immutable=1"):
+        try:
+            with closing(connect(path, options, timeout=0)) as connection:
+                check_format(connection, path)
+                query = "SELECT value FROM about WHERE name = 'name'"
+                name = connection.execute(query).fetchone()
+                turns = connection.execute("SELECT text FROM turns ORDER BY turn")
+                return (
+                    str(json.loads(name[0])) if name else "",
+                    "\n".join(text for (text,) in turns),
+                )
+        except (sqlite3.Error, SessionError, *UNDECODABLE):
+            continue
+    return "", ""
+
+
+def lines_of(path: Path) -> Sequence[str]:
+    """The lines of what was said in a chat, also in one that is open; none if it can't be read."""
+    return _read(path)[1].splitlines()

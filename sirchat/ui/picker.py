@@ -1,0 +1,121 @@
+"""Choosing one of several drawn items with the arrow keys; prompt-toolkit owns the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prompt_toolkit.application import Application
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout import FormattedTextControl, Layout, Window
+from prompt_toolkit.output import Output
+from prompt_toolkit.styles import Style
+
+Draw = Callable[[int, int], list[list[tuple[str, str]]]]
+"""Draws the item with this number in lines of at most this width, in cells.
+
+A line is in parts, each a style (`dim`, `bold`, `match` or none) and a text in it.
+"""
+
+_STYLE = Style.from_dict({"dim": "fg:ansibrightblack", "bold": "bold", "match": "bold underline"})
+_PLAIN_STYLE = Style.from_dict({"dim": "", "bold": "bold", "match": "bold underline"})
+_MOST = 10  # items shown at a time
+_ESCAPE_SECONDS = 0.05
+"""If no byte follows an Esc for this time, it is the Esc key, not the start of an arrow key."""
+
+
+class Picker:
+    """Lets the user choose an item of a list; below it a line says which keys do what.
+
+    Args:
+        keys: the source of keys, shared with the prompt.
+        output: the terminal.
+        has_colours: returns whether colours may be used.
+    """
+
+    def __init__(self, keys: Input, output: Output, has_colours: Callable[[], bool]) -> None:
+        self._keys, self._output, self._has_colours = keys, output, has_colours
+
+    def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
+        """The number of the chosen item, of `count` items; None after Esc, Ctrl-C or Ctrl-D.
+
+        `more` is a remark for the line below the list. The list is removed from the screen.
+        """
+        view = _View(count, draw, more)
+
+        def content() -> FormattedText:
+            size = self._output.get_size()
+            return view.draw(size.rows, size.columns)
+
+        window = Window(FormattedTextControl(content, focusable=True, show_cursor=False))
+        app: Application[int | None] = Application(
+            layout=Layout(window),
+            key_bindings=_bindings(view),
+            input=self._keys,
+            output=self._output,
+            style=_STYLE if self._has_colours() else _PLAIN_STYLE,
+            erase_when_done=True,
+        )
+        app.ttimeoutlen = app.timeoutlen = _ESCAPE_SECONDS
+        return app.run()
+
+
+class _View:
+    """The items in the window, and which one is marked."""
+
+    def __init__(self, count: int, draw: Draw, more: str) -> None:
+        self.count, self._draw, self._more = count, draw, more
+        self.marked = self._first = 0
+        self.shown = _MOST
+
+    def move(self, by: int) -> None:
+        """Mark another item, `by` items further down; stops at the ends of the list."""
+        self.marked = min(max(self.marked + by, 0), self.count - 1)
+
+    def draw(self, rows: int, columns: int) -> FormattedText:
+        """The list around the marked item, and the line below it, for a window of this size."""
+        width = columns - 3  # the last column stays free: some terminals wrap there
+        height = len(self._draw(0, width))
+        self.shown = max(1, min((rows - 2) // height, _MOST, self.count))
+        self._first = min(self._first, self.marked, self.count - self.shown)
+        self._first = max(self._first, self.marked - self.shown + 1)
+        drawn: list[tuple[str, str]] = []
+        for number in range(self._first, self._first + self.shown):
+            for index, line in enumerate(self._draw(number, width)):
+                is_marked = number == self.marked and not index
+                drawn.append(("class:bold", "> ") if is_marked else ("", "  "))
+                drawn += [(f"class:{style}" if style else "", text) for style, text in line]
+                drawn.append(("", "\n"))
+        keys = f"{self.marked + 1} of {self.count}{self._more}: arrows, Enter opens, Esc leaves"
+        return FormattedText([*drawn, ("class:dim", keys[:width])])
+
+
+def _bindings(view: _View) -> KeyBindings:
+    keys = KeyBindings()
+
+    def moves(key: str, by: Callable[[], int]) -> None:
+        @keys.add(key)
+        def _move(event: KeyPressEvent) -> None:
+            view.move(by())
+
+    for key, by in (("up", -1), ("c-p", -1), ("down", 1), ("c-n", 1)):
+        moves(key, lambda by=by: by)  # type: ignore[misc]
+    moves("pageup", lambda: -view.shown)
+    moves("pagedown", lambda: view.shown)
+    moves("home", lambda: -view.count)
+    moves("end", lambda: view.count)
+
+    @keys.add("enter")
+    def _choose(event: KeyPressEvent) -> None:
+        event.app.exit(result=view.marked)
+
+    @keys.add("escape", eager=True)
+    @keys.add("c-c")
+    @keys.add("c-d")
+    @keys.add("<sigint>")
+    def _leave(event: KeyPressEvent) -> None:
+        if not event.app.is_done:
+            event.app.exit(result=None)
+
+    return keys

@@ -1,0 +1,258 @@
+"""Saved chats are found by what was said in them, as of now; what was removed is found nowhere."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from session_files import elsewhere, head_at, new, rows_at, said
+from sirchat.errors import UsageError
+from sirchat.saved.search import Hit, search_sessions
+from sirchat.saved.search_index import NAME
+from sirchat.saved.session_list import remove_session
+from sirchat.saved.store import SessionStore
+
+SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
+
+
+def found(folder: Path, words: str) -> list[Path]:
+    return [hit.session.path for hit in search_sessions(folder, words).hits]
+
+
+def line(hit: Hit) -> str:
+    """The line of a hit, with the matches in brackets."""
+    return "".join(f"[{part.text}]" if part.is_match else part.text for part in hit.line)
+
+
+def test_a_chat_is_found_by_words_that_either_side_said_and_the_line_is_shown(
+    tmp_path: Path,
+) -> None:
+    new(tmp_path, "Tell me about Oslo.", "It is cold.")
+    path = new(tmp_path, "Where was I?", "In Berlin.\nYou went to Rome by train,\nand home.")
+    for words in ("train rome", "ROME", "rome tra"):
+        (hit,) = search_sessions(tmp_path, words).hits
+        assert hit.session.path == path
+    assert line(hit) == "You went to [Rome] by [tra]in,"
+    assert found(tmp_path, "berlin home") == [path], "words of different lines"
+    assert not found(tmp_path, "berlin oslo"), "words of different chats"
+    assert not found(tmp_path, "rom train"), "only the last word may be cut short"
+
+
+def test_the_best_chat_is_first_and_of_equals_the_newest(tmp_path: Path) -> None:
+    texts = ["rome", "oslo", "rome", "paris", "rome rome", "rome", "bonn", "rome", *["bern"] * 5]
+    paths = [new(tmp_path, text) for text in texts]
+    for age, path in enumerate(paths):
+        os.utime(path, (1.6e9 + age, 1.6e9 + age))
+    assert found(tmp_path, "rome") == [paths[at] for at in (4, 7, 5, 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "marked"),
+    [
+        ("Grüße aus Málaga", "grusse MALAGA", "Grüße aus [Málaga]"),
+        ("un cafe\N{COMBINING ACUTE ACCENT} noir", "café", "un [café] noir"),
+        ("昨日、東京に行きました。", "東京", "昨日、[東京]に行きました。"),
+        ("ฉันอยากไปกรุงเทพ", "กรุงเทพ", "ฉันอยากไป[กรุงเทพ]"),
+        ("오늘 서울에서 만나요", "서울", "오늘 [서울]에서 만나요"),
+        ("मुझे हिन्दी पसंद है", "हिन्दी", "मुझे [हिन्दी] पसंद है"),
+        ("Привет, Москва!", "москва", "Привет, [Москва]!"),
+        ("I don't know", "don't", "I [don't] know"),
+    ],
+)
+def test_text_of_any_language_is_found(tmp_path: Path, text: str, words: str, marked: str) -> None:
+    new(tmp_path, "something else")
+    path = new(tmp_path, text)
+    hits = search_sessions(tmp_path, words.split()[-1]).hits
+    assert [hit.session.path for hit in hits] == [path]
+    assert line(hits[0]) == marked
+
+
+def test_words_are_never_taken_for_a_query_language(tmp_path: Path) -> None:
+    path = new(tmp_path, 'NOT a "quoted" name:value* (x) AND ^this OR that NEAR here')
+    for words in (
+        '"quoted',
+        "name:value*",
+        "(x",
+        "NOT",
+        "AND ^this",
+        "NEAR(here",
+        "text:a",
+        "a\0b",
+    ):
+        assert found(tmp_path, words) in ([path], []), words
+    assert found(tmp_path, 'not "quoted" NEAR') == [path]
+    for words in ("", "  ", "?!", '"*"', "\0"):
+        with pytest.raises(UsageError, match="allowed: letters and digits"):
+            search_sessions(tmp_path, words)
+    assert not found(tmp_path, "caf\udce9")  # bytes that are not UTF-8, from the command line
+
+
+def test_a_search_knows_the_chats_as_they_are_now(tmp_path: Path) -> None:
+    one, other = new(tmp_path, "rome"), new(tmp_path, "oslo")
+    assert found(tmp_path, "rome") == [one]
+    with SessionStore.open(one) as session:
+        session.append(said("lisbon", start=1), rows_at(range(3, 6)), head_at(6))
+        assert found(tmp_path, "lisbon") == [one], "also while the chat is open"
+        session.rename("My trip")
+        (hit,) = search_sessions(tmp_path, "trip").hits
+        assert (hit.session.path, hit.line) == (one, ()), "found by its name"
+        assert search_sessions(tmp_path, "my TRIP").named == [one.stem]
+    third = new(tmp_path, "lisbon")
+    assert set(found(tmp_path, "lisbon")) == {one, third}
+    one.unlink()
+    assert found(tmp_path, "lisbon") == [third]
+    assert found(tmp_path, "oslo") == [other]
+    assert not search_sessions(tmp_path / "missing", "x").hits
+
+
+def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(
+    tmp_path: Path,
+) -> None:
+    path, other = new(tmp_path, "rome"), new(tmp_path / "elsewhere", "oslo")
+    soon = time.time_ns() + 10**12
+    os.utime(path, ns=(soon, soon))
+    assert found(tmp_path, "rome") == [path]
+    path.write_bytes(other.read_bytes())  # as large as before
+    os.utime(path, ns=(soon, soon))
+    assert found(tmp_path, "oslo") == [path]
+    assert not found(tmp_path, "rome")
+
+
+def erase(path: Path) -> None:
+    with SessionStore.open(path) as session:
+        session.replace(said("Hello", "Oranges"), rows_at(range(6)), head_at(6))
+
+
+def undo(path: Path) -> None:
+    with SessionStore.open(path) as session:
+        session.truncate(1, 3, head_at(3))
+
+
+def lose(path: Path) -> None:
+    """Delete the file by hand; the next search sees it."""
+    path.unlink()
+    search_sessions(path.parent, "oranges")
+
+
+@pytest.mark.parametrize("removal", [erase, undo, remove_session, lose])
+def test_text_that_is_removed_from_a_chat_is_removed_from_the_index_at_once(
+    tmp_path: Path, removal: Callable[[Path], None]
+) -> None:
+    for number in range(6):
+        new(tmp_path, f"Oranges {number}", "make juice " * number)
+    path = new(tmp_path, "Hello", f"{SECRET} is made of oranges. " * 30)
+    new(tmp_path, "Oranges again")
+    assert found(tmp_path, SECRET) == [path]
+    index = tmp_path / NAME
+    assert SECRET.lower().encode() in index.read_bytes().lower()
+    removal(path)
+    for file in tmp_path.iterdir():
+        assert SECRET.lower()[:6].encode() not in file.read_bytes().lower(), file
+    assert not found(tmp_path, SECRET)
+    assert len(found(tmp_path, "oranges")) == 7 + (removal is erase)
+
+
+def test_saving_a_turn_does_not_touch_the_index(tmp_path: Path) -> None:
+    path = new(tmp_path, "rome")
+    found(tmp_path, "rome")
+    before = (tmp_path / NAME).stat()
+    with SessionStore.open(path) as session:
+        session.append(said("lisbon", start=1), rows_at(range(3, 6)), head_at(6))
+    assert (tmp_path / NAME).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_the_index_is_private_and_can_be_deleted(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = new(tmp_path, "rome")
+        assert found(tmp_path, "rome") == [path]
+    finally:
+        os.umask(before)
+    index = tmp_path / NAME
+    assert index.stat().st_mode & 0o777 == 0o600
+    index.unlink()
+    assert found(tmp_path, "rome") == [path]
+
+
+def damage_bytes(index: Path) -> None:
+    index.write_bytes(b"no database" * 1000)
+
+
+def damage_pages(index: Path) -> None:
+    content = index.read_bytes()
+    index.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+
+
+def cut_short(index: Path) -> None:
+    index.write_bytes(index.read_bytes()[:5000])
+
+
+def empty(index: Path) -> None:
+    index.write_bytes(b"")
+
+
+def other_tables(index: Path) -> None:
+    index.unlink()
+    with sqlite3.connect(index) as connection:
+        connection.execute("CREATE TABLE chats (something)")
+    connection.close()
+
+
+@pytest.mark.parametrize("damage", [damage_bytes, damage_pages, cut_short, empty, other_tables])
+def test_a_damaged_index_is_built_anew(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    paths = [new(tmp_path, "rome", "x" * 5000), new(tmp_path, f"{SECRET} of rome")]
+    assert set(found(tmp_path, "rome")) == set(paths)
+    damage(tmp_path / NAME)
+    assert set(found(tmp_path, "rome")) == set(paths)
+    damage(tmp_path / NAME)
+    remove_session(paths[1])
+    assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    assert found(tmp_path, "rome") == paths[:1]
+
+
+def test_where_text_can_not_be_removed_from_the_index_the_index_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = new(tmp_path, "Hello", SECRET), new(tmp_path, "oslo")
+    found(tmp_path, SECRET)
+    (tmp_path / f"{NAME}-journal").write_bytes(SECRET.encode())  # as a crash leaves it
+    monkeypatch.setattr("sirchat.saved.search_index._remove", fail)
+    undo(path)
+    assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    monkeypatch.undo()
+    assert found(tmp_path, "oslo") == [other]
+
+
+def fail(*_: object) -> None:
+    raise sqlite3.OperationalError("database is locked")
+
+
+def test_a_damaged_chat_is_passed_over(tmp_path: Path) -> None:
+    whole, damaged = new(tmp_path, "rome"), new(tmp_path, "rome")
+    damaged.write_bytes(damaged.read_bytes()[:3000])
+    assert found(tmp_path, "rome") == [whole]
+
+
+@pytest.mark.slow
+def test_several_processes_search_and_write_at_the_same_time(tmp_path: Path) -> None:
+    code = """
+from sirchat.saved.search import search_sessions
+for n in range(5):
+    with SessionStore.create(path, {}) as s:
+        s.append(said("rome", "soon undone"), rows_at(range(6)), head_at(6))
+    search_sessions(path, "rome")
+    with SessionStore.open(s.path) as s:
+        s.truncate(1, 3, head_at(3))
+print(len(search_sessions(path, "undone").hits) < 3)
+"""
+    others = [elsewhere(code, tmp_path) for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in others] == ["True\n"] * 3
+    result = search_sessions(tmp_path, "rome")
+    assert len(result.hits) == 15
+    assert not found(tmp_path, "undone")
+    assert b"undone" not in (tmp_path / NAME).read_bytes()

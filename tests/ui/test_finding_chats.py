@@ -1,0 +1,222 @@
+"""Lists of saved chats, and a chat that is found by its words and picked with the arrow keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from command import run
+from saved_chats import SAYINGS, Chat, refusal, saved
+from session_files import new
+from sirchat.saved.search import Part
+from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.store import SessionStore
+from sirchat.ui.lists import SessionLines
+from terminal import WARM, Terminal
+
+UP, DOWN, ESC = "\x1b[A", "\x1b[B", "\x1b"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+def named(folder: Path, name: str, *texts: str, model: str = "tiny") -> Path:
+    path = new(folder, *texts, model=model)
+    with SessionStore.open(path) as store:
+        store.rename(name)
+    return path
+
+
+# --- lists
+
+
+@pytest.mark.parametrize("width", range(60, 200, 7))
+def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width: int) -> None:
+    named(folder, "my trip", "My name is Anna.", "Hello", "Where does Peter live?", "東京" * 60)
+    new(folder, "Only this is said", "x", model="A-model-of-a-very-long-name")
+    chats = SessionLines(list_sessions(folder).sessions, "another")
+    shown = [["".join(text for _, text in line) for line in chats.of(n, width)] for n in (0, 1)]
+    assert all(cell_len(line) <= width for lines in shown for line in lines)
+    assert {len(lines) for lines in shown} == {1 if width >= 120 else 2}
+    for one, lines in zip(chats.sessions, shown, strict=True):
+        text = "\n".join(lines)
+        facts = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", f"{one.turns} turns", one.model[:9])
+        assert all(fact in text for fact in facts)
+        assert {2: "Only this", 4: "my trip: Where does Peter"}[one.turns] in text
+
+
+def test_a_last_line_that_tells_little_gives_way_to_the_first(folder: Path) -> None:
+    new(folder, "My name is Anna.", "Hello", "ok, thanks", "bye")
+    assert "My name is Anna." in run("sessions").stdout
+
+
+def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) -> None:
+    name = "a name that is as long as names may be.."
+    named(folder, name, "word " * 15)
+    (line,) = run("sessions", COLUMNS="60").stdout.splitlines()
+    assert name in line
+    assert line.endswith("word word")
+
+
+def test_matches_are_marked_in_the_line_that_was_found(folder: Path) -> None:
+    path = new(folder, "x")
+    parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
+    (_, line) = SessionLines(list_sessions(folder).sessions, found={path.stem: parts}).of(0, 80)
+    assert line == [("", "    "), ("", "to "), ("match", "Rome"), ("", " by train")]
+
+
+# --- search
+
+
+def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> None:
+    new(folder, "Oslo is cold.")
+    path = named(folder, "trip", "Hello", "We go to Rome\nby a night train.")
+    done = run("sessions", "search", "night", "train")
+    assert done.returncode == 0
+    assert re.fullmatch(rf"{path.stem}  .* 2 turns  tiny  trip: by a night train\.\n", done.stdout)
+
+
+def test_a_search_without_a_hit_says_what_to_do(folder: Path) -> None:
+    new(folder, "Oslo is cold.")
+    done = run("sessions", "search", "rome", "\x1b[2J")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has all of these words (fewer words find more" in done.stderr
+    assert "\x1b" not in done.stderr
+    assert run("sessions", "search", "?!").returncode == 2
+
+
+def test_a_search_shows_twenty_and_says_how_many_more_there_are(folder: Path) -> None:
+    first = new(folder, "rome")
+    for number in range(24):
+        os.link(first, folder / f"copy{number}.sqlite")
+    done = run("sessions", "search", "rome")
+    assert len(done.stdout.splitlines()) == 20
+    assert "and 5 that fit less; more words find fewer" in done.stderr
+
+
+def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
+    ident = saved(folder, "words")
+    saved(folder, "other")  # `words` was said in both
+    chat = Chat()
+    assert f"this is session {ident}" in chat.do("/load Words")
+    assert f"this chat is session {ident}" in chat.do(f"/load {ident[:-1]}")
+
+
+def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Path) -> None:
+    ident = saved(folder)
+    chat = Chat()
+    shown = chat.do("/load more of th")
+    assert ident in shown
+    assert "more of them" in shown
+    assert "/load ID goes on with one" in shown
+    assert not chat.texts
+    assert "fewer words find more" in refusal(chat, "/load nobody said this")
+    assert "has no word to search for" in refusal(chat, "/load ?!")
+    saved(folder, "my trip")
+    assert "did you mean my trip?" in refusal(chat, "/load my tirp")
+
+
+def test_erased_and_undone_words_are_found_no_more(folder: Path) -> None:
+    chat = Chat()
+    chat.say("Oranges and marmalade", "Lemons and honey", SAYINGS[0])
+    ident = list_sessions(folder).sessions[0].id
+    assert ident in chat.do("/load marmalade honey")
+    chat.do("/erase --yes marmalade")
+    for file in folder.iterdir():
+        if file.suffix == ".index":
+            assert b"marmalade" not in file.read_bytes()
+    refusal(chat, "/load marmalade")
+    assert ident in chat.do("/load honey")
+    chat.do("/undo")
+    chat.do("/undo")
+    assert b"honey" not in (folder / "search.index").read_bytes()
+    refusal(chat, "/load honey")
+
+
+def test_without_an_index_names_are_found_and_words_are_an_error(folder: Path) -> None:
+    ident = saved(folder, "trip")
+    (folder / "search.index").mkdir()
+    chat = Chat()
+    assert f"this is session {ident}" in chat.do("/load trip")
+    assert "search.index" in refusal(chat, "/load some words")
+
+
+# --- picking
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_a_chat_is_picked_with_the_arrow_keys(tmp_path: Path, folder: Path, columns: int) -> None:
+    with Terminal(home=tmp_path, columns=columns, rows=24) as chat:
+        for name, town in (("anna", "Rome"), ("peter", "Oslo"), ("eva", "Rome")):
+            chat.ask(f"{name.title()} lives in {town}.")
+            chat.ask(f"/save {name}")
+            chat.ask("/reset")
+        chat.say("/load lives rome")
+        chat.wait_screen(r"1 of 2: arrows, Enter opens, Esc leaves")
+        shown = chat.text
+        assert re.search(r"(?m)^> 20", shown)
+        assert "eva: Eva lives in Rome." in shown
+        assert "anna: Anna lives in Rome." in shown
+        assert "peter" not in shown.partition("> /load")[2]
+        for keys in (ESC, "\x03"):
+            chat.send(keys)
+            chat.wait_prompt()
+            assert "nothing is loaded; this chat goes on" in chat.shown
+            assert "of 2" not in chat.text, "the list is removed"
+            chat.say("/load lives rome")
+            chat.wait_screen(r"1 of 2")
+        chat.send(DOWN)
+        chat.wait_screen(r"2 of 2")
+        chat.send("\r")
+        chat.wait_prompt()
+        assert 'called "anna"' in " ".join(chat.shown.split())
+        chat.say("/load oslo")
+        chat.wait_screen("1 of 1")
+        chat.send("\r")
+        chat.wait_prompt()
+        assert 'called "peter"' in " ".join(chat.shown.split())
+        chat.say("/load")
+        chat.wait_screen("1 of 3")
+        chat.send(DOWN * 5 + UP * 5)
+        chat.wait_screen("1 of 3")
+        chat.send(ESC)
+        assert "fewer words find more" in " ".join(chat.ask("/load nobody").split())
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_a_long_list_is_scrolled_in_a_small_window(tmp_path: Path, folder: Path) -> None:
+    for number in range(30):
+        new(folder, f"This is what chat {number} is about")
+    with Terminal(home=tmp_path, columns=60, rows=12) as chat:
+        chat.say("/load")
+        chat.wait_screen("1 of 30")
+        for keys, at in (("\x1b[6~", "6 of 30"), ("\x1b[F", "30 of 30"), ("\x1b[H", "1 of 30")):
+            chat.send(keys)
+            chat.wait_screen(rf"(?m)^{at}")
+            assert len(re.findall(r"(?m)^(> |  )20", chat.text)) == 5
+            assert len(re.findall(r"(?m)^> 20", chat.text)) == 1
+        chat.resize(12, 130)
+        chat.wait_screen(r"(?m)^> 20.*what chat")
+        chat.send("\x04")
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_matching_words_are_marked_on_a_terminal(tmp_path: Path, folder: Path) -> None:
+    path = new(folder, "We go to Rome.")
+    with Terminal(
+        WARM, "-m", "sirchat", "sessions", "search", "rome", home=tmp_path, columns=60
+    ) as command:
+        assert command.ended() == 0
+        assert path.stem in command.text
+        assert b"\x1b[1;4mRome" in command.raw
+    assert find_session(folder, "last") == path
