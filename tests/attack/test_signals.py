@@ -66,6 +66,7 @@ class Home:
             (folder / name).mkdir(parents=True)
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
             "SIRCHAT_HOME": str(folder), "TMPDIR": str(folder / "tmp"), "TERM": "xterm-256color",
+            "SIRCHAT_MODEL": "tiny",
             "PAGER": "cat", "SIRCHAT_MAX_NEW_TOKENS": "24", "SIRCHAT_COMPILE": "off",
         }  # fmt: skip
 
