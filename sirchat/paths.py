@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -107,6 +108,23 @@ def open_private(path: Path, mode: str) -> IO[Any]:
     """
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=_owner_only)
+
+
+def write_private(path: Path, text: str, *, replaces: bool) -> None:
+    """Write a file that only its owner can read, whole or not at all.
+
+    Unless it `replaces` the file that is there, raises FileExistsError for one. Raises OSError.
+    """
+    new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
+    file = open_private(new, "x")
+    try:
+        with file:
+            file.write(text)
+        if replaces:
+            os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _owner_only(path: str, flags: int) -> int:

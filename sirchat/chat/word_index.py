@@ -363,10 +363,8 @@ class _Sums:
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
             for of in (1, 2)
         )
-        half = np.float32(0.5)
-        added = (told + half * asked, half * told + asked, half * (told + asked))
         places = np.concatenate([at, at + 1, at - 1])
-        np.add.at(self._counts, places, np.concatenate(added))
+        np.add.at(self._counts, places, np.concatenate(_shares(told, asked)))
         order = np.arange(len(places))
         self._order[places] = order  # of equal places the last one is written
         places = places[self._order[places] == order]
@@ -395,11 +393,16 @@ def _accumulate(
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
     """Counts [n] of turns with those beside them; see `WideIndex`."""
-    half = np.float32(0.5)
-    own, beside = told + half * asked, half * (told + asked)
-    own[1:] += half * told[:-1] + asked[:-1]
-    own[:-1] += beside[1:]
+    own, after, before = _shares(told, asked)
+    own[1:] += after[:-1]
+    own[:-1] += before[1:]
     return own
+
+
+def _shares(told: Floats, asked: Floats) -> tuple[Floats, Floats, Floats]:
+    """What turns count for themselves, for the turn after each, and for the turn before, [n]."""
+    half = np.float32(0.5)
+    return told + half * asked, half * told + asked, half * (told + asked)
 
 
 def _terms(words: Sequence[str]) -> Iterator[str]:

@@ -263,10 +263,7 @@ def set_default(key: str, value: object) -> Path:
         if not is_changed:
             raise SettingError(f"{path} can't be changed by program", hint=f"write into it: {line}")
         paths.private_dir(path.parent)
-        new = path.with_name(f"{path.name}.new")
-        with paths.open_private(new, "w") as file:
-            file.write(text)
-        os.replace(new, path)
+        paths.write_private(path, text, replaces=True)
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
     return path

@@ -75,8 +75,8 @@ def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matche
     return _with_index(folder, search) if folder.is_dir() else Matches({}, [])
 
 
-def forget(path: Path) -> None:
-    """Remove what the chat in the file `path` said from the index; a later search may add it again.
+def remove_from_index(path: Path) -> None:
+    """Remove the text of the chat in the file `path`; a later search may add the chat again.
 
     If that fails, the whole index is deleted. Raises SessionError if it can't be deleted either.
     """

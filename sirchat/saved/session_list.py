@@ -27,7 +27,7 @@ from sirchat.saved.database import (
     refuse_missing,
     result_code,
 )
-from sirchat.saved.search_index import forget
+from sirchat.saved.search_index import remove_from_index
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
@@ -159,7 +159,7 @@ def remove_session(path: Path) -> None:
         # The session's own file is the last: its name leads to the others.
         for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
-    forget(path)
+    remove_from_index(path)
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:

@@ -42,7 +42,7 @@ from sirchat.saved.database import (
     sync,
 )
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.search_index import forget
+from sirchat.saved.search_index import remove_from_index
 from sirchat.text.transcript import RoleName
 
 if TYPE_CHECKING:  # a list of sessions needs no torch
@@ -185,7 +185,7 @@ class SessionStore:
             if name:
                 self._put_about("name", name)
         self.name = name
-        forget(self.path)
+        remove_from_index(self.path)
 
     def turns(self) -> list[SavedTurn]:
         """All turns in order."""
@@ -226,7 +226,7 @@ class SessionStore:
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
             self._cut_last_rows(seen)
             self._put_head(head)
-        forget(self.path)
+        remove_from_index(self.path)
 
     def replace(
         self,
@@ -254,7 +254,7 @@ class SessionStore:
                 self._put_about("meta", dict(meta))
                 self.meta = dict(meta)
         self._finish_erasing()
-        forget(self.path)
+        remove_from_index(self.path)
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
         """Save keys and values in a file beside the session; all are saved, or none.

@@ -8,11 +8,9 @@ import io
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -20,7 +18,7 @@ from rich.console import Console
 from sirchat.chat.conversation import Turn
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError, format_value, nearest
-from sirchat.paths import open_private
+from sirchat.paths import write_private
 from sirchat.text.text_file import last_fenced, path_named, without_surrogates
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
@@ -148,7 +146,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
             raise UsageError(f"{name} exists", hint="--force replaces it")
         if os.path.lexists(path) and not path.is_file():
             raise UsageError(f"{name} is not a regular file and can't be replaced")
-        _put(path, text, force)
+        write_private(path, text.rstrip("\n") + "\n", replaces=force)
     except FileExistsError:  # it was made meanwhile
         raise UsageError(f"{name} exists", hint="--force replaces it") from None
     except FileNotFoundError:
@@ -156,19 +154,6 @@ def _write(name: str, text: str, *, force: bool) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is not allowed"
         raise UsageError(f"{name} can't be written: {reason}") from None
-
-
-def _put(path: Path, text: str, force: bool) -> None:
-    new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if force else path
-    file = open_private(new, "x")
-    try:
-        with file:
-            file.write(text.rstrip("\n") + "\n")
-        if force:
-            os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
 
 
 _FLAG = "--osc52"

@@ -30,7 +30,6 @@ from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import set_default
 from sirchat.errors import SettingError
-from sirchat.models.names import BUNDLED
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.line_input import line_input, prompt_output
 from sirchat.ui.lists import in_bytes
@@ -134,11 +133,7 @@ def choose_model(screen: Screen) -> str | None:
     """
     from sirchat.models.listing import find_models
 
-    usable = [
-        one
-        for one in find_models()
-        if one.source != "bundled" and not one.problem and one.name not in BUNDLED
-    ]
+    usable = [one for one in find_models() if one.source != "bundled" and not one.problem]
     offered = usable[:_OFFERED]
     if not offered or screen.terminal is None:
         screen.note(_NO_OTHER if not usable else f"{_TOY}; sirchat models lists real ones")

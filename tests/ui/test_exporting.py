@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
         path.touch()
         return Full()
 
-    monkeypatch.setattr("sirchat.ui.exporting.open_private", opened)
+    monkeypatch.setattr("sirchat.paths.open_private", opened)
     assert "new.md can't be written: No space left on device" in refused(chat, "md new.md")
     assert "old.md can't be written" in refused(chat, "md old.md --force")
     assert [path.name for path in Path().iterdir()] == ["old.md"]
