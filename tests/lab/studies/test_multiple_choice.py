@@ -228,10 +228,9 @@ def test_decays_are_plotted_where_several_are_compared() -> None:
 
 @pytest.mark.slow
 def test_the_commands_print_what_the_paper_does(data: Path, endless: str) -> None:
-    flags = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--json")
-    flags += ("--model", endless)
+    few = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--model", endless)
     for task, columns in (("dailydialog", ["right"]), ("grocery", ["ACCc", "ACCg"])):
-        done = run("eval", task, *flags, "--data", str(data))
+        done = run("eval", task, *few, "--data", str(data), "--json")
         assert done.returncode == 0, done.stderr
         table, published = json.loads(done.stdout)["tables"].values()
         assert table["columns"][1 : 1 + len(columns)] == columns
