@@ -105,9 +105,9 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
 def test_what_comes_back_is_what_the_equations_choose(
     family: str, scope: Scope, retriever: str
 ) -> None:
-    engine, model = talked(memory(retriever=retriever, scope=scope), family=family)
+    engine, model = talked(memory(retriever=retriever, scope=scope), rounds=6, family=family)
     engine.contents.clear_reserve()
-    ids = some_ids(99, 12)
+    ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
     layers = by_the_equations(retriever, ours, theirs, model)
@@ -141,7 +141,7 @@ def test_what_comes_back_is_what_the_equations_choose(
 @pytest.mark.slow
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
-    engine, model = talked(memory(retriever=retriever, query="recent"))
+    engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
     engine.contents.clear_reserve()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
@@ -261,7 +261,7 @@ def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
     model = loaded("llama")

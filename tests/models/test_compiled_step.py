@@ -43,6 +43,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else torch tries each for 8 seconds
+        patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # speed is not compared
         yield
 
 

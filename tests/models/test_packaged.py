@@ -11,6 +11,7 @@ import pytest
 from sirchat.errors import ModelError
 from sirchat.models.model import load_model
 from sirchat.models.names import locate
+from warm_python import warm_python
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_package_without_the_file_counts_as_missing(package: Path) -> None:
 @pytest.mark.real
 @pytest.mark.slow
 def test_the_real_model_answers_from_a_pipe() -> None:
-    command = [sys.executable, "-m", "sirchat", "--model", "smollm2", "--no-save"]
+    command = [*warm_python(), "-m", "sirchat", "--model", "smollm2", "--no-save"]
     found = subprocess.run(
         [*command, "--max-new-tokens", "24"],
         input="What is the capital of France?\n",

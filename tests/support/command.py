@@ -7,9 +7,14 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import cache
 from unittest.mock import patch
 
-from sirchat.cli import main
+import typer.main
+
+from sirchat.cli import app, main
+
+_get_command = cache(typer.main.get_command)  # it takes a tenth of a second each time
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ def run(*arguments: str, text: str = "", **variables: str) -> Done:
     pressed = signal.getsignal(signal.SIGINT)
     stdin = io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")), "utf-8")
     with (
+        patch.object(typer.main, "get_command", _get_command),
+        patch.object(app, "get_command", _get_command),
         patch.object(sys, "argv", ["sirchat", *arguments]),
         patch.object(sys, "stdin", stdin),
         patch.object(sys, "stdout", out),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from sirchat.lab.studies.side_by_side.compared import (
 )
 from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Ledger
 from sirchat.models.surprisal import PassResult
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.text import displayable
@@ -67,15 +68,23 @@ def found() -> Comparison:
 def plain(setting: Profile, talk: Sequence[tuple[str, str]] = TALK) -> Session:
     """A session that has only read the conversation."""
     chat = Session(tiny(), setting)
-    for user, reply in talk:
-        for _ in (*chat.read_user(user), *chat.read_reply(reply)):
-            pass
+    for _ in each_round(chat, talk):
+        pass
     return chat
 
 
-def answer_to(setting: Profile, rounds: int) -> list[int]:
-    """Ids of the answer to the user turn after so many rounds."""
-    chat = plain(setting, TALK[:rounds])
+def each_round(chat: Session, talk: Sequence[tuple[str, str]] = TALK) -> Iterator[Ledger]:
+    """Reads the conversation; yields the ledger after each of its rounds."""
+    for user, reply in talk:
+        for _ in (*chat.read_user(user), *chat.read_reply(reply)):
+            pass
+        yield chat._engine.ledger
+
+
+@cache
+def answer_to(number: int, rounds: int) -> list[int]:
+    """Ids of the answer of setting `number` to the user turn after so many rounds."""
+    chat = plain(found().settings[number].setting, TALK[:rounds])
     seen = chat.seen
     list(chat.ask(TALK[rounds][0]))
     rows = chat.tokens(range(seen, chat.seen))
@@ -140,8 +149,8 @@ def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enoug
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
     result = found().settings[number]
-    for count, after in enumerate(result.rounds, 1):
-        ledger = plain(result.setting, TALK[:count])._engine.ledger
+    chat = Session(tiny(), result.setting)
+    for after, ledger in zip(result.rounds, each_round(chat), strict=True):
         held = ledger.held_positions.tolist()
         assert (after.held, after.seen) == (len(held), ledger.seen)
         assert held_at(result, after.seen) == held
@@ -159,7 +168,7 @@ def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) 
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     result = found().settings[number]
     for count, after in enumerate(result.rounds):
-        mine, full = answer_to(result.setting, count), answer_to(FULL, count)
+        mine, full = answer_to(number, count), answer_to(0, count)
         assert list(after.answer.ids) == mine
         assert "".join(after.answer.tokens) == after.answer.text
         assert after.reply == TALK[count][1]
@@ -220,8 +229,8 @@ def test_recalled_tokens_have_several_spans() -> None:
     setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
     result = compare(tiny(), (FULL, setting), transcript()).settings[1]
     assert any(len(one.held) > 1 for one in result.tokens)
-    for count, after in enumerate(result.rounds, 1):
-        ledger = plain(setting, TALK[:count])._engine.ledger
+    chat = Session(tiny(), setting)
+    for after, ledger in zip(result.rounds, each_round(chat), strict=True):
         assert held_at(result, after.seen) == ledger.held_positions.tolist()
     assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
 

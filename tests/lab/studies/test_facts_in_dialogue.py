@@ -185,11 +185,11 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
     """Of the tokens whose text overlaps the value's, counted after the question was read."""
     model = load_model("tiny")
     setting = Profile(policy="entropy", budget=128, temperature=0)
-    study = FactsInDialogue((setting,), limit=10, data=str(talk), lengths=(600,), reply_tokens=0)
+    study = FactsInDialogue((setting,), limit=10, data=str(talk), lengths=(300,), reply_tokens=0)
     session = Session(model, setting)
     for unit in study.units():
         session.reset()
-        one = study.dialogue(session.template, 600, int(unit.split()[1]))
+        one = study.dialogue(session.template, 300, int(unit.split()[1]))
         found = study.run_unit(session, unit, study.cells()[0])
         own = Session(model, setting)
         for round in one.rounds:
@@ -273,7 +273,7 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
 @pytest.mark.slow
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
-    few = {"limit": 4, "facts": 2, "reply_tokens": 2}
+    few = {"limit": 2, "facts": 2, "reply_tokens": 2}
     study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}

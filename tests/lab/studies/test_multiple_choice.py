@@ -30,7 +30,7 @@ FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "items"), [(babbler, 100), (tiny, 20)])
+@pytest.mark.parametrize(("model", "items"), [(babbler, 40), (tiny, 10)])
 def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
     template = Template(loaded.tokenizer)
@@ -175,16 +175,16 @@ def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
     names = ("window", "sink", "random", "interval", "entropy", "reservoir")
     settings = tuple(Profile(policy=name, budget=256) for name in names)
     for task in ("dailydialog", "grocery"):
-        study = MultipleChoice((FULL, *settings), 2, task=task, data=str(data), shots=(1, 2))
+        study = MultipleChoice((FULL, *settings), 1, task=task, data=str(data), shots=(1, 2))
         found = study.findings(run_units(study, babbler()))
         assert [one.name for one in found][-2:] == ["1-shot", "2-shot"]
         asked = [sum(map(len, each["right"].values())) for one in found for each in one.by_seed[0]]
-        assert asked == asked[:2] * len(found)
+        assert asked == asked[:1] * len(found)
 
 
 @pytest.mark.slow
 def test_tiny_keeps_its_knowledge_and_evicts_what_the_policy_evicts() -> None:
-    study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 3, task="grocery")
+    study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 2, task="grocery")
     found = run_units(study, tiny())
     full, sink = study.findings(found)
     assert full.by_seed[0] != sink.by_seed[0]
@@ -227,10 +227,10 @@ def test_decays_are_plotted_where_several_are_compared() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_print_what_the_paper_does(data: Path) -> None:
-    flags = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--json")
+def test_the_commands_print_what_the_paper_does(data: Path, endless: str) -> None:
+    few = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--model", endless)
     for task, columns in (("dailydialog", ["right"]), ("grocery", ["ACCc", "ACCg"])):
-        done = run("eval", task, *flags, "--data", str(data))
+        done = run("eval", task, *few, "--data", str(data), "--json")
         assert done.returncode == 0, done.stderr
         table, published = json.loads(done.stdout)["tables"].values()
         assert table["columns"][1 : 1 + len(columns)] == columns

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chatting import session, tiny
+from chatting import babbler, session, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
@@ -108,7 +108,7 @@ def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
 def test_one_study_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.lab.studies.policies._ROUNDS", 4)
     study = Policies((SALIENCE, SINK), 2, facts=(1,), between=(1, 2), at=64)
-    found = run_units(study, tiny())
+    found = run_units(study, babbler())
     report = study.report(found)
     names = [table.name for table in report.tables]
     for part in ("ablation: Facts recalled", "facts: Facts recalled", "grocery: grocery"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatting import tiny
+from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
@@ -108,15 +108,15 @@ def test_every_study_refuses_what_only_shows(kind: type[Grid]) -> None:
 @pytest.mark.slow
 def test_what_is_not_refused_changes_what_is_found() -> None:
     """For one study that reads ids, and one that chats."""
-    base = Profile(policy="entropy", budget=96, temperature=0.0)
+    base = Profile(policy="entropy", budget=64, temperature=0.0)
 
     def found(chats: bool, **settings: Any) -> list[Any]:
         setting = changed(base, "", **settings)
         if chats:
             one: Grid = RecallStudy((setting,), limit=2)
         else:
-            one = Facts((setting,), limit=2, facts=(2,), between=(6,))
-        return list(map(one.worker(tiny()), one.keys()))
+            one = Facts((setting,), limit=2, facts=(2,), between=(2,))
+        return list(map(one.worker(tiny() if chats else babbler()), one.keys()))
 
     read, chatted = found(False), found(True)
     for setting in ("sinks", "recent", "positions"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -34,6 +33,7 @@ from sirchat.lab.training.masks import visible
 from sirchat.models.model import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence
+from warm_program import warm_program
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 AC, EP = Anchors("ac", "round", 2048), Anchors("ep")
@@ -250,11 +250,12 @@ def test_two_processes_equal_one_with_the_doubled_batch(folder: Path, tmp_path: 
         "--tokens", "48", "--batch", "4", "--per-device", "2", "--steps", "5",
         "--learning-rate", "1e-3", "--warmup", "1", "--no-bf16", "--checkpoint-every", "5",
     )  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    python = warm_program(tmp_path / "python")
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = tmp_path / "program.py"
     program.write_text(THREADS_AT_EXIT)
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", program, *map(str, words)],
+        [*command, "--no-python", python, program, *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -133,8 +133,9 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(training, "_LENGTH", 500)
     ran = CliRunner().invoke(
-        train_app, ["scorer", "--model", "tiny", "--tokens", "6000", "--layers", "1,3"]
+        train_app, ["scorer", "--model", "tiny", "--tokens", "4000", "--layers", "1,3"]
     )
     path = scorer_files("tiny")[0]
     assert ran.exception is None
@@ -157,10 +158,11 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
     ("name", "least"), [("tiny", 0.4), pytest.param("smollm2", 0.8, marks=pytest.mark.real)]
 )
 def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
-    name: str, least: float
+    name: str, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training, "_LENGTH", 500)
     model = load_model(name)
-    conversation = next(gathered(ScorerOptions(name, tokens=1, seed=99), model))
+    conversation = next(gathered(ScorerOptions(name, tokens=1, seed=98), model))
     request = Template(model.tokenizer).user(REQUEST).ids
     x, wanted = observed(model, conversation.ids, request, model.scorer.layers)
     found = np.array(model.scorer.scores(x))
