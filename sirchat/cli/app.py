@@ -82,7 +82,8 @@ class _Commands(TyperGroup):
             close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
             raise UsageError(
                 f"there is no command {format_value(name)}",
-                hint=close or f"sirchat opens a chat; sirchat ask {format_value(name)} asks",
+                hint=close
+                or f"sirchat opens a chat; sirchat ask {format_value(name)} asks this question",
             )
         return super().resolve_command(ctx, args)
 
@@ -116,11 +117,11 @@ JsonTokens = Annotated[
     bool,
     typer.Option(
         "--json-tokens",
-        help="Like --json, and list the tokens held after each turn, evicted or restored.",
+        help="Like --json, but also list which tokens each turn evicted, restored and left held.",
     ),
 ]
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
 def main() -> None:
@@ -166,7 +167,7 @@ def _run() -> None:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments; before the command, `--resume` without a value becomes `--resume=last`."""
+    """The arguments, where `--resume` before the command, without a value, is `--resume=last`."""
     names = commands()
     own = next((n for n, one in enumerate(arguments) if one in names), len(arguments))
     front = arguments[:own]
@@ -241,7 +242,7 @@ def start(
             raise misplaced_flag(_flag(misplaced[0]), context.invoked_subcommand)
         return
     if rebuild and resume is None:
-        raise UsageError("--rebuild goes with --resume")
+        raise UsageError("--rebuild has no effect without --resume")
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
@@ -270,7 +271,7 @@ def ask(
     context: typer.Context,
     flags: dict[str, Any],
     question: Annotated[
-        list[str] | None, typer.Argument(help="The question; what is piped in stands before it.")
+        list[str] | None, typer.Argument(help="The question; text from a pipe is put before it.")
     ] = None,
     resume: Annotated[
         str | None,
