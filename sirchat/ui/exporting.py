@@ -152,9 +152,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
     except FileExistsError:  # it was made meanwhile
         raise UsageError(f"{name} exists", hint="--force replaces it") from None
     except FileNotFoundError:
-        raise UsageError(
-            f"there is no folder {path.parent}", hint="create it first"
-        ) from None
+        raise UsageError(f"there is no folder {path.parent}", hint="create it first") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is not allowed"
         raise UsageError(f"{name} can't be written: {reason}") from None

@@ -203,6 +203,4 @@ def test_a_chat_that_is_not_saved_is_exported_from_the_prompt(
         assert shown == f"{meaning} was written to c.{format}"
     assert "c.md exists (--force replaces it)" in terminal.ask("/export md c.md")
     assert "My name is Anna." in (folder / "c.md").read_text(encoding="utf-8")
-    assert "there is no folder nowhere (create it first)" in terminal.ask(
-        "/export md nowhere/c.md"
-    )
+    assert "there is no folder nowhere (create it first)" in terminal.ask("/export md nowhere/c.md")
