@@ -160,7 +160,7 @@ class EventBuilder:
         return [
             Notice(
                 "this model was not trained to compress text into anchor tokens, but policy anchor "
-                "evicts all other tokens; choose the model tiny-anchor, train a model with "
+                "evicts nearly all others; choose the model tiny-anchor, train a model with "
                 "`sirchat train anchor`, or use /policy anchor lazy=true, which evicts tokens "
                 "only when the cache is full"
             )
