@@ -82,11 +82,11 @@ class DamagedSessionError(SessionError):
 
 
 class UndoError(SirchatError):
-    """There is no turn to undo, or rows that were held before that turn are no longer stored."""
+    """There is no turn to undo, or tokens held before the turn are no longer archived."""
 
 
 class ModelError(SirchatError):
-    """A model can't be loaded, or has no per-token KV cache to evict from."""
+    """A model can't be loaded, or has no per-token KV cache from which tokens can be evicted."""
 
 
 class ContextFullError(SirchatError):

@@ -68,7 +68,7 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps; if a step is missing, it is compiled again."""
+    """The folder of compiled decode steps; a missing one is compiled again."""
     return state_dir() / "compiled"
 
 

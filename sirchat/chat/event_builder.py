@@ -1,4 +1,4 @@
-"""Makes events of the engine's records and the conversation's counts."""
+"""Makes events from the engine's records and the conversation's counts."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class EventBuilder:
         notices = []
         if model.window is not None and self.engine.budget > model.window:
             text = (
-                f"this model's sliding-window layers see {model.window} tokens; with a budget "
-                f"of {self.engine.budget} their window counts held tokens"
+                f"some layers of this model see only the newest {model.window} tokens; "
+                f"as the budget is {self.engine.budget}, these are the newest held tokens"
             )
             notices.append(Notice(text))
         notices += self.clamped(profile.recall_n)
@@ -134,7 +134,7 @@ class EventBuilder:
                 if not has_effect(after, name):
                     options = after.policy_options
                     made = f"{after.policy} with {as_typed(options)}" if options else after.policy
-                    events.append(Notice(f"policy {made} makes no use of {name}"))
+                    events.append(Notice(f"{name} has no effect under policy {made}"))
         if any(getattr(before, name) != getattr(after, name) for name in _LIMITS_RECALL):
             events += self.clamped(after.recall_n)
         return events
@@ -149,7 +149,7 @@ class EventBuilder:
         return [
             Notice(
                 f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "
-                f"not {recall_n} (recall_n); raise the budget or lower recall_n"
+                f"not recall_n = {recall_n}; raise the budget or lower recall_n"
             )
         ]
 
@@ -159,9 +159,10 @@ class EventBuilder:
             return []
         return [
             Notice(
-                "this model was not trained to gather text in anchors, so this policy evicts "
-                "nearly everything; choose tiny-anchor, train a model with `sirchat train anchor`, "
-                "or use /policy anchor lazy=true, which evicts only when the cache is full"
+                "this model was not trained to compress text into anchor tokens, but policy anchor "
+                "evicts nearly all others; choose the model tiny-anchor, train a model with "
+                "`sirchat train anchor`, or use /policy anchor lazy=true, which evicts tokens "
+                "only when the cache is full"
             )
         ]
 

@@ -40,7 +40,7 @@ class TokenRow:
 
     @property
     def rank_key(self) -> float:
-        """The number by which tokens are ordered by strength: the score, if there is one."""
+        """The number by which tokens are ordered: the score, or, without one, the surprisal."""
         return self.decayed_surprisal if self.score is None else self.score
 
     @property

@@ -88,7 +88,7 @@ class Recall:
                 found = search(engine, self._model, ids.ids, ids.roles, turn.ref, words)
         except LookupError as error:
             events.append(
-                Notice(f"no token can be restored: {error}; choose another method with /recall")
+                Notice(f"no token can be restored: {error}; choose another retriever with /recall")
             )
         if found is not None:
             engine.contents.fill_reserve(found)

@@ -48,7 +48,7 @@ def check_rewind(session: Session, count: int) -> list[int]:
     """Indices of all user turns; raises UndoError if there are fewer than `count` user turns."""
     asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
     if count > len(asked):
-        raise UndoError(f"there are {len(asked)} turns of yours to take back, not {count}")
+        raise UndoError(f"the chat has only {len(asked)} user turns to take back, not {count}")
     return asked
 
 
@@ -100,7 +100,7 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
     SettingError if the pin leaves too little room; after an error the conversation is unchanged.
     """
     if not session.turns:
-        raise UsageError("nothing is said yet, so there is nothing to summarize")
+        raise UsageError("there is nothing to summarize: the chat has no messages yet")
     index, said = len(session.turns), ""
     most = max(16, min(session.profile.max_new_tokens, session.budget // _SHARE))
     with temporarily(session, "/summarize", {"max_new_tokens": most}):
@@ -114,7 +114,7 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
             if len(session.turns) > index:
                 session.undo()
     if interrupted() or not said:
-        yield Notice("no summary was made; the conversation is as it was")
+        yield Notice("no summary was made; the conversation is unchanged")
         return
     yield from _quietly(session.read_user(_MARK + said))
     yield from _quietly(session.read_reply(_ANSWER))

@@ -269,7 +269,7 @@ class Session:
         events = self._events.moved(self._now.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
-            events.append(Notice(f"policy {self.profile.policy} makes no use of pins"))
+            events.append(Notice(f"policy {self.profile.policy} ignores pins"))
         return events
 
     def erase(self, target: str) -> list[Event]:

@@ -74,8 +74,8 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
 def hint_for_fixed(name: str, wanted: object) -> str:
     """A hint: what to do instead of changing the setting `name`, which is fixed in a chat."""
     if name == "save":
-        return "/save saves this chat from now on" if wanted else "start with --no-save"
-    return f"start with --{name}"
+        return "/save saves this chat from now on" if wanted else "start sirchat with --no-save"
+    return f"start sirchat with --{name}"
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
@@ -179,7 +179,7 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
     if needed and not model.exposes_attention:
         raise SettingError(
             f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
-            hint="choose attention auto, which counts only if the model allows it"
+            hint="choose attention auto, which records attention only if the model shows it"
             if name == "attention"
             else "choose policy entropy, which does not use attention",
         )
@@ -200,7 +200,7 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
     if policy_class(profile.policy).needs_scorer and not model.scorer.layers:
         raise SettingError(
             f"{source}: policy can't be {profile.policy}: there is no scorer for {model.name}",
-            hint=f"train one: sirchat train scorer --model {model.name}",
+            hint=f"train a scorer: sirchat train scorer --model {model.name}",
         )
 
 
@@ -208,9 +208,9 @@ def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, naming `source`, for a budget above the model's context."""
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
         raise SettingError(
-            f"{source}: budget {profile.budget} is above the context of {model.name}; "
+            f"{source}: budget {profile.budget} is above the context length of {model.name}; "
             f"allowed: {profile.sinks + 16} to {model.context_length}",
-            hint=f"try {model.context_length}",
+            hint=f"for example: {model.context_length}",
         )
 
 

@@ -1,4 +1,4 @@
-"""The memory at one moment, to be drawn or printed: scores, ranks, shares; plain values."""
+"""The memory at one moment as plain values, to be drawn or printed: scores, ranks, shares."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class _Commands(TyperGroup):
                 close = f"sirchat {_OTHER_COMMANDS[name]}"
             raise UsageError(
                 f"there is no command {format_value(name)}",
-                hint=close or f"sirchat opens a chat; sirchat ask {format_value(name)} asks",
+                hint=close
+                or f"sirchat opens a chat; sirchat ask {format_value(name)} asks this question",
             )
         return super().resolve_command(ctx, args)
 
@@ -131,11 +132,11 @@ JsonTokens = Annotated[
     bool,
     typer.Option(
         "--json-tokens",
-        help="Like --json, and list the tokens held after each turn, evicted or restored.",
+        help="Like --json, but also list which tokens each turn evicted, restored and left held.",
     ),
 ]
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print replies only, and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
 def main() -> None:
@@ -198,7 +199,7 @@ _OTHER_NAMES = {
 def _with_defaults(arguments: list[str]) -> list[str]:
     """The arguments, with our own names of options that other programs name differently.
 
-    Before the command, `--resume` without a value becomes `--resume=last`.
+    Where `--resume` stands before the command without a value, it becomes `--resume=last`.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]
@@ -282,7 +283,7 @@ def start(
             raise misplaced_flag(_flag(misplaced[0]), context.invoked_subcommand)
         return
     if rebuild and resume is None:
-        raise UsageError("--rebuild goes with --resume")
+        raise UsageError("--rebuild has no effect without --resume")
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
@@ -311,7 +312,7 @@ def ask(
     context: typer.Context,
     flags: dict[str, Any],
     question: Annotated[
-        list[str] | None, typer.Argument(help="The question; what is piped in stands before it.")
+        list[str] | None, typer.Argument(help="The question; text from a pipe is put before it.")
     ] = None,
     resume: Annotated[
         str | None,

@@ -113,7 +113,9 @@ def saved_settings(
     rest = {key: value for key, value in given.items() if key not in first}
     store, damaged = open_saved_file(sessions_dir(), ident)
     for error in damaged:
-        line = displayable_line(f"sirchat: {error}; going on with {store.name or store.id}")
+        line = displayable_line(
+            f"sirchat: {error}; continuing with session {store.name or store.id}"
+        )
         sys.stderr.write(f"{line}\n")
     try:
         return changed(saved_profile(store, trusted), "--resume", **first), store, rest
@@ -193,10 +195,12 @@ def _message(question: str) -> str:
         try:
             data = sys.stdin.buffer.read(MOST_BYTES + 1)
             if len(data) > MOST_BYTES:
-                raise UsageError(f"standard input has more than {MOST_BYTES:,} bytes")
+                raise UsageError(f"standard input is too long; allowed: up to {MOST_BYTES:,} bytes")
             given = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise UsageError("standard input is not UTF-8", hint="ask takes text") from None
+            raise UsageError(
+                "standard input is not UTF-8", hint="sirchat ask reads UTF-8 text"
+            ) from None
     parts = [part for part in (given.strip("\n"), question) if part.strip()]
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
@@ -247,7 +251,7 @@ if TYPE_CHECKING:
 
 def tutorial(
     auto: Annotated[
-        bool, typer.Option("--auto", help="Run through without waiting for Enter.")
+        bool, typer.Option("--auto", help="Run all steps without waiting for Enter.")
     ] = False,
     debug: Debug = False,
 ) -> None:

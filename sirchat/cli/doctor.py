@@ -22,7 +22,7 @@ def doctor(
         str,
         typer.Option("--model", "-m", help="The model to check.", autocompletion=complete_model),
     ] = "tiny",
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Check versions, machine, files and a model; for bug reports.
 
@@ -51,13 +51,13 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_paths() -> None:
-    """Where sirchat keeps files, how much lies there, and how to remove everything."""
+    """Show where sirchat keeps files, how large they are, and how to remove everything."""
     kept = {
         "profiles": paths.user_profiles_dir(),
         "saved chats": paths.sessions_dir(),
         "models": paths.models_dir(),
         "archives": paths.archives_dir(),
-        "what you typed": paths.history_file(),
+        "input history": paths.history_file(),
         "compiled": paths.compiled_dir(),
     }
     rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
@@ -69,7 +69,7 @@ def show_paths() -> None:
     typer.echo(
         displayable(
             f"\nTo remove sirchat: delete {kept_in}; then pip uninstall sirchat. Models from the "
-            "Hugging Face hub lie in its own cache, which other programs share."
+            "Hugging Face hub are in the hub's own cache, which other programs share."
         )
     )
 
@@ -147,7 +147,7 @@ def _page() -> Iterator[str]:
             yield from (".TP", f".B {name}", _escaped(f"{meaning}; for example:"), ".br")
             yield _escaped(EXAMPLES[name])
     yield ".SH SETTINGS"
-    yield "Flags, which are also lines of a profile, variables SIRCHAT_NAME, and /set in a chat."
+    yield "Set them by flags, lines of a profile, variables SIRCHAT_NAME, or /set in a chat."
     for name, field in Profile.model_fields.items():
         if name != "description":
             flag = "option KEY=VALUE" if name == "policy_options" else name.replace("_", "-")
@@ -155,7 +155,10 @@ def _page() -> Iterator[str]:
     yield ".SH EXIT STATUS"
     for code, meaning in _STATUS:
         yield from (".TP", f".B {code}", meaning)
-    yield from (".SH FILES", _escaped("sirchat paths lists them, and says how to remove them."))
+    yield from (
+        ".SH FILES",
+        _escaped("sirchat paths lists all files of sirchat, and says how to remove them."),
+    )
 
 
 def _escaped(text: str) -> str:

@@ -172,7 +172,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def misplaced_flag(flag: str, command: str) -> UsageError:
     """The error for a flag that was given before its subcommand, where it has no effect."""
-    return UsageError(f"{flag} stands before {command}", hint=f"put it after {command}")
+    return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
 
 
 def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
@@ -206,7 +206,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Context manager: no garbage collection, which takes 1/6 of loading and frees nothing."""
+    """Context manager: no garbage collection, which takes 1/6 of loading time and frees nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 models_app = typer.Typer(
     add_completion=False,
-    help="Models: list what is here, download more, choose one. Alone, it lists them.",
+    help="List the models on this machine (also without a command), download or choose one.",
     invoke_without_command=True,
 )
 
@@ -47,21 +47,25 @@ def models(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Models: list what is here, download more. Alone, it lists them."""
+    """List the models on this machine (also without a command), or download one."""
     if context.invoked_subcommand is None:
         models_list(folders, budget, json)
     elif folders or budget or json:
-        raise UsageError("options stand before the command", hint="put them after it")
+        raise UsageError(
+            f"options before {context.invoked_subcommand} have no effect",
+            hint=f"put the options after {context.invoked_subcommand}",
+        )
 
 
 @models_app.command("list")
 def models_list(
     folders: In = None, budget: Budget = None, json: Json = False, debug: Debug = False
 ) -> None:
-    """What --model can be: sirchat models list --in ~/models --budget 512.
+    """List the models that --model can name.
 
-    Bundled models, smollm2, models in your own folder (sirchat paths names it) and in the Hugging
-    Face cache. The KV cache is what a chat would allocate at its budget.
+    These are the bundled models, smollm2, models in your own folder (`sirchat paths` names this
+    folder) and models in the Hugging Face cache. The size of the KV cache is what a chat would
+    allocate at its budget.
     """
     from sirchat.chat.model_defaults import most_rows
     from sirchat.models.listing import find_models
@@ -129,10 +133,10 @@ def models_pull(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Download a model: sirchat models pull Qwen/Qwen3-0.6B.
+    """Download a model from the Hugging Face hub.
 
-    It goes into the Hugging Face cache, which other programs share. After an interrupt, the same
-    command continues the download.
+    The model goes into the Hugging Face cache, which other programs share. After an interrupt, the
+    same command continues the download.
     """
     from rich.console import Console
 
@@ -144,9 +148,13 @@ def models_pull(
         with pull_progress(Console(stderr=True, highlight=False)) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
-        sys.stderr.write("sirchat: what was downloaded stays; the same command goes on\n")
+        sys.stderr.write(
+            "sirchat: what was downloaded stays; the same command downloads the rest\n"
+        )
         raise
-    said = f"{pulled.name}: {in_bytes(pulled.size)}; sirchat -m {pulled.name} chats with it"
+    said = (
+        f"{pulled.name}: {in_bytes(pulled.size)}; to chat with this model: sirchat -m {pulled.name}"
+    )
     typer.echo(displayable_line(said), err=True)
 
 

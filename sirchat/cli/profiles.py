@@ -13,21 +13,21 @@ from sirchat.ui.text import displayable, displayable_line
 
 profiles_app = typer.Typer(
     add_completion=False,
-    help="Named settings: list, show, find, and start your own. Alone, it lists them.",
+    help="List profiles, which are named settings (also without a command), show or create them.",
     invoke_without_command=True,
 )
 
 
 @profiles_app.callback()
 def profiles(context: typer.Context) -> None:
-    """Named settings: list, show, find, and start your own. Alone, it lists them."""
+    """List profiles, which are named settings (also without a command), show or create them."""
     if context.invoked_subcommand is None:
         profiles_list()
 
 
 @profiles_app.command("list")
 def profiles_list() -> None:
-    """The profiles there are, by name."""
+    """List all profiles, by name."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -47,7 +47,7 @@ def profiles_show(
     name: Annotated[str, typer.Argument(help="A profile's name, or a YAML file.")],
     flags: dict[str, Any],
 ) -> None:
-    """Every setting of a profile, as YAML."""
+    """Show every setting of a profile, as YAML."""
     typer.echo(
         displayable(show(profile_of({**flags, "profile": name}, loads_model=False))), nl=False
     )
@@ -57,13 +57,13 @@ def profiles_show(
 def profiles_path(
     name: Annotated[str | None, typer.Argument(help="A profile's name.")] = None,
 ) -> None:
-    """Where a profile is, or where your own go."""
+    """Show the path of a profile, or of the folder for your own profiles."""
     typer.echo(displayable_line(str(profile_path(name) if name else user_profiles_dir())))
 
 
 @profiles_app.command("init")
 def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's name.")]) -> None:
-    """Write a commented profile of your own, to edit."""
+    """Create a profile of your own to edit, with a comment on every setting."""
     typer.echo(displayable_line(str(init_profile(name))))
 
 
@@ -76,7 +76,7 @@ policies_app = typer.Typer(
 
 @policies_app.callback()
 def policies_list(context: typer.Context) -> None:
-    """The eviction policies: what they keep, their options and defaults, and their source."""
+    """List the eviction policies: what each keeps, its options and defaults, its source."""
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
@@ -99,13 +99,15 @@ def policies_list(context: typer.Context) -> None:
 def policies_check(
     name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
 ) -> None:
-    """Check that a policy keeps the contract, on random ledgers."""
+    """Check that a policy keeps the contract of policies, on random tables of tokens."""
     from sirchat.memory.contract import contract_violations
 
     import_typed(name)
     broken = contract_violations(policy_class(name)())
     for promise in broken:
         typer.echo(displayable_line(f"{name}: {promise}"))
-    typer.echo(displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract"))
+    typer.echo(
+        displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract of policies")
+    )
     if broken:
         raise typer.Exit(1)

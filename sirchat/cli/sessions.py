@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 sessions_app = typer.Typer(
     add_completion=False,
-    help="Saved chats: list, search, show, remove, export. Alone, it lists them.",
+    help="List saved chats (also without a command), search, show, remove or export them.",
     invoke_without_command=True,
 )
 
 Ident = Annotated[
     str,
     typer.Argument(
-        help="The session: its id, the start of it, its name, or last.",
+        help="The saved chat: its id, the beginning of its id, its name, or last.",
         autocompletion=complete_session,
     ),
 ]
@@ -35,14 +35,14 @@ Ident = Annotated[
 
 @sessions_app.callback()
 def sessions(context: typer.Context) -> None:
-    """Saved chats: list, search, show, remove, export. Alone, it lists them."""
+    """List saved chats (also without a command), search, show, remove or export them."""
     if context.invoked_subcommand is None:
         sessions_list()
 
 
 @sessions_app.command("list")
 def sessions_list() -> None:
-    """The saved chats, newest first."""
+    """List the saved chats, newest first."""
     from rich.console import Console
 
     from sirchat.saved.session_list import list_sessions
@@ -81,7 +81,7 @@ def sessions_search(
 
 @sessions_app.command("show")
 def sessions_show(ident: Ident, debug: Debug = False) -> None:
-    """A saved chat's text."""
+    """Print the text of a saved chat."""
     from sirchat.saved.session_list import find_session
     from sirchat.saved.store import SessionStore
 
@@ -93,31 +93,34 @@ def sessions_show(ident: Ident, debug: Debug = False) -> None:
 @sessions_app.command("rm")
 def sessions_rm(
     ident: Ident,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     history: Annotated[
-        bool, typer.Option("--history", help="Erase its lines from the input history, too.")
+        bool,
+        typer.Option(
+            "--history", help="Also erase the lines typed in this chat from the input history."
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Delete a saved chat and all that was kept of it, after a yes."""
+    """Delete a saved chat and all its files, after asking."""
     from sirchat.saved.session_list import remove_session
 
     chat = _removal(ident)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError(
-                f"{chat.path.stem} is not deleted: this needs a confirmation", hint="add --yes"
+                f"{chat.path.stem} is not deleted: deleting needs a confirmation", hint="add --yes"
             )
         typer.echo(chat.description, err=True)
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)
             raise typer.Exit(1)
     remove_session(chat.path)
-    typer.echo(displayable_line(f"removed {chat.path.stem}"), err=True)
+    typer.echo(displayable_line(f"removed chat {chat.path.stem}"), err=True)
     typed, lines = _typed_lines(chat.messages)
     if history and typed is not None and lines:
         typed.erase(lambda line: line.strip() in chat.messages)
-        typer.echo(f"{lines:,} typed line{'s' * (lines > 1)} erased", err=True)
+        typer.echo(f"{lines:,} line{'s' * (lines > 1)} erased from the input history", err=True)
         lines = 0
     for line in chat.what_stays(lines):
         typer.echo(displayable_line(line), err=True)
@@ -127,7 +130,7 @@ def sessions_rm(
 def sessions_export(
     ident: Ident,
     file: Annotated[
-        Path | None, typer.Argument(help="Where to write; default: standard output.")
+        Path | None, typer.Argument(help="The file to write; default: standard output.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     debug: Debug = False,
@@ -165,19 +168,19 @@ class _Removal:
     relatives: int
 
     def what_stays(self, lines: int) -> list[str]:
-        """What stays elsewhere: the number of `lines` in the input history, and related chats."""
+        """Lines that say what is not deleted: `lines` lines of input history, related chats."""
         stays = []
         if lines:
             one = lines == 1
             stays.append(
-                f"{lines:,} typed line{'s' * (not one)} of it stay{'s' * one} in the input "
-                f"history, {paths.abbreviated(paths.history_file())} (--history erases them)"
+                f"{lines:,} line{'s' * (not one)} typed in this chat stay{'s' * one} in the input "
+                f"history, {paths.abbreviated(paths.history_file())} (--history erases such lines)"
             )
         if self.relatives:
             one = self.relatives == 1
             stays.append(
-                f"{self.relatives:,} chat{'s' * (not one)} branched from it, or it from them, "
-                f"stay{'s' * one}: sirchat sessions lists them"
+                f"{self.relatives:,} other chat{'s' * (not one)} branched from the same first chat "
+                f"stay{'s' * one}: sirchat sessions lists all chats"
             )
         return stays
 
@@ -192,7 +195,7 @@ def _removal(ident: str) -> _Removal:
     if ident == "last" and listed and listed[0].in_use:
         raise SessionError(
             f"the last chat, {listed[0].id}, is open in another process",
-            hint="close it first, or name another: sirchat sessions lists them",
+            hint="close that chat first, or name another one: sirchat sessions lists all",
         )
     path = find_session(folder, ident)
     found = next((one for one in listed if one.path == path), None)

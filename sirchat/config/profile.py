@@ -108,13 +108,13 @@ class Profile(BaseModel):
         default=4,
         ge=0,
         le=_MANY,
-        description="Number of first tokens of the conversation that are never evicted.",
+        description="How many of the first tokens of the conversation are never evicted.",
     )
     recent: int = Field(
         default=32,
         ge=0,
         le=_MANY,
-        description="Number of newest tokens that the policy always keeps.",
+        description="How many of the newest tokens the policy always keeps.",
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
@@ -155,7 +155,7 @@ class Profile(BaseModel):
         default=1.0,
         ge=0.1,
         le=10,
-        description="Above 1, tokens that appeared before become less likely.",
+        description="Factor that makes tokens that appeared before less likely; 1 has no effect.",
     )
     repetition_window: int = Field(
         default=64,
@@ -167,7 +167,7 @@ class Profile(BaseModel):
         default=512,
         ge=1,
         le=_MANY,
-        description="The most tokens of one reply; a longer reply is cut.",
+        description="Maximum number of tokens in one reply; a longer reply is cut.",
     )
     lookup: bool = Field(
         default=True,
@@ -178,7 +178,9 @@ class Profile(BaseModel):
         default=None,
         description="The system prompt: instructions that the model reads before the first turn.",
     )
-    pin_system: bool = Field(default=True, description="Never evict the system prompt.")
+    pin_system: bool = Field(
+        default=True, description="Pin the system prompt, so that it is never evicted."
+    )
     evict_thinking: bool = Field(
         default=False, description="Evict a reply's reasoning (<think>) when the reply is complete."
     )
@@ -341,15 +343,13 @@ class Profile(BaseModel):
     def _require_what_recall_needs(self) -> None:
         chosen = recall.retriever(self.recall)
         if self.archive == "off":
-            rule = "recall needs an archive: archive=ram or archive=disk"
+            rule = "recall requires archive=ram or archive=disk"
             raise _conflict(rule, "recall", "archive")
         if self.recall_query == "recent" and (chosen.needs_queries or chosen.needs_words):
             rule = f"recall {self.recall} requires recall_query=turn"
             raise _conflict(rule, "recall", "recall_query")
         if self.recall_scope == "layer" and chosen.needs_words:
-            rule = (
-                f"recall {self.recall} requires recall_scope=token: it compares words, not layers"
-            )
+            rule = f"recall {self.recall} compares words, so it requires recall_scope=token"
             raise _conflict(rule, "recall", "recall_scope")
 
 

@@ -180,7 +180,7 @@ def profile_path(name_or_file: str) -> Path:
         return Path(os.path.expanduser(name_or_file))
     profiles = _named_profiles()
     if name_or_file not in profiles:
-        hint = nearest(name_or_file, profiles) or f"there are {', '.join(sorted(profiles))}"
+        hint = nearest(name_or_file, profiles) or f"profiles: {', '.join(sorted(profiles))}"
         raise SettingError(f"there is no profile {format_value(name_or_file)}", hint=hint)
     return profiles[name_or_file]
 
@@ -234,7 +234,7 @@ def init_profile(name: str) -> Path:
             file.write(f"{_HOW_TO_SET}\n{_yaml(Profile(), mark='#')}")
     except FileExistsError:
         raise SettingError(
-            f"{path} already exists", hint="edit it or choose another name"
+            f"{path} already exists", hint="edit that file or choose another name"
         ) from None
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
@@ -287,7 +287,7 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         if name in (variable, *known):
             continue
         if hint := nearest(name, known, "SIRCHAT_", alike=_MISSPELT):
-            raise SettingError(f"the environment variable {variable} is not a setting", hint=hint)
+            raise SettingError(f"the environment variable {variable} names no setting", hint=hint)
 
 
 def _variable(key: str) -> str:
@@ -326,7 +326,7 @@ def _description(path: Path) -> str:
     try:
         return " ".join(str(_load(path).get("description", "")).split())
     except SettingError as error:
-        return f"not usable: {error}"
+        return f"this profile can't be used: {error}"
 
 
 def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:

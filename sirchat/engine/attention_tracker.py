@@ -17,7 +17,7 @@ from sirchat.models.attention_hook import AttentionCall
 
 
 class AttendingModel(Protocol):
-    """What the tracker needs to know of a model."""
+    """What the attention tracker needs to know of a model."""
 
     @property
     def heads(self) -> int:

@@ -175,7 +175,7 @@ class Budget:
         allowed = min(self.total // 2, self.total - self.sinks - _LEAST)
         if pins > allowed:
             raise SettingError(
-                f"{pins} tokens are to be pinned, but budget {self.total} allows {allowed}",
+                f"{pins} tokens would be pinned, but budget {self.total} allows only {allowed}",
                 hint="raise the budget, /unpin something, or set pin_system to false",
             )
 
@@ -199,8 +199,8 @@ class Budget:
         chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_choice(chosen, rows, num_keep):
             raise SettingError(
-                f"policy {type(self.settings.policy).__name__} returned a wrong choice of rows",
-                hint="`sirchat policies check` shows the mistake; choose another with /policy",
+                f"policy {type(self.settings.policy).__name__} made an invalid choice of tokens",
+                hint="`sirchat policies check` shows why; /policy NAME chooses another policy",
             )
         return chosen
 

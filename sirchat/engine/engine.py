@@ -274,7 +274,7 @@ class Engine:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and positions are "
                 "those of the stream",
-                hint="/set positions cache lets the chat continue",
+                hint="/set positions cache lets the chat go on",
             )
 
     def _held_ids(self) -> list[int]:

@@ -26,7 +26,7 @@ PASS_BYTES = 256 * 2**20
 
 
 class CausalModel(AttendingModel, Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs from a model."""
 
     @property
     def context_length(self) -> int:

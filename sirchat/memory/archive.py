@@ -105,7 +105,7 @@ class Archive:
         Raises LookupError when one of the rows is not stored.
         """
         if not self.has(positions).all():
-            raise LookupError("the archive does not have all of these rows")
+            raise LookupError("the archive does not have all of the requested rows")
         order = np.argsort(self._slots[positions])
         slots = self._slots[positions[order]]
         numbers, starts = np.unique(slots // SEGMENT_ROWS, return_index=True)
@@ -114,7 +114,7 @@ class Archive:
         for number, start, end in zip(numbers, starts, [*starts[1:], len(slots)], strict=True):
             segment = self._segments[number]
             if segment is None:
-                raise LookupError("the archive does not have all of these rows")
+                raise LookupError("the archive does not have all of the requested rows")
             stored = segment.tensors
             if layer is not None:
                 stored = stored[2 * layer : 2 * layer + 2]

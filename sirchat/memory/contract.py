@@ -33,7 +33,7 @@ def contract_violations(policy: Policy) -> list[str]:
             again = policy.keep(held, num_keep)
             numbers = _numbers(policy, held)
         except Exception as error:  # any error in another package's policy breaks the contract
-            return [f"it raised {type(error).__name__}: {error}"]
+            return [f"the policy raised {type(error).__name__}: {error}"]
         promises = {
             "keep() must return int64 row numbers": kept.dtype == torch.int64,
             "keep() must return exactly num_keep rows": len(kept) == num_keep,
@@ -41,7 +41,7 @@ def contract_violations(policy: Policy) -> list[str]:
             "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
             "keep() must return the same rows for the same arguments": torch.equal(kept, again),
             "keep() must not change the rows": torch.equal(before, held.position),
-            "score() and log_factors() must return tensors, a number for each row": all(
+            "score() and log_factors() must return tensors with one number for each row": all(
                 isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in numbers
             ),
         }

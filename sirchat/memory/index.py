@@ -126,7 +126,7 @@ class Index:
     @torch.inference_mode()
     def _add(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
         if self._vectors is None:
-            raise RuntimeError("nothing has been learnt yet")
+            raise RuntimeError("the projection axes have not been learnt yet")
         rows = archive.fetch(positions)
         vectors = self._vectors.of_rows(rows, _nats(rows, surprisal_of))
         for part, added in zip(self._parts, vectors, strict=True):

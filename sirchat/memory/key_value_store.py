@@ -225,7 +225,7 @@ class KeyValueStore:
     def rows(self, limit: int | None = None) -> Rows | None:
         """All held or archived rows as first written, in order of position, on the CPU.
 
-        If they take more than `limit` bytes, only the held rows; if even those do, None.
+        If they take more than `limit` bytes, returns only the held rows; if those do, too, None.
         """
         positions = self.reachable()
         held = self.ledger.held_positions

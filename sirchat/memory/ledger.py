@@ -308,7 +308,7 @@ class Ledger:
         self._rows["state"][gone] = State.ARCHIVED
 
     def erase(self, positions: NDArray[np.int64]) -> None:
-        """Delete all that is known of these rows, which must be neither held nor archived."""
+        """Delete all data of these rows, which must be neither held nor archived."""
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["learned_score"][positions] = math.nan

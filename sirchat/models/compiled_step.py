@@ -74,7 +74,9 @@ class CompiledStep:
                 continue
             error = (one - other).norm() / other.norm()
             if not error < _TOLERANCE:  # NaN, too
-                raise RuntimeError(f"the compiled step and the model disagree by {error:.2g}")
+                raise RuntimeError(
+                    f"the logits of the compiled step and of the model differ by {error:.2g}"
+                )
 
 
 def program_name(graph: nn.Module) -> str:

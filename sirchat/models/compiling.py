@@ -66,17 +66,17 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
     if step is None:
         raise ModelError(
             f"--compile on: sirchat can't compile model {model.name!r}",
-            hint="--compile auto compiles where it can",
+            hint="choose --compile auto, which compiles only if possible",
         )
     path = _path(step)
     if not _use(step, path):
         if not has_compiler():
             raise ModelError(
                 "--compile on needs a C++ compiler (g++), and there is none",
-                hint="install one, or choose --compile auto",
+                hint="install a compiler, or choose --compile auto",
             )
         if progress is not None:
-            progress("compiling, about a minute", 0, None)
+            progress("compiling the model's decode step, about a minute", 0, None)
         problem = _make(step, path)
         if problem or not _use(step, path):
             raise ModelError(f"--compile on: compiling fails: {problem or _problem(path)}")
@@ -120,7 +120,7 @@ def compiled_in_words(model: LoadedModel) -> str:
     if problem := _problem(path):
         return f"no: {problem} (delete {abbreviated(_failure(path))} to try again)"
     if path.exists():
-        return "no, but a compiled program exists"
+        return "no, but a program for this model has been compiled"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
 
 

@@ -89,7 +89,7 @@ def _folder(name: str, folder: Path) -> Finding:
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(name, shown, f"{abbreviated(there)} can't be written")
     if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        return Finding(name, shown, "other users can open it; chmod 700 changes that")
+        return Finding(name, shown, "other users can open this folder; chmod 700 prevents that")
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 

@@ -119,7 +119,7 @@ def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     try:
         answer, error = answered.get(timeout=seconds)
     except Empty:
-        raise TimeoutError(f"no answer within {seconds} s") from None
+        raise TimeoutError(f"the hub did not answer within {seconds} s") from None
     if error is not None:
         raise error
     return cast(Answer, answer)

@@ -69,12 +69,12 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
     """The model in a file or folder; if it can't be used, `problem` gives the reason."""
     try:
         if not path.is_file() and not path.is_dir():
-            raise ModelError("it is a broken link, or neither file nor folder")
+            raise ModelError("the path is a broken link, or neither a file nor a folder")
         size = _size(path)
         if path.is_file():
             return FoundModel(name, source, path, size, shape_of_gguf(path))
         if not any(path.glob("*.safetensors")):
-            raise ModelError("it has no .safetensors files")
+            raise ModelError("the folder has no .safetensors files")
         return FoundModel(name, source, path, size, shape_of_folder(path))
     except (ModelError, OSError) as error:
         reason = str(error.args[0]) if isinstance(error, ModelError) else f"{error.strerror}"

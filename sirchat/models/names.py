@@ -46,14 +46,19 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
         if not path.is_file():
             hint = _nearest(name, path)
             if (parts := split_gguf_name(name)) and not path.parent.is_dir():
-                hint = f"if it is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
+                hint = (
+                    f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
+                )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         _check_folder(name, path)
         return str(path), {}
     if path.is_file():
-        raise ModelError(f"model {name!r} is a file, but not a .gguf file", hint="give its folder")
+        raise ModelError(
+            f"model {name!r} is a file, but not a .gguf file",
+            hint="give the folder that contains this file",
+        )
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
     if is_path or not _ON_HUB.fullmatch(name):
         raise ModelError(f"model folder {name!r} does not exist", hint=_nearest(name, path))
@@ -88,7 +93,7 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ModelError(f"model folder {name!r} has no config.json", hint=hint)
     if not any(one.endswith(".safetensors") for one in found):
         raise ModelError(
-            f"model folder {name!r} has no weights", hint="they must be .safetensors files"
+            f"model folder {name!r} has no weights", hint="weights must be .safetensors files"
         )
 
 

@@ -98,9 +98,9 @@ def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int
 
 def _listed(ggufs: Sequence[str]) -> str:
     if not ggufs:
-        return "it has none; leave --file out"
+        return "the model has no GGUF files; leave --file out"
     more = f", and {len(ggufs) - _SHOWN} more" if len(ggufs) > _SHOWN else ""
-    return f"choose one with --file: {', '.join(ggufs[:_SHOWN])}{more}"
+    return f"choose a file with --file: {', '.join(ggufs[:_SHOWN])}{more}"
 
 
 def _check_space(name: str, total: int) -> None:
@@ -204,7 +204,9 @@ def _only_one(name: str, etag: str) -> Iterator[None]:
         with FileLock(folder / f"{etag}.part.lock", timeout=0):
             yield
     except Timeout:
-        raise ModelError(f"another process is downloading {name!r}", hint="wait for it") from None
+        raise ModelError(
+            f"another process is downloading {name!r}", hint="wait until that process has finished"
+        ) from None
 
 
 def _digest(path: Path) -> str:

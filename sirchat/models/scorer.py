@@ -91,7 +91,7 @@ def _fits(scorer: Scorer, module: Any) -> bool:
 
 
 def _unusable(path: Path, why: str) -> ModelError:
-    return ModelError(f"scorer {path} {why}", hint="delete it, and train a new one")
+    return ModelError(f"scorer {path} {why}", hint="delete this file, and train a new scorer")
 
 
 def layer_count(module: Any) -> int:

@@ -293,7 +293,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     meta = {name: store.meta.get(name, "?") for name in ("model", "fingerprint", "dtype")}
     dtype = model.precision
     again = f"sirchat --resume {store.id}"
-    rebuild = "--rebuild reads its text again with the model that is loaded"
+    rebuild = "or --rebuild, to let the loaded model read the chat again"
     kind, _, packed = meta["dtype"].partition(" ")
     how = " and the same --quantize" if packed or " " in dtype else ""
     if meta["dtype"] != dtype and meta["model"] == model.name:

@@ -106,8 +106,8 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
     version = _pragma(connection, "user_version")
     if version > FORMAT:
         raise SessionError(
-            f"{path} has format {version}, and this sirchat reads formats up to {FORMAT}",
-            hint="use a newer sirchat",
+            f"{path} has format {version}, but this sirchat reads formats up to {FORMAT}",
+            hint="install a newer version of sirchat",
         )
     found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
     if sorted(str(sql) for (sql,) in found) != sorted(TABLES):

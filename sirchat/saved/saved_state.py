@@ -176,8 +176,8 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
         profile = _profile(head.fields.get("profile")) if head else Profile()
     except ValueError:
         raise SessionError(
-            f"session {store.id} has settings that this sirchat does not know",
-            hint="`sirchat sessions export` writes its text, which `sirchat replay` reads",
+            f"session {store.id} has settings that this version of sirchat does not know",
+            hint="`sirchat sessions export` writes its text, for `sirchat replay` to read",
         ) from None
     refuse_untrusted(profile.policy, f"session {store.id}", trusted)
     return profile

@@ -94,7 +94,10 @@ def find_session(folder: Path, ident: str) -> Path:
     matches = by_name or [id for id in found if ident and id.startswith(ident)]
     if len(matches) > 1:
         how = "are called" if by_name else "begin with"
-        raise SessionError(f"several sessions {how} {format_value(ident)}: {_first_few(matches)}")
+        raise SessionError(
+            f"several sessions {how} {format_value(ident)}: {_first_few(matches)}",
+            hint="give the id of one of them",
+        )
     if not matches:
         raise SessionError(
             f"there is no saved session {format_value(ident)}",
@@ -141,9 +144,9 @@ def free_name(folder: Path, text: str, own: str) -> str:
     for one in list_sessions(folder).sessions:
         if one.id != own and (one.id == name or same_name(one.name, name)):
             raise SessionError(
-                f"session {one.id} is called {format_value(name)} already; allowed: a name that no "
+                f"session {one.id} is called {format_value(name)}; allowed: a name that no "
                 "other session has",
-                hint=f"choose another, or remove that one: sirchat sessions rm {one.id}",
+                hint=f"choose another name, or delete that session: sirchat sessions rm {one.id}",
             )
     return name
 
@@ -203,7 +206,7 @@ def _first_few(ids: list[str]) -> str:
 
 
 def _newest(found: dict[str, Path]) -> str:
-    return f"the newest is {max(found)}" if found else "none is saved"
+    return f"the newest session is {max(found)}" if found else "no session is saved"
 
 
 def summary_of(path: Path) -> SavedSession:
@@ -294,8 +297,8 @@ def checked_name(text: str) -> str:
     if is_reserved or not is_text:
         raise SessionError(
             f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
-            "characters, but not the word last, nothing like an id, and no dash or quote "
-            "at the start",
+            "characters, but not the word last, nothing that looks like an id, and no dash or "
+            "quote at the start",
             hint="for example /save my trip",
         )
     return name

@@ -175,7 +175,9 @@ class SessionStore:
         """Replace the head; no token may have been read since the old head."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
-                raise ValueError(f"the head is at {head.seen}, the rows end at {self._seen()}")
+                raise ValueError(
+                    f"the head counts {head.seen} tokens, but {self._seen()} rows are saved"
+                )
             self._put_head(head)
 
     def rename(self, name: str) -> None:
@@ -221,7 +223,9 @@ class SessionStore:
         """Delete every turn from index `turns` on and every row from position `seen` on."""
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
-                raise ValueError(f"can't cut {self._seen()} rows to {seen}, head at {head.seen}")
+                raise ValueError(
+                    f"can't cut {self._seen()} rows to {seen}: the head counts {head.seen} tokens"
+                )
             connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
             self._cut_last_rows(seen)
@@ -346,8 +350,8 @@ class SessionStore:
         missing = fields[len(written) :]
         if [*written, *missing] != fields or not all(kind[1] == "f" for _, kind in missing):
             raise SessionError(
-                f"{self.path} has ledger rows of other fields than this sirchat reads",
-                hint="open it with the sirchat that wrote it",
+                f"{self.path} has ledger rows with fields that this sirchat does not know",
+                hint="open the chat with the version of sirchat that wrote it",
             )
         return _dtype(written)
 

@@ -322,7 +322,7 @@ class Template:
         for other in others:
             usual |= Counter(i for i in other if i in self._added)
         if Counter(i for i in ids if i in self._added) - usual:
-            raise ModelError("the model's chat template makes control tokens of this text")
+            raise ModelError("the model's chat template turns this text into control tokens")
         start = min(len(_common(ids, other)) for other in others)
         tail = min(len(_common(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)

@@ -62,7 +62,7 @@ def render(source: str, size: int, /, **variables: Any) -> str:
     try:
         return _compiled(source)(_MOST_ADDED + _MOST_COPIES * size, variables)
     except (MemoryError, RecursionError):
-        raise TemplateError("it takes too much memory") from None
+        raise TemplateError("rendering takes too much memory") from None
 
 
 class _Rendering(local):
@@ -83,7 +83,7 @@ class _Rendering(local):
         """Add the size of a text or list to the template's total, before it is built."""
         self.made += size
         if size > self.most or self.made > _MOST_MADE:
-            raise TemplateError("it takes too much memory")
+            raise TemplateError("rendering takes too much memory")
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         """A trace function for `sys.settrace`: counts steps of templates and jinja only."""
@@ -92,9 +92,9 @@ class _Rendering(local):
     def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
         self.steps += 1
         if self.steps > _STEPS:
-            raise TemplateError(f"it takes more than {_STEPS:,} steps")
+            raise TemplateError(f"rendering takes more than {_STEPS:,} steps")
         if time.thread_time() - self.start > _SECONDS:
-            raise TemplateError(f"it takes more than {_SECONDS:g} seconds")
+            raise TemplateError(f"rendering takes more than {_SECONDS:g} seconds")
         return self._step
 
 
@@ -184,7 +184,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             found.append(part)
             size += len(part)
             if size > most:
-                raise TemplateError(f"it makes more than {most:,} characters")
+                raise TemplateError(f"the rendered text has more than {most:,} characters")
         return "".join(found)
 
 
@@ -205,14 +205,14 @@ def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
     Raises TemplateError if `source` is too long or has an operation that may never end.
     """
     if len(source) > _MOST_SOURCE:
-        raise TemplateError(f"it has more than {_MOST_SOURCE:,} characters")
+        raise TemplateError(f"the template has more than {_MOST_SOURCE:,} characters")
     environment = _LimitedEnvironment()
     parsed = environment.parse(source)
     if parsed.find(nodes.Pow) is not None:
-        raise TemplateError("it computes a power, which may take for ever")
+        raise TemplateError("the template computes a power, which may take for ever")
     for one in parsed.find_all(nodes.Filter):
         if one.name in _COSTLY_FILTERS:
-            raise TemplateError(f"it uses the filter {one.name}, which may take for ever")
+            raise TemplateError(f"the template uses the filter {one.name}, which may take for ever")
     return partial(environment.render_within, environment.from_string(source))
 
 
@@ -237,7 +237,7 @@ def _length(value: Any) -> int:
         else:
             size += 32
         if size > _MOST_MADE or seen + len(left) > _MOST_ITEMS:
-            raise TemplateError("it takes too much memory")
+            raise TemplateError("rendering takes too much memory")
     return size
 
 

@@ -68,7 +68,7 @@ def _near(path: Path) -> str:
 
 def _refuse_special(name: str, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
-        raise UsageError(f"{name} is a folder", hint="name a file in it")
+        raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{name} is a device or a pipe, not a regular file")
 

@@ -68,7 +68,7 @@ def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[Tra
         if turn.conversation:
             raise TranscriptError(
                 f"{name}, line {turn.line}: a second conversation begins",
-                hint="a transcript can contain only one; put each into a separate file",
+                hint="a transcript may have one conversation; put each into its own file",
             )
         yield turn
 

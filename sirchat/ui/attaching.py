@@ -95,7 +95,9 @@ def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
     """
     name, question = first_name(rest)
     if not name:
-        raise UsageError("say which file", hint="/read FILE, or /read FILE QUESTION")
+        raise UsageError(
+            "/read: expected the name of a file", hint="type /read FILE, or /read FILE QUESTION"
+        )
     file = AttachedFile(name, load_text_file(name))
     return _joined([file], question), [file]
 
@@ -115,11 +117,11 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
         f"{displayable_line(file.name)}: {count:,} tokens"
         for file, count in zip(files, counts, strict=True)
     ]
-    line, total = f"{', '.join(parts)}, budget {session.budget:,}", sum(counts)
+    line, total = f"{', '.join(parts)}; the budget is {session.budget:,} tokens", sum(counts)
     if total <= session.budget or session.profile.policy == "full":
         return line
-    share = "most" if total > 2 * session.budget else "part of it"
-    return f"{line}: {share} will be evicted as it is read"
+    share = "most" if total > 2 * session.budget else "a part"
+    return f"{line}, so {share} of the text will be evicted while it is read"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
@@ -135,14 +137,14 @@ def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]
             return name, word
     bare = found["quoted"] or word.rstrip(_CLOSING)
     if found["quoted"] or _LIKE_A_PATH.search(bare):
-        note(f"there is no file {shorten(bare, 60)}, so this is sent as plain text")
+        note(f"there is no file {shorten(bare, 60)}, so the name is sent as plain text")
     return "", found[0]
 
 
 def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
     if not found["escape"] and os.path.isfile(path_named(found["quoted"] or found["word"])):
         word = shorten(found[0], 60)
-        note(f"{word} was pasted, so it is sent as plain text; type the @ to attach the file")
+        note(f"{word} was pasted, so it is sent as plain text; type the @ yourself to attach it")
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:

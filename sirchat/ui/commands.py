@@ -138,7 +138,7 @@ class Commands:
         word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
-            raise UsageError(f"/{word} takes no argument", hint=f"/{word} alone")
+            raise UsageError(f"/{word} takes no argument", hint=f"type /{word} alone")
         command: Callable[[str], Action | None] = getattr(self, _PREFIX + name)
         action = command(rest)
         if action is None:
@@ -148,18 +148,18 @@ class Commands:
     def _known(self, word: str) -> str:
         word = word.removeprefix("/")
         if word in _FORMER:
-            self._screen.note(f"/{word} is now /{_FORMER[word]}")
+            self._screen.note(f"/{word} is now called /{_FORMER[word]}")
             return _FORMER[word]
         if word not in self.names():
             close = nearest(word, self.names(), "/")
             raise UsageError(
                 f"there is no command /{shorten(displayable_line(word), _LONGEST)}",
-                hint=close or "/help lists them; // sends a text with a slash",
+                hint=close or "/help lists all commands; //x sends /x as a message",
             )
         return _ALIASES.get(word, word)
 
     def do_help(self, rest: str) -> None:
-        """[COMMAND]: list the commands by what they are for, or tell all about one."""
+        """[COMMAND]: list all commands, or explain one of them."""
         if not rest:
             self._screen.show(draw_help(self._screen.width))
             self._screen.note(KEYS)
@@ -169,7 +169,7 @@ class Commands:
         self._screen.show(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> Action | None:
-        """[NAME]: go on with another model, which reads the chat anew; alone, list the models."""
+        """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""
         if not rest:
             self._models.show(self._session)
         elif (session := self._models.switch(self._session, without_quotes(rest))) is not None:
@@ -177,33 +177,34 @@ class Commands:
         return None
 
     def do_policy(self, rest: str) -> None:
-        """[NAME [OPTION=VALUE ...]]: choose which tokens stay; alone, show the present policy."""
+        """[NAME [OPTION=VALUE ...]]: choose the policy, which decides which tokens stay; alone,
+        list the policies."""
         if rest:
             name, *options = rest.split()
             self._switching.policy(name, options)
         else:
             current, others = self._session.profile.policy, ", ".join(policy_choices())
-            self._screen.note(f"policy is {current}; others: {others}")
+            self._screen.note(f"policy is {current}; other policies: {others}")
 
     def do_budget(self, rest: str) -> None:
-        """[TOKENS]: how many tokens are held at most."""
+        """[TOKENS]: set how many tokens may be held in the cache."""
         self._switching.setting("/budget", "budget", rest)
 
     def do_decay(self, rest: str) -> None:
-        """[FACTOR|auto]: what surprisal and attention are multiplied by after a round, up to 1."""
+        """[FACTOR|auto]: set the factor, at most 1, on surprisal and attention after each round."""
         self._switching.setting("/decay", "decay", rest)
 
     def do_sinks(self, rest: str) -> None:
-        """[TOKENS]: how many first tokens of the conversation always stay."""
+        """[TOKENS]: set how many first tokens of the conversation always stay."""
         self._switching.setting("/sinks", "sinks", rest)
 
     def do_recent(self, rest: str) -> None:
-        """[TOKENS]: how many newest tokens always stay, for policies that have such a window."""
+        """[TOKENS]: set how many newest tokens always stay, if the policy keeps such a window."""
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|"WORDS"]: restore archived tokens for each turn; alone, what was
-        restored; words in quotes are restored now, with their surroundings, and pinned."""
+        """[on|off|RETRIEVER|"WORDS"]: restore archived tokens for each turn; alone, show
+        what was restored; words in quotes, and the words around them, are restored and pinned."""
         recalled = self._session.recalled
         if rest.startswith('"'):
             self._switching.pin(rest, pinned=True, around=_AROUND)
@@ -224,22 +225,22 @@ class Commands:
             self.do_show(name)
 
     def do_show(self, rest: str) -> None:
-        """[NAME]: every setting, or one with what it may be."""
+        """[NAME]: show all settings, or one setting with its allowed values."""
         if rest:
             self._screen.note(self._switching.describe(rest))
         else:
             self._screen.page(draw_settings(self._session.profile, self._screen.theme))
 
     def do_system(self, rest: str) -> None:
-        """[TEXT|none]: the system prompt; another one is read, pinned, and replaces the old."""
+        """[TEXT|none]: show the system prompt, or replace it; the new one is read and pinned."""
         self._switching.setting("/system", "system", rest)
 
     def do_profile(self, rest: str) -> None:
-        """[NAME]: apply a whole profile; alone, the profiles there are."""
+        """[NAME]: apply all settings of a profile; alone, list the profiles."""
         self._switching.profile(rest)
 
     def do_panel(self, rest: str) -> None:
-        """[full|live|turn|on|off]: show all held tokens now, or set when to show a few of them."""
+        """[full|live|turn|on|off]: show all held tokens now, or set when replies show some."""
         if rest in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_panel(snapshot, screen.theme, screen.width))
@@ -248,40 +249,41 @@ class Commands:
             self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_thinking(self, rest: str) -> None:
-        """[show|fold|hide]: set how replies show reasoning (<think>); alone, show the last one."""
+        """[show|fold|hide]: set how replies show reasoning (<think>); alone, show the last
+        reasoning."""
         if rest:
             self._switching.setting("/thinking", "thinking", rest)
         else:
             show_thought(self._session, self._screen)
 
     def do_tokens(self, rest: str) -> None:
-        """[all|turn N|top [N]|next]: held tokens with their numbers."""
+        """[all|turn N|top [N]|next]: list held tokens with surprisal, score and flags."""
         rows = self._rows_asked_for(*(rest.split() or ["all"]))
         if rows:
             self._screen.page(draw_tokens(rows, self._screen.theme))
         else:
-            self._screen.note("no such token is held")
+            self._screen.note(f"no held token matches /tokens {displayable_line(rest)}".rstrip())
 
     def do_stats(self, rest: str) -> None:
-        """-: counts and speed of this conversation."""
+        """-: show the token counts and the speed of this conversation."""
         end, session = self._session.end(), self._session
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
             f"{end.turns} turns; {end.seen:,} tokens seen, {end.resident:,} of {session.budget:,} "
-            f"held, {end.seen - end.resident:,} evicted; {end.tokens_out:,} said, "
+            f"held, {end.seen - end.resident:,} evicted; {end.tokens_out:,} generated, "
             f"{speed:,.0f} tok/s; policy {session.profile.policy}, "
             f"decay {short(session.profile.decay)}"
-            + f"; {at_control} ended at a control token, which is left out"
+            + f"; {at_control} replies ended at a control token, which is not shown"
             * bool(at_control)
         )
 
     def do_pin(self, rest: str) -> None:
-        """TEXT|last|turn N: never evict these words, what you said last, or a turn."""
+        """TEXT|last|turn N: never evict these words, your last message, or turn N."""
         self._switching.pin(rest, pinned=True)
 
     def do_unpin(self, rest: str) -> None:
-        """TEXT|last|turn N: allow that these words, what you said last, or a turn are evicted."""
+        """TEXT|last|turn N: allow again that these words or this turn are evicted."""
         self._switching.pin(rest, pinned=False)
 
     def do_erase(self, rest: str) -> None:
@@ -290,39 +292,39 @@ class Commands:
         self._erasing.run(rest)
 
     def do_evicted(self, rest: str) -> None:
-        """-: what was evicted of each turn, the most surprising words first."""
+        """-: list the evicted words of each turn, the most surprising words first."""
         show_evicted(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> Action:
-        """-: let the model sum up the conversation; the summary is read and pinned as a turn."""
+        """-: let the model write a summary, which is read as a turn and pinned."""
         return Summarize()
 
     def do_why(self, rest: str) -> None:
-        """TEXT|last|turn N: why these words are held or not: surprisal, decays, score, rank."""
+        """TEXT|last|turn N: show why these words are held or not, with their score and rank."""
         screen, token_ranks = self._screen, self._session.why(rest)
         table = draw_token_ranks(token_ranks, screen.theme, screen.width)
         policy, recalled = self._session.profile.policy, self._session.recalled_turns
         screen.page(Group(Text(explain(token_ranks, rest, policy, recalled)), table))
 
     def do_undo(self, rest: str) -> Action | None:
-        """-: take back what you said last, and the reply; or a change of the model."""
+        """-: take back your last message and its reply, or the last change of the model."""
         before = self._models.go_back(self._session)
         if before is None:
             before = undo(self._session, self._screen, self._saved_chat)
         return None if before is None else SwitchSession(before, is_other_chat=False)
 
     def do_retry(self, rest: str) -> Action:
-        """[--temperature X]: undo, and say the same again, for another reply; --top-p and the like
-        can be given, too; all hold for this reply only."""
+        """[--temperature X]: replace the last reply by another; --temperature, --top-p and other
+        sampling settings then hold for this reply only."""
         return Retry(sampling_settings(rest))
 
     def do_edit(self, rest: str) -> Action:
-        """-: change what you said last, in $EDITOR or at the prompt, and go on from there; Ctrl-C
-        leaves it as it was."""
+        """-: change your last message, in $EDITOR or at the prompt, and go on from there; Ctrl-C
+        leaves the message unchanged."""
         return Edit()
 
     def do_read(self, rest: str) -> Action:
-        """FILE [QUESTION]: send a file's text, and a question about it; in a message, @FILE."""
+        """FILE [QUESTION]: send a file's text and a question; @FILE in a message does the same."""
         text, files = with_file(rest)
         self._screen.note(describe_size(files, self._session))
         return Send(text)
@@ -333,11 +335,11 @@ class Commands:
         copy_reply(self._session, self._screen, rest)
 
     def do_export(self, rest: str) -> None:
-        """md|html|json|svg FILE [--force]: write the chat, or as svg the panel, to a file."""
+        """md|html|json|svg FILE [--force]: write the chat (svg: the panel) to a file."""
         export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:
-        """[NAME]: save the chat now and from now on; by a NAME it can be found again."""
+        """[NAME]: save the chat now and after each turn; /load NAME finds the chat again."""
         self._saved_chat.save(without_quotes(rest) if rest else None)
 
     def do_branch(self, rest: str) -> None:
@@ -353,11 +355,11 @@ class Commands:
         self._saved_chat.branch(without_quotes(name), int(turns))
 
     def do_branches(self, rest: str) -> None:
-        """-: this chat and its branches."""
+        """-: list this chat and its branches (copies made by /branch)."""
         self._saved_chat.show_branches()
 
     def do_switch(self, rest: str) -> Action | None:
-        """[NAME|ID|main]: leave this chat and go on with a branch of it; alone, list them."""
+        """[NAME|ID|main]: leave this chat and go on with one of its branches; alone, list them."""
         if not rest:
             self._saved_chat.show_branches()
         elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:
@@ -365,8 +367,8 @@ class Commands:
         return None
 
     def do_load(self, rest: str) -> Action | None:
-        """[ID|NAME|WORDS|last]: leave this chat and go on with a saved one; WORDS that are no name
-        find chats in which they were said; alone, list all."""
+        """[ID|NAME|WORDS|last]: leave this chat and go on with a saved chat; WORDS that are no
+        name find chats in which they were said; alone, list all."""
         ident = self._saved_chat.choose(without_quotes(rest))
         if ident and (session := self._saved_chat.load(ident)) is not None:
             self._models.drop_former()
@@ -376,14 +378,14 @@ class Commands:
     def do_reset(self, rest: str) -> None:
         """-: start an empty conversation; the settings stay."""
         self._session.reset()
-        self._screen.note("the conversation starts anew")
+        self._screen.note("the conversation is empty now; the settings stay")
 
     def do_clear(self, rest: str) -> None:
         """-: clear the screen; the conversation stays (/reset ends it)."""
         self._screen.clear()
 
     def do_exit(self, rest: str) -> Action:
-        """-: leave; Ctrl-D does, too."""
+        """-: leave sirchat, as Ctrl-D does."""
         return Leave()
 
     def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
@@ -391,7 +393,9 @@ class Commands:
         snapshot = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:
-            raise SettingError(f"/tokens {kind} takes no number", hint="use turn N or top N")
+            raise SettingError(
+                f"/tokens {kind} takes no number", hint="/tokens turn N and /tokens top N take one"
+            )
         if kind == "turn":
             turn = _number("/tokens turn", *numbers, least=0)
             return [row for row in snapshot.rows if row.turn == turn]

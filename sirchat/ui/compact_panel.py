@@ -228,7 +228,7 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """The share of the space for held text that `runs` need: in cells or bytes, the larger one."""
+    """The share of the space for held text that `runs` need: of its cells or bytes, the larger."""
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:

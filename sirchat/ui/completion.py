@@ -30,24 +30,24 @@ Selection = tuple[str, str]
 """A value that completion offers, and its meaning."""
 
 _PANEL = (
-    ("full", "everything that is held, now"),
-    ("live", "while the model speaks"),
-    ("turn", "after each turn"),
+    ("full", "show all held tokens now"),
+    ("live", "show some held tokens while the model writes"),
+    ("turn", "show some held tokens after each turn"),
     ("on", "the same as live"),
-    ("off", "not at all"),
+    ("off", "never show the panel"),
 )
 _TOKENS = (
-    ("all", "every one"),
-    ("turn", "those of one turn: turn N"),
-    ("top", "those of highest score: top N"),
-    ("next", "those that would leave next"),
+    ("all", "all held tokens"),
+    ("turn", "the held tokens of one turn: turn N"),
+    ("top", "the held tokens of highest score: top N"),
+    ("next", "the tokens that will be evicted next"),
 )
 _COPIED = (
-    ("code", "the last block of code of the last reply"),
-    ("--osc52", "by way of the terminal, as over ssh"),
+    ("code", "the last code block of the last reply"),
+    ("--osc52", "let the terminal copy; also works over ssh"),
 )
 _BEFORE_PATH = re.compile(rf"/(?:read|export +(?:{'|'.join(FORMATS)})) +")
-_TARGETS = (("last", "what you said last"), ("turn", "a turn: turn N"))
+_TARGETS = (("last", "your last message"), ("turn", "all of one turn: turn N"))
 
 
 class SlashCompleter(Completer):
@@ -140,7 +140,7 @@ class SlashCompleter(Completer):
 
 def _saved_chats() -> Iterator[Selection]:
     """Yield names and ids of chats that can be loaded, newest first, with their first message."""
-    yield "last", "the one written to last"
+    yield "last", "the chat that was saved last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
     for one in sessions:
         if one.name and displayable_line(one.name) == one.name:
@@ -159,7 +159,7 @@ def _value_help(setting: str, value: str) -> str:
     if setting != "recall" or value == "off":
         return ""
     if value == "on":
-        return f"the one that restores best: {recall.BEST}"
+        return f"the best retriever: {recall.BEST}"
     return _class_help(recall.retriever, value)
 
 

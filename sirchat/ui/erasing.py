@@ -46,7 +46,9 @@ class Erasing:
         request = _Request(target, "--everywhere" in flags)
         if not target:
             if "--yes" not in flags or self._previewed is None:
-                raise UsageError("/erase: expected text, last, or turn N", hint="/erase TEXT")
+                raise UsageError(
+                    "/erase: expected text, last, or turn N", hint="for example: /erase Anna"
+                )
             request = self._previewed
         if "--yes" in flags:
             self._previewed = None
@@ -59,7 +61,7 @@ class Erasing:
         tokens, turns = self._tokens(request.target)
         mine, others = self._typed(request.target)
         if not (tokens or turns or mine or others):
-            raise UsageError(f"{displayable_line(request.target)!r} is nowhere in this chat")
+            raise UsageError(f"{displayable_line(request.target)!r} does not occur in this chat")
         parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
             parts.append(_lines(mine))
@@ -67,10 +69,10 @@ class Erasing:
             parts.append(f"{_lines(others)} of other chats")
         stays = ""
         if others and not request.everywhere:
-            stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
+            stays = f"; {_lines(others)} of other chats would stay (--everywhere erases such lines)"
         self._screen.note(
-            f"would erase {' and '.join(parts)}, and then /undo reads the chat anew{stays}: "
-            "confirm with /erase --yes"
+            f"this would erase {' and '.join(parts)}; "
+            f"later, /undo must read the chat again{stays}; to confirm: /erase --yes"
         )
 
     def _erase(self, request: _Request) -> None:
@@ -93,13 +95,15 @@ class Erasing:
         for event in events:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
-                self._screen.note(f"{event.tokens:,} tokens erased; holds {holds}")
+                self._screen.note(f"{event.tokens:,} tokens erased; the cache holds {holds}")
         if (file := self._saved_chat.not_written) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
         try:
             self._history.erase(matches)
         except OSError as error:
-            self._screen.error(f"what was typed stays in {paths.history_file()}: {error}")
+            self._screen.error(
+                f"the typed lines could not be erased from {paths.history_file()}: {error}"
+            )
         else:
             if typed:
                 self._screen.note(f"{_lines(typed)} erased")
@@ -173,7 +177,10 @@ class Erasing:
             if (turns := self._turns_with(word))
         ]
         if found:
-            self._screen.note(f"still in chat: {', '.join(found[:_SHOWN])}; /erase WORD erases it")
+            self._screen.note(
+                f"words of this turn in other turns: {', '.join(found[:_SHOWN])}; "
+                "/erase WORD erases a word"
+            )
 
 
 @dataclass(frozen=True)

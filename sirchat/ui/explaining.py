@@ -25,9 +25,9 @@ def show_evicted(session: Session, screen: Screen) -> None:
     named = [turn for turn in turns if turn.words]
     if named:
         screen.page(draw_evicted(named, screen.theme, screen.width))
-        screen.note('/recall "words" restores these words, and the words around them')
+        screen.note('/recall "words" restores words, and the words around them')
     if others := len(turns) - len(named):
-        went = "lost only punctuation and words that are held elsewhere, too"
+        went = "lost only punctuation, or words that are also held elsewhere"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
     if not turns:
         screen.note("nothing is evicted")
@@ -41,7 +41,7 @@ def show_thought(session: Session, screen: Screen) -> None:
     if text := next(filter(None, thoughts), ""):
         screen.page(Text(displayable(text), screen.theme.quiet))
     else:
-        screen.note("no reply has any reasoning")
+        screen.note("no reply so far contains reasoning")
 
 
 _LENGTH = 40  # most characters that are quoted of the words asked for
@@ -93,7 +93,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
     if "pinned" in flags:
         return " because it is pinned."
     if "sink" in flags:
-        return " because it is among the first tokens of all, which stay."
+        return " because it is among the first tokens of the chat, which always stay."
     if "recalled" in flags:
         words = " and ".join(
             f"“{displayable_line(one)}”" for one in by_words.get(best.row.turn, ())
@@ -102,9 +102,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     if best.leaves:
-        return f", but goes next: {higher}."
+        return f", but will be evicted next: {higher}."
     if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
-        return f" because it is new, and for that alone: {higher}."
+        return f" only because it is new: {higher}."
     return f": {higher}."
 
 
@@ -114,7 +114,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
     higher = _higher(best, policy)
     is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
     if best.rank <= best.held // 2 and not is_low:
-        return f": it went before, or under other settings. Now, {higher}."
+        return f": it was evicted earlier, or under other settings. Now, {higher}."
     return f": {higher}."
 
 
@@ -125,73 +125,73 @@ def _higher(one: TokenRank, policy: str) -> str:
     above = (one.rank or 1) - 1
     few = "only " * (0 < above * _FEW <= one.held)
     verb = singular if above == 1 else plural
-    fading = " (what is older counts less)" if one.decayed_to < 1 and policy in _FADING else ""
+    fading = " (older surprise counts less)" if one.decayed_to < 1 and policy in _FADING else ""
     count = f"{few}{above:,}" if above else "none"
     return f"of the {one.held:,} held tokens, {count} {verb} {what}{fading}"
 
 
 def _way_back(token_ranks: Sequence[TokenRank], target: str) -> str:
     if all(one.state == "gone" for one in token_ranks):
-        return "It was evicted, and is no longer archived."
+        return "The tokens are no longer archived, so they can't be restored."
     if turn_of_target(target, ()) is not None:
-        return "It is archived: /pin restores it."
+        return "The tokens are archived: /pin restores them."
     words = displayable_line(without_quotes(target))
-    return f'It is archived: /recall "{words}" restores it.'
+    return f'The tokens are archived: /recall "{words}" restores them.'
 
 
 GROUPS: Final[dict[str, dict[str, str]]] = {
     "Talk": {
         "/edit": "change your last message",
-        "/retry": "draw another reply to it",
-        "/undo": "take it back, and the reply",
-        "/read FILE": "send a file's text, as @FILE",
+        "/retry": "replace the last reply",
+        "/undo": "remove last message and reply",
+        "/read FILE": "send a file's text, like @FILE",
         "/copy": "put a reply on the clipboard",
-        "/thinking": "show the reply's reasoning",
+        "/thinking": "show a reply's reasoning",
     },
     "Memory": {
-        "/evicted": "list what was evicted",
-        '/recall "WORDS"': "restore words",
-        "/pin, /unpin": "keep words; undo that",
-        "/summarize": "keep the model's own summary",
+        "/evicted": "list evicted words",
+        '/recall "WORDS"': "restore evicted words",
+        "/pin, /unpin": "never evict words; allow it",
+        "/summarize": "add the model's own summary",
         "/erase": "erase words or turns for good",
         "/reset": "start an empty conversation",
     },
     "Look": {
-        "/panel": "draw all that is held",
-        "/tokens": "list the tokens that are held",
-        "/why WORDS": "why words are held, or not",
-        "/stats": "counts and speed",
-        "/clear": "clear the screen, nothing else",
+        "/panel": "show all held tokens",
+        "/tokens": "list held tokens with scores",
+        "/why WORDS": "tell why words are held or not",
+        "/stats": "show token counts and speed",
+        "/clear": "clear the screen only",
     },
     "Chats": {
         "/save NAME": "save this chat under a name",
         "/load NAME": "go on with a saved chat",
         "/branch NAME": "go on in a copy of this chat",
-        "/branches": "list the copies",
-        "/switch NAME": "go on with another copy",
+        "/branches": "list the branches of this chat",
+        "/switch NAME": "go on with another branch",
         "/export": "write chat or panel to a file",
     },
     "Settings": {
-        "/model NAME": "let another model go on",
-        "/policy NAME": "what decides which tokens stay",
-        "/budget N": "how many tokens are held",
-        "/decay": "how fast surprise fades",
-        "/sinks, /recent": "first and last ones that stay",
-        "/system TEXT": "the system prompt",
-        "/profile NAME": "many settings at once",
-        "/set, /show": "any setting; all of them",
+        "/model NAME": "go on with another model",
+        "/policy NAME": "choose how tokens are evicted",
+        "/budget N": "set how many tokens are held",
+        "/decay": "set how fast surprisal fades",
+        "/sinks, /recent": "first, newest tokens to keep",
+        "/system TEXT": "set the system prompt",
+        "/profile NAME": "apply a set of settings",
+        "/set, /show": "set one setting; list all",
     },
     "Help": {
-        "/help COMMAND": "all about one command",
-        "/exit": "leave, as Ctrl-D does",
+        "/help COMMAND": "explain one command",
+        "/exit": "leave sirchat, as Ctrl-D does",
     },
 }
 """For each group: commands (some with arguments) and what they do. A row may name two commands."""
 
 KEYS: Final = (
-    "Alt-Enter or Ctrl-J begins a new line, and so does Enter after \\; "
-    '""" opens and closes a block; // sends a text that begins with a slash. '
-    "Esc or Ctrl-C stops a reply; Ctrl-D leaves."
+    "Alt-Enter, Ctrl-J, or Enter after \\ begins a new line; "
+    '""" opens and closes a block of lines; // sends a text that begins with a slash. '
+    "Esc or Ctrl-C stops a reply; Ctrl-D leaves the chat."
 )
 
 _NAMES, _COLUMN = 16, 50  # widths in cells: of the commands; of a column of groups and its gap

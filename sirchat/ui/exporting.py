@@ -1,4 +1,4 @@
-"""`/export` and `/copy`: the chat to a private file, a reply to the clipboard."""
+"""`/export` writes the chat to a private file; `/copy` puts a reply on the clipboard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sirchat.ui.theme import theme_named
 
 FORMATS = {
     "md": "the chat as Markdown",
-    "html": "the chat as a page",
+    "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
     "svg": "the panel as a picture",
 }
@@ -69,17 +69,17 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     name, more = first_name(file)
     if not name or more:
         raise UsageError(
-            "say which file",
-            hint=f'/export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
+            "/export: expected the name of one file",
+            hint=f'type /export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
         )
     if format == "svg":
         text = _picture(session)
     elif _said(session):
         text = _AS[format](session)
     else:
-        raise UsageError("nothing is said yet")
+        raise UsageError("there is nothing to export: the chat has no messages yet")
     _write(name, without_surrogates(text), force=words != rest)
-    screen.note(f"{FORMATS[format]} is in {name}")
+    screen.note(f"{FORMATS[format]} was written to {name}")
 
 
 def _markdown(session: Session) -> str:
@@ -141,7 +141,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
     path = path_named(name)
     try:
         if path.is_dir():
-            raise UsageError(f"{name} is a folder", hint="name a file in it")
+            raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
         if os.path.lexists(path) and not force:
             raise UsageError(f"{name} exists", hint="--force replaces it")
         if os.path.lexists(path) and not path.is_file():
@@ -150,7 +150,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
     except FileExistsError:  # it was made meanwhile
         raise UsageError(f"{name} exists", hint="--force replaces it") from None
     except FileNotFoundError:
-        raise UsageError(f"there is no folder {path.parent}", hint="make it first") from None
+        raise UsageError(f"there is no folder {path.parent}", hint="create it first") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is not allowed"
         raise UsageError(f"{name} can't be written: {reason}") from None
@@ -174,14 +174,14 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     count = f"{len(text):,} character{'s' * (len(text) != 1)}"
     if _FLAG not in words:
         tool = copy_with_tool(text, os.environ)
-        screen.note(f"copied {count} ({tool})")
+        screen.note(f"copied {count} with {tool}")
         return
     terminal = screen.terminal
     if terminal is None:
-        raise UsageError("nothing is copied: OSC 52 needs a terminal for standard output")
+        raise UsageError("nothing is copied: --osc52 needs a terminal as standard output")
     terminal.write(osc52(text))
     terminal.flush()
-    screen.note(f"sent {count} to the terminal for its clipboard; terminals don't confirm it")
+    screen.note(f"sent {count} to the terminal for its clipboard; terminals don't confirm copying")
 
 
 def _text_of(session: Session, target: str) -> str:
@@ -192,7 +192,7 @@ def _text_of(session: Session, target: str) -> str:
     if target == "code":
         block = last_fenced(replies[-1])
         if block is None:
-            raise UsageError("nothing is copied: the last reply has no block of code")
+            raise UsageError("nothing is copied: the last reply has no code block")
         return block
     if target and not target.isdecimal():
         raise UsageError(
@@ -202,7 +202,7 @@ def _text_of(session: Session, target: str) -> str:
     ago = int(target or 0)
     if ago >= len(replies):
         raise UsageError(
-            f"nothing is copied: no reply is {ago:,} turns ago; allowed: 0 (the last) "
+            f"nothing is copied: there is no reply {ago:,} turns ago; allowed: 0 (the last) "
             f"to {len(replies) - 1:,}"
         )
     return replies[-1 - ago]
@@ -249,7 +249,7 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
             if not problem:
                 return tool.command[0]
             problems.append(f"{tool.command[0]} {problem}")
-    hint = "/copy --osc52 asks your terminal to do it"
+    hint = "/copy --osc52 asks your terminal to copy"
     if problems:
         raise UsageError(f"nothing is copied: {'; '.join(problems)}", hint=hint)
     if remote:

@@ -27,7 +27,7 @@ from sirchat.ui.screen import Screen
 
 @dataclass(frozen=True)
 class LineInput:
-    """Keyboard, history and prompt of one chat."""
+    """The keyboard, the history and the prompt of one chat."""
 
     keyboard: Keyboard
     history: Typed

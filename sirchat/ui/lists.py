@@ -31,7 +31,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
         shown = shorten(as_typed(value), 60)
         cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
         table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
-    legend = "* is not as built in; · holds for the whole conversation; /set NAME VALUE changes"
+    legend = "*: not the default; ·: fixed for this conversation; /set NAME VALUE changes a setting"
     table.add_row("", "", "", Text(legend, theme.quiet))
     return table
 

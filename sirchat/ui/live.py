@@ -241,7 +241,7 @@ class LiveView:
         return parts
 
     def _snapshot(self) -> Snapshot:
-        """A snapshot with only the strongest tokens: as many as the screen has columns."""
+        """A snapshot with only the tokens of highest score: as many as the screen has columns."""
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:

@@ -233,7 +233,7 @@ class Prompt:
 
     def _toolbar_text(self) -> str:
         if self._is_literal(self._prompt.default_buffer.text):
-            return " pasted: sent as it is, never a command"
+            return " pasted text: sent as it is, never run as a command"
         return f" {self._toolbar()}"
 
     def _bindings(self) -> KeyBindings:

@@ -172,7 +172,7 @@ class Chat:
         with temporarily(session, "/retry", settings):
             if session.profile.temperature == 0:
                 self._screen.note(
-                    "at temperature 0 the reply will be the same; /retry --temperature 0.7"
+                    "at temperature 0 the reply will be the same; try /retry --temperature 0.7"
                 )
             self._turn(session.retry)
 
@@ -187,7 +187,7 @@ class Chat:
             self._keyboard.keep_typed()
             changed = self._prompt.edit(text)
         if changed.strip() in ("", text.strip()):
-            self._screen.note("nothing is changed; /retry draws another reply")
+            self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             self._turn(lambda stops: self._session.retry(stops, changed))
 

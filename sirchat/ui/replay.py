@@ -174,6 +174,8 @@ class _Reply:
                 if self._answer and self._answer.has_thought and self._folds:
                     self._screen.note("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
-                    self._screen.note("cut at the length limit; --max-new-tokens raises it")
+                    self._screen.note(
+                        "the reply was cut at the length limit; --max-new-tokens raises the limit"
+                    )
             case Notice():
                 self._screen.note(event.text)

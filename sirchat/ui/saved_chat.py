@@ -97,7 +97,7 @@ class SavedChat:
     def say_where(self) -> None:
         """Print that the chat is saved, and how to resume it; call this after `close`."""
         if self._is_on and self._saving.id and self._screen.is_interactive:
-            self._screen.remark(f"saved; to continue it: sirchat --resume {self._handle}")
+            self._screen.remark(f"to continue this chat: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
         """Save the chat now, with keys and values, and from now on after each turn.
@@ -122,11 +122,11 @@ class SavedChat:
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
-            self._screen.note(f"this chat is session {path.stem}")
+            self._screen.note(f"session {path.stem} is this chat, which is already open")
             return None
         store, damaged = open_saved_file(sessions_dir(), ident)
         for error in damaged:
-            self._screen.note(f"{error}; loading {store.name or store.id}")
+            self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
             session = self._resumed(store)
             saving = Autosave(session, store)
@@ -136,7 +136,7 @@ class SavedChat:
             raise
         self._saving.abandon()
         self._session, self._saving, self._is_on = session, saving, session.profile.save
-        self._screen.note(f"this is session {saving.id}{_name_part(saving)}")
+        self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
             self._screen.note("new turns are not saved, as before; /save starts saving")
         return session
@@ -150,7 +150,7 @@ class SavedChat:
         if not self._is_on or not self._session.turns:
             raise SessionError(
                 "a branch needs a saved chat, and this chat is not saved yet",
-                hint="/save saves it" if not self._is_on else "say something first",
+                hint="/save saves this chat" if not self._is_on else "send a message first",
             )
         check_rewind(self._session, back)
         self._leave("no branch is made")
@@ -159,12 +159,13 @@ class SavedChat:
         old.abandon()
         handle = _FIRST if old.id == old.family else old.id
         self._screen.note(
-            f"this is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays as it "
-            f"is, and /switch {format_value(old.name) if old.name else handle} goes back to it"
+            f"this chat is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays "
+            "as it is, and "
+            f"/switch {format_value(old.name) if old.name else handle} goes back to it"
         )
         if back and rewind(self._session, back):
             self._saving.follow()
-            self._screen.note(f"read anew: {self._session.seen:,} tokens")
+            self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
 
     def switch(self, ident: str) -> Session | None:
         """Like `load`, but only for branches of this chat; the `ident` "main" is the first chat."""
@@ -176,7 +177,7 @@ class SavedChat:
         raise SessionError(
             f"this chat has no branch {format_value(ident)}",
             hint=nearest(ident, [one.name or one.id for one in branches], "/switch ")
-            or "/branches lists them; /load opens other chats",
+            or "/branches lists the branches; /load opens other chats",
         )
 
     def show_branches(self) -> None:
@@ -210,7 +211,7 @@ class SavedChat:
             for refused in listing.refused:
                 self._screen.error(str(refused))
             if not listing.sessions:
-                self._screen.note("no chat is saved")
+                self._screen.note("there are no saved chats")
             return self._picked(listing.sessions)
         if words == "last" or begins_an_id(folder, words):
             return words
@@ -299,7 +300,7 @@ class SavedChat:
         """Print where the chat is saved; if its name `former` was another one, print that, too."""
         saving, kept = self._saving, False
         if not saving.id:
-            self._screen.note("nothing is said yet; the chat is saved from its first turn on")
+            self._screen.note("the chat is still empty; it will be saved after its first turn")
             return
         try:
             kept = saving.save_kv()
@@ -340,7 +341,7 @@ class SavedChat:
         except Exception as error:
             raise SessionError(
                 f"{otherwise}, because the current chat can't be saved: {error}",
-                hint="/reset discards it",
+                hint="/reset discards the current chat",
             ) from error
 
 
@@ -361,7 +362,7 @@ def greet_again(session: Session, screen: Screen) -> None:
             text = shorten(displayable_line(turn.text), _LENGTH)
             screen.note(f"{turn.role.upper()}: {text}")
     screen.note(
-        f"goes on after {len(session.turns)} turns: {session.seen:,} tokens seen, "
+        f"the chat goes on after {len(session.turns)} turns: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
     usual = with_model_defaults(Profile(), session.model)

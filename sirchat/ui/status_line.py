@@ -41,10 +41,10 @@ _NAMED = 4
 """Maximum number of recalled turns that are named."""
 
 _ENDINGS = {
-    "length": "cut at the length limit",
+    "length": "reply cut at the length limit",
     "interrupt": "interrupted",
-    "control": "ended at a control token",
-    "context": "context full",
+    "control": "reply ended at a control token",
+    "context": "model's context full",
 }
 
 
@@ -53,11 +53,11 @@ def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] 
 
     `recalled` are the turns of which tokens were restored for this one.
     """
-    parts = [f"turn {turn.index}: {turn.tokens_in:,} read"]
+    parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
     if recalled:
         parts.append(describe_recalled(recalled))
     if turn.tokens_out:
-        parts.append(f"{turn.tokens_out:,} said, {_speed(turn)}")
+        parts.append(f"{turn.tokens_out:,} generated, {_speed(turn)}")
     return ", ".join(parts + _cache(turn, turn.evicted, budget))
 
 
@@ -75,7 +75,7 @@ def describe_round(
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
-    parts = [f"{tokens_in:,} in", f"{reply.tokens_out:,} out"]
+    parts = [f"{tokens_in:,} tokens in", f"{reply.tokens_out:,} out"]
     if reply.tokens_out:
         parts.append(_speed(reply))
     if recalled:
@@ -98,7 +98,7 @@ def _speed(turn: TurnDone) -> str:
 
 
 def _cache(turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()) -> list[str]:
-    of_yours = f" (of yours: {', '.join(words)})" if words else ""
+    of_yours = f" (your words: {', '.join(words)})" if words else ""
     parts = [f"{evicted:,} evicted{of_yours}"] if evicted else []
-    parts.append(f"holds {turn.resident:,}/{budget:,}")
+    parts.append(f"cache holds {turn.resident:,}/{budget:,}")
     return [*parts, _ENDINGS[turn.finish]] if turn.finish in _ENDINGS else parts

@@ -61,12 +61,12 @@ class Switching:
             self._screen.note(f"{name} is {as_typed(getattr(profile, name))}")
         elif is_option(name, text, profile.policy):
             options = {**profile.policy_options, name: parse_option(text)}
-            self._apply(source, f"{name} is {text} already", policy_options=options)
+            self._apply(source, f"{name} is already {text}", policy_options=options)
         else:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._apply(source, f"{name} is {as_typed(value)} already", **{name: value})
+            self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
         """Switch to another policy, or change the options of the current one."""
@@ -74,7 +74,7 @@ class Switching:
         updates: dict[str, object] = {"policy": name}
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
-        self._apply("/policy", f"policy is {name} already", **updates)
+        self._apply("/policy", f"policy is already {name}", **updates)
 
     def profile(self, name: str) -> None:
         """Apply all settings of the profile `name`; all others get the user's default again.
@@ -91,7 +91,7 @@ class Switching:
         named, profile = load_profile(name, trusted), resolve(name, {"trust_policy": trusted}, {})
         kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
-        self._apply("/profile", f"the settings are those of {name} already", **values)
+        self._apply("/profile", f"all settings already have the values of profile {name}", **values)
         for key in FIXED:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
@@ -124,7 +124,7 @@ class Switching:
         if name in Profile.model_fields:
             field = Profile.model_fields[name]
             value = as_typed(getattr(profile, name))
-            return f"{name} is {value}: {field.description} It is {allowed(name)}."
+            return f"{name} is {value}: {field.description} Allowed: {allowed(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 
@@ -133,7 +133,7 @@ class Switching:
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
-            hint = nearest(name, known) or "/show lists them"
+            hint = nearest(name, known) or "/show lists all settings"
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
@@ -156,7 +156,7 @@ class Switching:
 
     def _report_moved(self, evicted: int, restored: int) -> None:
         """Report how many tokens were evicted and restored, and how many are held now."""
-        now = f"holds {self._session.resident:,}/{self._session.budget:,}"
+        now = f"cache holds {self._session.resident:,}/{self._session.budget:,}"
         left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
         came = [f"{restored:,} restored"] if restored else []
         self._screen.note(", ".join([*left, *came, now]))
@@ -207,7 +207,9 @@ class ModelSwitching:
         """Print the name of the model in use, and of the other models on this machine."""
         name = session.model.name
         others = ", ".join(one for one in model_names() if one != name)
-        self._screen.note(f"model is {name}; others here: {others}; get more: sirchat models pull")
+        self._screen.note(
+            f"model is {name}; other models here: {others}; to get more: sirchat models pull"
+        )
 
     def switch(self, session: Session, name: str) -> Session | None:
         """Load the model `name`, and return a new session in which this model has read the chat.
@@ -216,7 +218,7 @@ class ModelSwitching:
         the model can't be loaded or can't hold the chat.
         """
         if name == session.model.name:
-            self._screen.note(f"model is {name} already")
+            self._screen.note(f"model is already {name}")
             return None
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
@@ -243,7 +245,7 @@ class ModelSwitching:
         self.drop_former()
         self._screen.note(
             f"back to {former.model.name}, with the chat as it was; "
-            f"holds {former.resident:,}/{former.budget:,}"
+            f"the cache holds {former.resident:,}/{former.budget:,}"
         )
         return former
 
@@ -281,8 +283,8 @@ class ModelSwitching:
     def _report(self, before: Session, now: Session) -> None:
         name, weights = before.model.name, in_bytes(_weight_bytes(before.model))
         self._screen.note(
-            f"now {now.model.name}; {now.seen:,} tokens read anew, "
-            f"holds {now.resident:,}/{now.budget:,}"
+            f"the model is now {now.model.name}; it read {now.seen:,} tokens, "
+            f"the cache holds {now.resident:,}/{now.budget:,}"
         )
         changed = [
             f"{key} {as_typed(old)} -> {as_typed(new)}"

@@ -100,7 +100,7 @@ def _shades(numbers: tuple[int, int, int], *, bold: bool, underline: bool) -> Sh
 
 
 def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """The shades of each bucket; the last two buckets are also bold, the last one underlined."""
+    """The styles of each bucket; the last two buckets are also bold, the last one underlined."""
     last = len(LIMITS) - 1
     return tuple(
         _shades(numbers, bold=index >= last - 1, underline=index == last)

@@ -47,15 +47,15 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
         before = read_before_last(session, progress)
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
-    _report(said, before, screen, f"; {before.seen:,} tokens before it were read anew")
+    _report(said, before, screen, f"; {before.seen:,} tokens of earlier turns were read again")
     if pins := own_pins(session):
-        screen.note(f"{pins:,} tokens that you had pinned are not pinned any more")
+        screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
     return before
 
 
 def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}")
+    screen.note(f"undone: {text}{how}; the cache holds {session.resident:,}/{session.budget:,}")
 
 
 def sampling_settings(words: str) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def sampling_settings(words: str) -> dict[str, Any]:
                 hint=nearest(flag, allowed),
             )
         if value is None:
-            raise UsageError(f"/retry: {flag} needs a value", hint="/retry --temperature 0.9")
+            raise UsageError(
+                f"/retry: {flag} needs a value", hint="for example: /retry --temperature 0.9"
+            )
         found[name] = parse_value(name, value)
     return found
 
@@ -101,15 +103,20 @@ def edited(command: list[str], text: str) -> str:
                 file.write(text + "\n")
             code = subprocess.run([*command, name], check=False).returncode
             if code:
-                raise UsageError(f"the editor {command[0]!r} ended with {code}: nothing is changed")
+                raise UsageError(
+                    f"the editor {command[0]!r} failed with exit code {code}: "
+                    "the message is unchanged"
+                )
             return path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise UsageError(
-            f"the editor {command[0]!r} can't be used: {why}",
+            f"the editor {command[0]!r} can't be started: {why}",
             hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
         ) from error
     except UnicodeDecodeError as error:
-        raise UsageError("the edited file is not UTF-8 text, so nothing is changed") from error
+        raise UsageError(
+            "the edited file is not UTF-8 text, so the message is unchanged"
+        ) from error
     finally:
         path.unlink(missing_ok=True)

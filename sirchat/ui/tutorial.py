@@ -75,8 +75,8 @@ class TutorialStep:
 
 WELCOME: Final = (
     "In three minutes you see what a chat holds, what it evicts, and how to restore that. "
-    "You talk with tiny, a toy model that comes with sirchat and works offline. Every reply is its "
-    "own. Nothing is saved.\n"
+    "You talk with tiny, a toy model that comes with sirchat and works offline. It really writes "
+    "every reply. Nothing is saved.\n"
     "Enter sends the line that is shown. You may type something of your own instead; the line is "
     "then offered again. q or Ctrl-D leaves."
 )
@@ -93,24 +93,24 @@ STEPS: Final = (
     TutorialStep(
         "Now some small talk, until the memory is full.",
         "Tell me a joke.",
-        'Old tokens were "evicted": the line counts them, and names the words of yours among them.',
+        'Old tokens were "evicted": the line counts them, and names some of your words among them.',
         (Effect("Anna", in_memory=False),),
     ),
     TutorialStep(
-        "Which tokens go is decided by a policy. This one is called sink: it keeps the first four "
-        "tokens of all (they help the model to write well) and the newest. Let us look into the "
-        "memory: this draws it below each reply, as the panel.",
+        "A policy decides which tokens are evicted. The policy in use is called sink: it keeps the "
+        "first four tokens of all (they help the model to write well) and the newest. The next "
+        "command shows the memory below each reply; this view is the panel.",
         "/panel turn",
     ),
     TutorialStep(
-        "Does it still know you?",
+        "Does the model still know you?",
         "What is my name?",
-        "It can't know: the name is no longer in its memory. The lines above are the panel. Its "
-        'bar shows how full the memory is. After "turns" stands a mark for each message: a full '
-        'block if all of it is held, a dot if nothing is. After "evicted next": what will be '
-        'evicted; after "evicted": what just was. The last lines are the text that the model still '
-        "sees, as much as fits: ⋯ and a number stand for so many evicted tokens; you: and "
-        "model: say who speaks.",
+        "It can't know: the name is no longer in its memory. The lines above are the panel. The "
+        'bar shows how full the memory is. After "turns" is a mark for each message: a full block '
+        "if all tokens of the message are held, a dot if none are. After "
+        '"evicted next" are the words that will be evicted, after "evicted" those that just were. '
+        "The last lines are the text that the model still sees, as much as fits: ⋯ and a number "
+        "stand for that many evicted tokens; you: and model: say who speaks.",
         (Effect("Anna", in_reply=False, in_memory=False),),
         shows_panel=True,
     ),
@@ -125,7 +125,7 @@ STEPS: Final = (
     TutorialStep(
         "More small talk. entropy, too, must now evict something.",
         "What is the capital of Italy?",
-        "The cat's name went, too, but not Anna, which had surprised the model more.",
+        "The cat's name was evicted, too, but not Anna, which had surprised the model more.",
         (Effect("Anna", in_memory=True), Effect("Luna", in_memory=False)),
     ),
     TutorialStep(
@@ -152,16 +152,16 @@ STEPS: Final = (
     TutorialStep(
         "You can restore a word yourself, with the words beside it.",
         '/recall "Luna"',
-        "They are back, and pinned: they stay, under every policy but window. Others had to go for "
-        "them, as the memory was full.",
+        "These words are held again, and pinned: every policy except window keeps them. Other "
+        "tokens were evicted to make room, as the memory was full.",
         (Effect("Luna", in_memory=True),),
     ),
     TutorialStep(
         "And ask again.",
         "What is my cat called?",
-        "It knows again. To make room, Anna went: the text in the panel has Luna, and Anna no "
-        "more. In 48 places, what is pinned leaves little for the rest. (/recall on looks for what "
-        "fits each message, and restores that by itself.)",
+        "It knows the cat's name again. To make room, Anna was evicted: the text in the panel has "
+        "Luna, but no longer Anna. With 48 places, pinned tokens leave little room for others. "
+        "(With /recall on, sirchat itself restores what fits each message.)",
         (Effect("Luna", in_reply=True), Effect("Anna", in_memory=False)),
         shows_panel=True,
     ),
@@ -169,12 +169,12 @@ STEPS: Final = (
 
 GOODBYE: Final = (
     "sirchat alone opens a chat, with 1,024 places and the policy salience, which keeps whole "
-    "words by their surprise. In it:"
+    "words that were surprising. Some commands in a chat:"
 )
 
 MORE: Final = {
-    "/evicted": "lists what was evicted",
-    '/recall "words"': "restores it",
+    "/evicted": "lists the evicted words",
+    '/recall "words"': "restores these words",
     "/branch NAME": "goes on in a copy of the chat",
     "/edit": "changes your last message, and goes on from there",
     "@FILE": "in a message, sends the text of a file",
@@ -263,7 +263,9 @@ class _Tutorial:
         return not missing
 
     def _say_how_to_go_on(self) -> None:
-        self._screen.remark("sirchat tutorial begins again; sirchat opens a chat")
+        self._screen.remark(
+            "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
+        )
 
     def _take(self, step: TutorialStep) -> bool:
         """Send the user's lines until one is the step's line; False if the user leaves before."""
@@ -296,7 +298,9 @@ class _Tutorial:
     def _run(self, text: str) -> Action | None:
         name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
         if name in Commands.names() and name not in COMMANDS:
-            raise UsageError(f"/{name} is for a chat of your own", hint="sirchat opens one")
+            raise UsageError(
+                f"/{name} does not work in the tutorial", hint="sirchat alone opens a chat"
+            )
         return self._commands.run(text)
 
     def _conclude(self, step: TutorialStep) -> bool:

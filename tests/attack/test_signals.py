@@ -49,7 +49,7 @@ _FLAGS = (
     ("--recall", "on", "--budget", "160"),
     ("--no-markdown", "--panel", "off"),
 )
-_STATUS = re.compile(rb"tok/s, (?:[\d,]+ evicted|holds)")
+_STATUS = re.compile(rb"tok/s, (?:[\d,]+ evicted|cache holds)")
 _CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
 
 

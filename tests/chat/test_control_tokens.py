@@ -73,7 +73,7 @@ def test_stats_count_such_replies_also_after_a_resume(
     generated += [*WORDS, CONTROL[0]]
     chat.say("Hello again")
     chat.saved_chat.close()
-    assert "1 ended at a control token, which is left out" in chat.do("/stats")
+    assert "1 replies ended at a control token, which is not shown" in chat.do("/stats")
     (one,) = list_sessions(sessions_dir()).sessions
     again, _ = resumed(sessions_dir(), one.id)
     assert [turn.finish for turn in again.turns] == ["read", "stop", "read", "control"]

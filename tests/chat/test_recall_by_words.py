@@ -115,8 +115,8 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     ("settings", "words"),
     [
         ({"recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall_scope": "layer"}, "requires recall_scope=token: it compares words"),
-        ({"archive": "off"}, "needs an archive"),
+        ({"recall_scope": "layer"}, "compares words, so it requires"),
+        ({"archive": "off"}, "requires archive=ram"),
     ],
 )
 def test_settings_that_do_not_go_with_words_are_refused(

@@ -99,7 +99,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"recall": "mips", "archive": "off"}, "needs an archive"),
+        ({"recall": "mips", "archive": "off"}, "requires archive=ram"),
         ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
         ({"recall": "nonsense"}, "one of off, on, attention, bm25"),
         ({"recall_n": 0}, "at least 1"),
@@ -116,7 +116,7 @@ def notices(events: Iterable[Event]) -> list[str]:
 
 def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
     told = [
-        "budget 96 leaves room to restore only 69 tokens, not 200 (recall_n); "
+        "budget 96 leaves room to restore only 69 tokens, not recall_n = 200; "
         "raise the budget or lower recall_n"
     ]
     chat = session(policy="sink", budget=96, recall="mips", recall_n=200)

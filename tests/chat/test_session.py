@@ -191,14 +191,14 @@ def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
 def test_a_setting_without_effect_says_so() -> None:
     chat = session(babbler(), policy="sink")
     notices = [e.text for e in chat.switch("/recent", recent=20) if isinstance(e, Notice)]
-    assert notices == ["policy sink makes no use of recent"]
+    assert notices == ["recent has no effect under policy sink"]
     assert not [e for e in chat.switch("/sinks", sinks=8) if isinstance(e, Notice)]
 
 
 def test_a_setting_that_the_policy_does_not_use_says_so() -> None:
     chat = session(babbler(), policy="tova")
     notices = [e.text for e in chat.switch("/decay", decay=0.9) if isinstance(e, Notice)]
-    assert notices == ["policy tova makes no use of decay"]
+    assert notices == ["decay has no effect under policy tova"]
     chat.switch("/policy", policy="h2o")
     assert not [e for e in chat.switch("/decay", decay=0.8) if isinstance(e, Notice)]
 
@@ -224,7 +224,7 @@ def test_the_system_prompt_stays_whatever_is_said() -> None:
 
 def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
     chat = session(babbler(), system="word " * 100, budget=64, recent=8)
-    with pytest.raises(SettingError, match="are to be pinned"):
+    with pytest.raises(SettingError, match="would be pinned"):
         list(chat.ask("Hello."))
     assert chat.seen == 0
 
@@ -283,7 +283,7 @@ def test_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
     chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=8)
     list(chat.ask("Hello."))
     before = (chat.profile, chat.seen)
-    with pytest.raises(SettingError, match="are to be pinned"):
+    with pytest.raises(SettingError, match="would be pinned"):
         list(chat.switch("/system", system="word " * 60, budget=80))
     assert (chat.profile, chat.seen) == before
     assert chat.budget == 64
@@ -307,7 +307,8 @@ def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "hint"), [(True, "/save saves this chat from now on"), (False, "start with --no-save")]
+    ("save", "hint"),
+    [(True, "/save saves this chat from now on"), (False, "start sirchat with --no-save")],
 )
 def test_whether_a_chat_is_saved_is_no_setting_to_switch_but_the_hint_says_how(
     save: bool, hint: str

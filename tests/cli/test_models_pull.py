@@ -148,7 +148,7 @@ def test_what_arrived_damaged_is_refused_and_fetched_again(hub: FakeHub, cache: 
 
 
 def test_a_gguf_file_is_chosen_and_named_for_the_chat(hub: FakeHub, cache: Path) -> None:
-    assert "choose one with --file: q4.gguf, q8.gguf" in error_of(cache, hub.url, "me/ggufs")
+    assert "choose a file with --file: q4.gguf, q8.gguf" in error_of(cache, hub.url, "me/ggufs")
     wrong = error_of(cache, hub.url, "me/ggufs", "--file", "q5.gguf")
     assert "did you mean q" in wrong
     done = sirchat(cache, hub.url, "models", "pull", "me/ggufs", "--file", "q4.gguf")
@@ -166,7 +166,7 @@ def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path, colum
         shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
         assert len(shown.text.splitlines()) == 1
         shown.send("\x03")
-        shown.wait_screen("what was downloaded stays; the same command goes on")
+        shown.wait_screen("what was downloaded stays; the same command ")
         assert "%" not in shown.text
 
 

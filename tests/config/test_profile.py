@@ -275,7 +275,7 @@ def test_the_users_profile_hides_the_shipped_one() -> None:
 def test_a_broken_profile_does_not_break_the_list() -> None:
     write("broken", "budget: x")
     described = {info.name: info.description for info in list_profiles()}
-    assert described["broken"].startswith("not usable: ")
+    assert described["broken"].startswith("this profile can't be used: ")
 
 
 def test_shipped_profiles_are_complete_and_described() -> None:

@@ -231,7 +231,9 @@ def test_more_pins_than_half_the_budget_are_refused() -> None:
     engine.contents.check_pins(4 + 24)  # the first four are sinks anyway
     feed(engine, some_ids(10))
     engine.contents.check_pins(24)
-    with pytest.raises(SettingError, match="25 tokens are to be pinned, but budget 48 allows 24"):
+    with pytest.raises(
+        SettingError, match="25 tokens would be pinned, but budget 48 allows only 24"
+    ):
         engine.contents.check_pins(25)
 
 

@@ -41,5 +41,5 @@ class Odd(Sink):
 def test_scores_and_factors_are_a_number_for_each_row() -> None:
     assert not contract_violations(Sink())
     assert contract_violations(Odd()) == [
-        "score() and log_factors() must return tensors, a number for each row"
+        "score() and log_factors() must return tensors with one number for each row"
     ]

@@ -135,10 +135,10 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     [
         (lambda data: b"", "can't be read"),
         (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
-        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "version 9"),
+        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "its version is 9"),
         (lambda data: data[:8] + b"\xff" * 8 + data[16:], "ends before"),
         (lambda data: data[:200], "ends before|unpack"),
-        (lambda data: data[: len(data) // 2], "tensors need more"),
+        (lambda data: data[: len(data) // 2], "fewer than its tensors need"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line_without_advice_to_install(

@@ -115,7 +115,10 @@ def test_a_cached_gguf_file_is_named_by_model_and_file(places: Path) -> None:
     assert (where, option) == (str(file.parent), {"gguf_file": "q4.gguf"})
     with pytest.raises(ModelError, match="does not exist") as caught:
         locate("me/ggufs/q8.gguf")
-    assert caught.value.hint == "if it is on the hub: sirchat models pull me/ggufs --file q8.gguf"
+    assert (
+        caught.value.hint
+        == "if the file is on the hub: sirchat models pull me/ggufs --file q8.gguf"
+    )
 
 
 def test_damaged_entries_of_the_cache_are_named_and_spoil_nothing(places: Path) -> None:

@@ -52,7 +52,11 @@ def test_what_is_here_is_found(models: Path) -> None:
         ("./empty", "has no config.json", "give tiny,"),
         ("./ggufs", "has no config.json", "give the file: ggufs/qwen.gguf"),
         ("./no-weights", "has no weights", ".safetensors"),
-        ("my-llama/config.json", "is a file, but not a .gguf file", "give its folder"),
+        (
+            "my-llama/config.json",
+            "is a file, but not a .gguf file",
+            "give the folder that contains this file",
+        ),
     ],
 )
 def test_what_is_not_here_is_named(name: str, problem: str, hint: str) -> None:

@@ -77,7 +77,7 @@ def test_a_name_that_another_session_has_is_refused(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[3])
     error = refusal(chat, "/save Trip")
-    assert f'{ident} is called "Trip" already' in error
+    assert f'{ident} is called "Trip"; allowed' in error
     assert f"sirchat sessions rm {ident}" in error
     chat.do("/save tour")
     chat.do("/save Tour")  # its own, written in another way
@@ -88,7 +88,7 @@ def test_a_session_that_has_an_id_of_its_own_kind_keeps_it(folder: Path) -> None
     find_session(folder, saved(folder)).rename(folder / "copy.sqlite")
     chat = Chat()
     chat.say(SAYINGS[0])
-    assert "already" in refusal(chat, "/save copy")
+    assert "no other session has" in refusal(chat, "/save copy")
 
 
 def test_two_sessions_of_one_name_are_distinguished_by_their_ids(folder: Path) -> None:

@@ -33,11 +33,11 @@ def test_without_a_terminal_a_yes_is_needed(folder: Path) -> None:
     assert refused.returncode == 2
     assert (
         refused.stderr
-        == f"sirchat: {ident} is not deleted: this needs a confirmation (add --yes)\n"
+        == f"sirchat: {ident} is not deleted: deleting needs a confirmation (add --yes)\n"
     )
     assert list_sessions(folder).sessions
     done = run("sessions", "rm", "my trip", "-y")
-    assert (done.returncode, done.stderr) == (0, f"removed {ident}\n")
+    assert (done.returncode, done.stderr) == (0, f"removed chat {ident}\n")
     assert not list_sessions(folder).sessions
 
 
@@ -49,10 +49,10 @@ def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder
     chat.saved_chat.close()
     _typed(SAYINGS[0], "something else", SAYINGS[1])
     done = run("sessions", "rm", "twig", "--yes")
-    assert "2 typed lines of it stay in the input history, " in done.stderr
-    assert "1 chat branched from it, or it from them, stays" in done.stderr
+    assert "2 lines typed in this chat stay in the input history, " in done.stderr
+    assert "1 other chat branched from the same first chat stays" in done.stderr
     done = run("sessions", "rm", "trunk", "--yes", "--history")
-    assert done.stderr.endswith("\n2 typed lines erased\n")
+    assert done.stderr.endswith("\n2 lines erased from the input history\n")
     assert _typed() == ["something else"]
 
 

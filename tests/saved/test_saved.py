@@ -103,8 +103,10 @@ def test_what_a_session_holds_can_be_changed_after_it_was_read(tmp_path: Path) -
 def test_rows_of_other_fields_are_refused(tmp_path: Path) -> None:
     other = np.dtype([("token_id", np.int32), ("surprisal", np.float64)])
     with SessionStore.open(new(tmp_path, "one")) as session:
-        assert "other fields" in refusal(lambda: session.rows(other))
-        assert "other fields" in refusal(lambda: session.append([], np.zeros(2, other), head_at(5)))
+        assert "fields that this sirchat does not know" in refusal(lambda: session.rows(other))
+        assert "fields that this sirchat does not know" in refusal(
+            lambda: session.append([], np.zeros(2, other), head_at(5))
+        )
         assert len(session.rows(ROW)) == 3
 
 

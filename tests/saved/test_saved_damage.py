@@ -135,7 +135,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a saved session of sirchat",
     ),
     "foreign": (foreign_database, "is not a saved session of sirchat"),
-    "newer": (newer, f"has format {FORMAT + 1}, and this sirchat reads formats up to {FORMAT}"),
+    "newer": (
+        newer,
+        f"has format {FORMAT + 1}, but this sirchat reads formats up to {FORMAT}",
+    ),
     "damaged": (cut_short, "is damaged"),
 }
 

@@ -122,7 +122,9 @@ def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
     assert find_session(tmp_path, "20261121-1432-aab") == paths[1]
     assert find_session(tmp_path, "20261121-1432") == paths[2]
     several = refusal(lambda: find_session(tmp_path, "20261121-1432-a"))
-    assert several.endswith(f'"20261121-1432-a": {names[0]}, {names[1]}')
+    assert several.endswith(
+        f'"20261121-1432-a": {names[0]}, {names[1]} (give the id of one of them)'
+    )
     assert "did you mean 20261121-1432-aabb?" in refusal(
         lambda: find_session(tmp_path, "20261121-1432-abbb")
     )
@@ -132,7 +134,7 @@ def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
 
 def test_there_is_no_last_session_in_an_empty_folder(tmp_path: Path) -> None:
     assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
-    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(none is saved)")
+    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
 
 
 def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(

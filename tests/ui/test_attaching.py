@@ -77,7 +77,7 @@ def test_what_looks_like_a_path_and_is_missing_is_pointed_out(word: str) -> None
     message, (note,) = sent(f"see {word}, ok")
     assert message == f"see {word}, ok"
     assert "there is no file" in note
-    assert "so this is sent as plain text" in note
+    assert "so the name is sent as plain text" in note
 
 
 def test_a_backslash_keeps_the_sign() -> None:
@@ -89,7 +89,7 @@ def test_a_sign_that_was_pasted_names_no_file() -> None:
     message, notes = sent("@notes.txt @notes.txt @anna", {11, 22})
     assert message == f"{NOTES}\n\nnotes.txt @notes.txt @anna"
     assert notes == [
-        "@notes.txt was pasted, so it is sent as plain text; type the @ to attach the file"
+        "@notes.txt was pasted, so it is sent as plain text; type the @ yourself to attach it"
     ]
     assert sent(r"\@notes.txt", {1}) == (r"\@notes.txt", [])
 
@@ -172,9 +172,17 @@ def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "budget", "ending"),
     [
-        (5, 512, ", budget 512"),
-        (300, 256, ", budget 256: part of it will be evicted as it is read"),
-        (900, 256, ", budget 256: most will be evicted as it is read"),
+        (5, 512, "; the budget is 512 tokens"),
+        (
+            300,
+            256,
+            "; the budget is 256 tokens, so a part of the text will be evicted while it is read",
+        ),
+        (
+            900,
+            256,
+            "; the budget is 256 tokens, so most of the text will be evicted while it is read",
+        ),
     ],
 )
 def test_the_size_is_told_against_the_budget(
@@ -194,7 +202,7 @@ def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     said = describe_size(files, chat)
     list(chat.read_user(text))
     read = sum(row.role == "user" for row in chat.snapshot().rows)
-    assert said == f"n.txt: {read:,} tokens, budget 1,024"
+    assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
 
 
 def test_several_files_share_one_line(folder: Path) -> None:
@@ -202,7 +210,7 @@ def test_several_files_share_one_line(folder: Path) -> None:
     line = describe_size(files, session())
     assert line.startswith("notes.txt: ")
     assert ", Makefile: " in line
-    assert line.endswith(" tokens, budget 1,024")
+    assert line.endswith(" tokens; the budget is 1,024 tokens")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_branch_may_begin_before_what_can_be_undone(folder: Path, archive: str
     chat = Chat(archive=archive)
     chat.do("/load trunk")  # nothing before this can be undone
     shown = chat.do("/branch other 2")
-    assert "read anew" in shown
+    assert "the chat was read again" in shown
     assert chat.texts == SAYINGS[:1]
     chat.say(SAYINGS[3])
     chat.saved_chat.close()
@@ -108,11 +108,11 @@ def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
 def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder: Path) -> None:
     chat = Chat(save=False)
     chat.say(*SAYINGS[:2])
-    assert "/save saves it" in refusal(chat, "/branch one")
+    assert "/save saves this chat" in refusal(chat, "/branch one")
     chat.do("/save trunk")
     assert "needs a name" in refusal(chat, "/branch")
-    assert "2 turns of yours" in refusal(chat, "/branch one 3")
-    assert 'called "trunk" already' in refusal(chat, "/branch trunk")
+    assert "only 2 user turns" in refusal(chat, "/branch one 3")
+    assert 'is called "trunk"; allowed' in refusal(chat, "/branch trunk")
     assert 'no branch "twig"' in refusal(chat, "/switch twig")
     assert len(list_sessions(folder).sessions) == 1
     assert chat.texts == SAYINGS[:2]

@@ -99,7 +99,7 @@ def test_the_last_reply_goes_to_the_tool_that_is_there(
     if display:
         assert "there is no display" in refused(chat)
         monkeypatch.setenv(display, ":0")
-    assert copied(chat) == f"copied 9 characters ({name})"
+    assert copied(chat) == f"copied 9 characters with {name}"
     assert tools.got(name) == b"The last."
     assert tools.arguments(name) == arguments
 
@@ -116,14 +116,14 @@ def test_earlier_replies_are_counted_backwards(chat: Session, tools: Tools) -> N
     assert tools.got("pbcopy") == b"The first."
     copied(chat, "0")
     assert tools.got("pbcopy") == b"The last."
-    assert "no reply is 3 turns ago; allowed: 0 (the last) to 2" in refused(chat, "3")
+    assert "there is no reply 3 turns ago; allowed: 0 (the last) to 2" in refused(chat, "3")
 
 
 def test_code_is_the_last_block_of_the_last_reply(chat: Session, tools: Tools) -> None:
     tools.add("pbcopy")
-    assert "the last reply has no block of code" in refused(chat, "code")
+    assert "the last reply has no code block" in refused(chat, "code")
     list(chat.undo())
-    assert copied(chat, "code") == "copied 11 characters (pbcopy)"
+    assert copied(chat, "code") == "copied 11 characters with pbcopy"
     assert tools.got("pbcopy") == b"echo two\nls"
 
 
@@ -152,7 +152,7 @@ def test_a_tool_that_fails_gives_way_to_the_next(
     tools.add("xclip", "exit 3")
     assert "xclip failed with exit code 3" in refused(chat)
     tools.add("xsel")
-    assert copied(chat) == "copied 9 characters (xsel)"
+    assert copied(chat) == "copied 9 characters with xsel"
 
 
 def test_a_tool_that_can_not_be_started_costs_one_line(chat: Session, tools: Tools) -> None:
@@ -187,11 +187,11 @@ def test_over_ssh_only_a_forwarded_display_is_used(
     monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
     assert "over ssh no tool reaches your clipboard (/copy --osc52 asks" in refused(chat)
     monkeypatch.setenv("DISPLAY", "localhost:10.0")
-    assert copied(chat) == "copied 9 characters (xclip)"
+    assert copied(chat) == "copied 9 characters with xclip"
 
 
 def test_osc52_needs_a_terminal_and_then_no_tool(chat: Session, tools: Tools) -> None:
-    assert "OSC 52 needs a terminal" in refused(chat, "--osc52")
+    assert "--osc52 needs a terminal" in refused(chat, "--osc52")
 
 
 @pytest.fixture(scope="module", params=[60, 100, 160])
@@ -213,8 +213,8 @@ def test_the_screen_says_what_was_copied(terminal: Terminal, home: Path) -> None
     shown = terminal.ask("/copy")
     got = (home / "bin" / "pbcopy.got").read_text(encoding="utf-8")
     assert "Anna" in got
-    assert shown == f"copied {len(got)} characters (pbcopy)"
-    assert "no block of code" in " ".join(terminal.ask("/copy code").split())
+    assert shown == f"copied {len(got)} characters with pbcopy"
+    assert "no code block" in " ".join(terminal.ask("/copy code").split())
 
 
 def test_osc52_reaches_the_terminal_only_when_asked_for(terminal: Terminal, home: Path) -> None:

@@ -38,42 +38,47 @@ def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
 
 
 def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
-    _menu(chat, "/", r" help +list the commands", r" budget +how many tokens are held")
-    _menu(chat, "/pro", r" profile +apply a whole profile")
-    _menu(chat, "/help po", r" policy +choose which tokens stay")
+    _menu(chat, "/", r" help +list all commands", r" budget +set how many tokens")
+    _menu(chat, "/pro", r" profile +apply all settings of a profile")
+    _menu(chat, "/help po", r" policy +choose the policy, which decides")
 
 
 def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
     _menu(chat, "/policy ", r" entropy +\S+", r" interval +\S+")
-    _menu(chat, "/policy reservoir ", r" sample= +members of the sample")
+    _menu(chat, "/policy reservoir ", r" sample= +number of tokens in the sample")
     _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
-    _menu(chat, "/panel ", r" live +while the model speaks", r" off ", r" turn ", r" full ")
-    _menu(chat, "/tokens ", r" turn +those of one turn", r" top ", r" next ")
-    _menu(chat, "/set max", r" max_new_tokens +The most tokens of one reply")
+    _menu(
+        chat,
+        "/panel ",
+        r" live +show some held tokens while the model writes",
+        r" off ",
+        r" turn ",
+        r" full ",
+    )
+    _menu(chat, "/tokens ", r" turn +the held tokens of one turn", r" top ", r" next ")
+    _menu(chat, "/set max", r" max_new_tokens +Maximum number of tokens in one")
     _menu(chat, "/set panel ", r" off", r" turn", r" live")
     _menu(chat, "/set protect ", r" on", r" off")
     _menu(chat, "/set policy ran", r" random +\S+")
     _menu(chat, "/show dec", r" decay +Factor that multiplies")
-    _menu(
-        chat, "/recall ", r" off", r" bm25 +Whole turns", r" on +the one that restores best: words"
-    )
+    _menu(chat, "/recall ", r" off", r" bm25 +Whole turns", r" on +the best retriever: words")
     _menu(chat, "/decay a", r" auto")
 
 
 def test_options_of_the_current_policy_are_completed(chat: Terminal) -> None:
     chat.ask("/policy reservoir")
-    _menu(chat, "/set sa", r" sample +members of the sample")
+    _menu(chat, "/set sa", r" sample +number of tokens in the sample")
     chat.ask("/policy entropy")
     chat.send("/set sa")
     chat.settle(0.3)
-    assert "members of the sample" not in chat.text
+    assert "number of tokens in the sample" not in chat.text
     chat.send("\x15")
 
 
 def test_tab_completes(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.send("/budg")
-    chat.wait_screen(r" budget +how many")
+    chat.wait_screen(r" budget +set how many")
     chat.send("\t")
     chat.wait_screen(r"(?m)^> /budget$")
     chat.submit(" 64\r")
@@ -136,7 +141,7 @@ def test_files_are_offered_while_a_message_is_typed(home: Path, files: Path, col
         chat.send("\t")
         chat.wait_screen(r"(?m)^> sum up @notes\.txt$")
         chat.submit("\r")
-        chat.wait(r"notes\.txt: \d+ tokens, budget 1,024")
+        chat.wait(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens")
 
 
 def test_a_message_is_not_completed(chat: Terminal) -> None:
@@ -144,7 +149,7 @@ def test_a_message_is_not_completed(chat: Terminal) -> None:
     chat.send("//pol")
     chat.wait_screen("> //pol")
     chat.settle(0.3)
-    assert "choose which tokens stay" not in chat.text
+    assert "choose the policy" not in chat.text
     chat.send("\x15")
 
 

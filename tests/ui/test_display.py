@@ -49,7 +49,7 @@ def _reply(tokens: int = TOKENS) -> str:
 
 def _said(shown: str) -> list[str]:
     """The words above the status line."""
-    return shown[: re.search(r"(?m)^\d+ in, ", shown).start()].split()  # type: ignore[union-attr]
+    return shown[: re.search(r"(?m)^\d+ tokens in, ", shown).start()].split()  # type: ignore[union-attr]
 
 
 # --- the live region
@@ -87,7 +87,7 @@ def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> N
         before = len(chat.raw)
         chat.until(lambda before=before: len(chat.raw) > before + 2000)  # type: ignore[misc]
         chat.resize(rows, columns)
-    chat.wait(r"\d in, 3,000 out")
+    chat.wait(r"\d tokens in, 3,000 out")
     chat.wait_prompt()
     assert "3,009 tokens seen" in chat.ask("/stats")
     assert " out, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
@@ -211,8 +211,8 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
         chat.ask("/nonsense")
         assert chat.leave() == 0
     assert re.fullmatch(
-        r"\d+ in, 600 out, .*\n> /nonsense\nsirchat: there is no command /nonsense.*",
-        chat.everything[chat.everything.index("9 in") :].split("\n>\n")[0].rstrip("> \n"),
+        r"\d+ tokens in, 600 out, .*\n> /nonsense\nsirchat: there is no command /nonsense.*",
+        chat.everything[chat.everything.index("9 tokens in") :].split("\n>\n")[0].rstrip("> \n"),
     )
     out = (tmp_path / "out").read_text(encoding="utf-8")
     assert "".join(out.split()) == "".join(_reply(600).split())

@@ -76,11 +76,13 @@ def test_an_editor_that_changes_nothing_or_fails_costs_one_line(tmp_path: Path) 
     with Terminal(home=tmp_path, environ=_editor(tmp_path, "true")) as chat:
         assert "no turn to undo" in chat.ask("/edit")
         chat.ask("My name is Anna.")
-        assert "nothing is changed; /retry draws another reply" in chat.ask("/edit")
+        assert "the message is unchanged; /retry generates another reply" in chat.ask("/edit")
         (tmp_path / "editor").write_text("#!/bin/sh\nexit 3\n")
-        assert re.search(r"editor '.*' ended with 3", " ".join(chat.ask("/edit").split()))
+        assert re.search(
+            r"editor '.*' failed with exit code 3", " ".join(chat.ask("/edit").split())
+        )
         (tmp_path / "editor").unlink()
-        assert "can't be used: No such file" in " ".join(chat.ask("/edit").split())
+        assert "can't be started: No such file" in " ".join(chat.ask("/edit").split())
         assert "Anna" in chat.ask("What is my name?")
         assert chat.leave() == 0
 
@@ -98,7 +100,7 @@ def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> 
         chat.say("/edit")
         chat.until(lambda: chat.lines[chat.screen.cursor.y] == "edit> What is my name?")
         chat.send("\x03")
-        chat.wait(r"nothing is changed")
+        chat.wait(r"the message is unchanged")
         chat.wait_prompt()
         assert "tokens seen" in chat.ask("/stats")  # a command again
         assert chat.leave() == 0

@@ -37,8 +37,8 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     seen, undoable = chat.texts, len(chat.session.turns)
     shown = do(chat, "/erase Marmalade")
     assert "would erase" in shown
-    assert "tokens in turn 0 and 1 typed line, and then /undo reads the chat anew" in shown
-    assert "1 typed line of other chats would stay (--everywhere)" in shown
+    assert "tokens in turn 0 and 1 typed line; later, /undo must read the chat again" in shown
+    assert "1 typed line of other chats would stay (--everywhere erases such lines)" in shown
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
     done = do(chat, "/erase --yes")
     assert "tokens erased" in done
@@ -61,7 +61,7 @@ def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
 
 
 def test_parts_of_words_stay(chat: Chat) -> None:
-    with pytest.raises(UsageError, match="nowhere in this chat"):
+    with pytest.raises(UsageError, match="does not occur in this chat"):
         do(chat, "/erase range")
     do(chat, "/erase --yes is")
     assert chat.texts[1] == "this  what the others said"
@@ -87,7 +87,7 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
     monkeypatch.setattr(chat.history, "erase", failing(OSError("read-only")))
     shown = do(chat, "/erase --yes Marmalade")
     assert "tokens erased" in shown
-    assert "what was typed stays in" in shown
+    assert "the typed lines could not be erased from" in shown
     assert "read-only" in shown
     assert "Marmalade" not in chat.texts[0]
     files = [one for one in sessions_dir().iterdir() if one.is_file()]
@@ -103,7 +103,7 @@ def test_a_history_that_cannot_be_read_keeps_nothing_else_from_being_erased(
     assert "would erase" in do(chat, "/erase Marmalade")
     shown = do(chat, "/erase --yes")
     assert "tokens erased" in shown
-    assert "what was typed stays in" in shown
+    assert "the typed lines could not be erased from" in shown
     assert "Marmalade" not in chat.texts[0]
 
 
@@ -133,8 +133,8 @@ def test_a_link_that_was_planted_beside_the_history_is_not_followed(
 
 
 def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) -> None:
-    assert chat.do("/forgotten") == "/forgotten is now /evicted\nnothing is evicted\n"
+    assert chat.do("/forgotten") == "/forgotten is now called /evicted\nnothing is evicted\n"
     shown = chat.do("/forget Marmalade")
-    assert shown.startswith("/forget is now /erase\n")
+    assert shown.startswith("/forget is now called /erase\n")
     assert "would erase" in shown
     assert not {"forget", "forgotten"} & set(Commands.names())

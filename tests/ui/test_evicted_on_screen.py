@@ -25,7 +25,7 @@ def test_what_was_evicted_is_named_listed_and_brought_back(tmp_path: Path, colum
         for line in TOLD:
             chat.ask(line)
         shown = [" ".join(chat.ask("Tell me a story.").split()) for _ in range(2)]
-        named = re.findall(r"\d+ evicted \(of yours: ([^)]*)\)", " ".join(shown))
+        named = re.findall(r"\d+ evicted \(your words: ([^)]*)\)", " ".join(shown))
         assert named
         assert all(len(words.split(", ")) <= 3 for words in named)
         assert "Paul" in ", ".join(named)
@@ -51,7 +51,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     shown = chat.do("/evicted")
     assert "6 of 9" in shown
     assert "2 of 4" not in shown
-    assert "1 more turn lost only punctuation and words that are held elsewhere, too" in shown
+    assert "1 more turn lost only punctuation, or words that are also held elsewhere" in shown
     turns.pop(0)
     assert chat.do("/evicted").startswith("1 turn lost only")
     turns.clear()
@@ -61,7 +61,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
 @pytest.mark.slow
 def test_a_summary_at_the_prompt(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
-        assert "nothing is said yet" in chat.ask("/summarize")
+        assert "the chat has no messages yet" in chat.ask("/summarize")
         chat.ask("My name is Anna.")
         assert "the summary is turn 2, which is now pinned; /undo removes it" in chat.ask(
             "/summarize"

@@ -57,7 +57,7 @@ def refused(chat: Session, rest: str) -> str:
 
 
 def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
-    assert exported(chat, "md chat.md") == "the chat as Markdown is in chat.md"
+    assert exported(chat, "md chat.md") == "the chat as Markdown was written to chat.md"
     assert Path("chat.md").read_text(encoding="utf-8") == (
         "## System\n\nBe kind.\n\n"
         f"## You\n\nI am <i>Anna</i>.\n  Who are you?\n\n## tiny\n\n{REPLY}\n"
@@ -114,7 +114,7 @@ def test_braces_and_links_in_a_reply_do_no_harm() -> None:
 
 
 def test_the_picture_is_the_panel_and_loads_nothing(chat: Session) -> None:
-    assert exported(chat, "svg panel.svg") == "the panel as a picture is in panel.svg"
+    assert exported(chat, "svg panel.svg") == "the panel as a picture was written to panel.svg"
     picture = Path("panel.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(picture)
     said = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture)))
@@ -125,7 +125,7 @@ def test_the_picture_is_the_panel_and_loads_nothing(chat: Session) -> None:
 
 def test_a_picture_needs_no_turn_and_a_chat_does() -> None:
     exported(session(), "svg panel.svg")
-    assert "nothing is said yet" in refused(session(), "md chat.md")
+    assert "the chat has no messages yet" in refused(session(), "md chat.md")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -161,8 +161,8 @@ def test_what_can_not_be_written_costs_one_line(chat: Session, folder: Path) -> 
     assert "dangling exists" in refused(chat, "md dangling")
     assert "can't be written" in refused(chat, f"md {'x' * 300}")
     assert "can't be written" in refused(chat, "md a\0b")
-    assert "say which file" in refused(chat, "md")
-    assert "say which file" in refused(chat, "md my chat.md")
+    assert "expected the name of one file" in refused(chat, "md")
+    assert "expected the name of one file" in refused(chat, "md my chat.md")
     assert "allowed: md, html, json, svg (did you mean html?)" in refused(chat, "htm chat.html")
 
 
@@ -200,7 +200,7 @@ def test_a_chat_that_is_not_saved_is_exported_from_the_prompt(
     terminal.ask("My name is Anna.")
     for format, meaning in FORMATS.items():
         shown = " ".join(terminal.ask(f"/export {format} c.{format}").split())
-        assert shown == f"{meaning} is in c.{format}"
+        assert shown == f"{meaning} was written to c.{format}"
     assert "c.md exists (--force replaces it)" in terminal.ask("/export md c.md")
     assert "My name is Anna." in (folder / "c.md").read_text(encoding="utf-8")
-    assert "there is no folder nowhere (make it first)" in terminal.ask("/export md nowhere/c.md")
+    assert "there is no folder nowhere (create it first)" in terminal.ask("/export md nowhere/c.md")

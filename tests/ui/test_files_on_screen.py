@@ -67,8 +67,8 @@ def test_the_size_is_said_and_then_the_question_is_answered(
 ) -> None:
     shown = chat.ask(line)
     first, *_ = shown.splitlines()
-    assert re.fullmatch(rf"{re.escape(name)}: \d+ tokens, budget 1,024", first)
-    assert re.search(r"\d+ in, \d+ out, .* holds \d+/1,024", " ".join(shown.split()))
+    assert re.fullmatch(rf"{re.escape(name)}: \d+ tokens; the budget is 1,024 tokens", first)
+    assert re.search(r"\d+ tokens in, \d+ out, .* holds \d+/1,024", " ".join(shown.split()))
     assert "Anna" in chat.ask("/tokens turn 0")
 
 
@@ -82,7 +82,9 @@ def test_a_file_beyond_the_budget_is_announced_as_such(chat: Terminal) -> None:
     chat.ask("/budget 256")
     shown = _ask(chat, "/read long.txt")
     assert re.match(
-        r"long\.txt: [\d,]+ tokens, budget 256: most will be evicted as it is read ", shown
+        r"long\.txt: [\d,]+ tokens; the budget is 256 tokens, so most of the text "
+        "will be evicted while it is read ",
+        shown,
     )
     assert re.search(r"holds 2\d\d/256", shown)
 
@@ -91,9 +93,9 @@ def test_a_file_beyond_the_budget_is_announced_as_such(chat: Terminal) -> None:
     ("line", "error"),
     [
         ("/read none.txt", "there is no file none.txt (did you mean notes.txt?)"),
-        ("/read", "say which file (/read FILE, or /read FILE QUESTION)"),
-        ("/read docs", "docs is a folder (name a file in it)"),
-        ("see @docs/ please", "docs/ is a folder (name a file in it)"),
+        ("/read", "/read: expected the name of a file (type /read FILE, or /read FILE QUESTION)"),
+        ("/read docs", "docs is a folder (give the name of a file in docs)"),
+        ("see @docs/ please", "docs/ is a folder (give the name of a file in docs/)"),
         ("@pipe", "pipe is a device or a pipe, not a regular file"),
         ("@/dev/zero", "/dev/zero is a device or a pipe, not a regular file"),
         ("@big.txt", "big.txt has 1,048,577 bytes; allowed: up to 1,048,576"),
@@ -109,7 +111,7 @@ def test_what_is_refused_costs_a_line_and_nothing_is_sent(
 
 def test_a_missing_path_is_pointed_out_and_a_name_is_not(chat: Terminal) -> None:
     shown = _ask(chat, "hello @anna and @notes.md")
-    assert shown.startswith("there is no file notes.md, so this is sent as plain text ")
+    assert shown.startswith("there is no file notes.md, so the name is sent as plain text ")
     assert "@anna" not in shown
 
 

@@ -196,5 +196,5 @@ def test_names_of_files_are_completed_at_once_and_commands_when_the_model_is_the
     chat.wait_screen("(?m)^> /unp$")
     assert "let these words" not in chat.text
     ready()
-    chat.wait_screen("(?m)^ *unpin +allow that these words")
+    chat.wait_screen("(?m)^ *unpin +allow again that these words")
     chat.wait_screen("(?m)^> /unp$")

@@ -44,7 +44,10 @@ def test_the_other_model_has_read_the_text_under_the_present_settings() -> None:
     assert now.model.name == now.profile.model == "tiny-anchor"
     assert [(one.role, one.text) for one in now.turns] == [(one.role, one.text) for one in turns]
     assert (now.profile.policy, now.budget) == ("sink", 80)
-    assert f"now tiny-anchor; {now.seen:,} tokens read anew, holds {now.resident}/80" in shown
+    assert (
+        f"the model is now tiny-anchor; it read {now.seen:,} tokens, "
+        f"the cache holds {now.resident}/80" in shown
+    )
     straight = Session(now.model, now.profile)
     read_again(straight, turns)
     assert now.snapshot().rows == straight.snapshot().rows
@@ -155,7 +158,9 @@ def test_a_model_that_cannot_hold_the_budget_leaves_the_chat_as_it_was(tmp_path:
     chat = chat_of(SAYINGS[0])
     chat.do(f"/model {babbling}")
     chat.do("/budget 4000")
-    with pytest.raises(SettingError, match="budget 4000 is above the context of tiny-anchor"):
+    with pytest.raises(
+        SettingError, match="budget 4000 is above the context length of tiny-anchor"
+    ):
         chat.do("/model tiny-anchor")
     assert chat.session.model.name == babbling
 
@@ -183,8 +188,8 @@ def test_pins_are_said_to_be_gone() -> None:
 
 def test_the_present_model_is_nothing_new_and_alone_it_lists() -> None:
     chat = chat_of(SAYINGS[0])
-    assert "model is tiny already" in chat.do("/model tiny")
-    assert "model is tiny; others here: tiny-anchor" in chat.do("/model")
+    assert "model is already tiny" in chat.do("/model tiny")
+    assert "model is tiny; other models here: tiny-anchor" in chat.do("/model")
 
 
 # --- saved chats
@@ -265,7 +270,9 @@ def test_the_model_changes_and_comes_back_in_a_terminal(tmp_path: Path, columns:
         chat.ask("My name is Anna.")
         held = next(row for row in reversed(chat.lines) if " held" in row)
         shown = " ".join(chat.ask("/model tiny-anchor").split())
-        assert re.match(r"now tiny-anchor; \d+ tokens read anew, holds \d+/1,024 ", shown)
+        assert re.match(
+            r"the model is now tiny-anchor; it read \d+ tokens, the cache holds \d+/1,024 ", shown
+        )
         assert shown.endswith("until the next message")
         assert any(row.startswith(" tiny-anchor ·") for row in chat.lines)
         shown = " ".join(chat.ask("/model ./nowhere").split())

@@ -55,7 +55,7 @@ def test_a_fact_is_recalled_and_control_text_stays_text(chat: Terminal) -> None:
 
 def test_a_status_line_follows_each_round(chat: Terminal) -> None:
     last = chat.ask("Hello.").splitlines()[-1]
-    assert re.fullmatch(r"\d+ in, \d+ out, [\d,]+ tok/s, holds \d+/1,024", last)
+    assert re.fullmatch(r"\d+ tokens in, \d+ out, [\d,]+ tok/s, cache holds \d+/1,024", last)
 
 
 def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
@@ -79,7 +79,9 @@ def test_help_lists_every_command_and_describes_one(chat: Terminal) -> None:
         assert key in keys
     assert chat.ask("/?") == keys
     for one in (chat.ask("/help budget"), chat.ask("/help /budget")):
-        assert re.fullmatch(r"/budget \[TOKENS\]\s+how many tokens are held at most\.", one)
+        assert re.fullmatch(
+            r"/budget \[TOKENS\]\s+set how many tokens may be held in the cache\.", one
+        )
     assert chat.ask("/help bye").startswith("/exit (also /quit, /bye)\n")
 
 
@@ -161,11 +163,11 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Terminal) -> None:
     for _ in range(3):
         chat.ask("Tell me a joke about the sea, please.")
     held = _seen(chat)
-    assert f"nothing evicted, holds {held}/512" in chat.ask("/budget 512")
-    assert f"{held - 32} evicted, holds 32/32" in chat.ask("/budget 32")
-    assert "budget is 32 already" in chat.ask("/budget 32")
-    assert "policy entropy makes no use" not in chat.ask("/decay 0.9")
-    assert "policy window makes no use of sinks" in chat.ask("/policy window") + chat.ask(
+    assert f"nothing evicted, cache holds {held}/512" in chat.ask("/budget 512")
+    assert f"{held - 32} evicted, cache holds 32/32" in chat.ask("/budget 32")
+    assert "budget is already 32" in chat.ask("/budget 32")
+    assert "no effect under policy entropy" not in chat.ask("/decay 0.9")
+    assert "sinks has no effect under policy window" in chat.ask("/policy window") + chat.ask(
         "/sinks 5"
     )
 
@@ -173,7 +175,7 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Terminal) -> None:
 def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
     assert chat.ask("/panel off") == "panel: live -> off"
     assert chat.ask("/panel on") == "panel: off -> live"
-    assert chat.ask("/panel live") == "panel is live already"
+    assert chat.ask("/panel live") == "panel is already live"
 
 
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
@@ -189,7 +191,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
         ("/sinks", "sinks is 4"),
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
-        ("/policy", "policy is salience; others: anchor, "),
+        ("/policy", "policy is salience; other policies: anchor, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
@@ -252,7 +254,7 @@ def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> No
     going = [float(re.split(" +", x[x.rindex('"') :])[3]) for x in _rows(chat.ask("/tokens next"))]
     assert len(going) == 8
     assert going == sorted(going)  # the first to go comes first
-    assert chat.ask("/tokens turn 99") == "no such token is held"
+    assert chat.ask("/tokens turn 99") == "no held token matches /tokens turn 99"
 
 
 def _rows(shown: str) -> list[str]:
@@ -263,7 +265,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("Hello.")
     chat.ask("/decay 0.9")
     assert re.fullmatch(
-        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 evicted; \d+ said, [\d,]+ tok/s; "
+        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 evicted; \d+ generated, [\d,]+ tok/s; "
         r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )
@@ -276,7 +278,7 @@ def test_reset_evicts_and_clear_clears_only_the_screen(chat: Terminal) -> None:
     chat.wait_prompt()
     assert "Anna" not in chat.text
     assert _seen(chat) > 0
-    assert chat.ask("/reset") == "the conversation starts anew"
+    assert chat.ask("/reset") == "the conversation is empty now; the settings stay"
     assert _seen(chat) == 0
     assert chat.ask("/budget") == "budget is 512"
 
@@ -289,8 +291,8 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
     (folder / "other.yaml").write_text("model: somewhere/else\nbudget: 256\n", encoding="utf-8")
     reported = chat.ask("/profile other")
     assert "budget: 1024 -> 256" in reported
-    assert "model stays tiny, not somewhere/else: start with --model" in reported
-    assert "those of other already" in chat.ask("/profile other")
+    assert "model stays tiny, not somewhere/else: start sirchat with --model" in reported
+    assert "already have the values of profile other" in chat.ask("/profile other")
 
 
 @pytest.mark.parametrize(
@@ -300,12 +302,12 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/pol sink", "there is no command /pol (did you mean /policy?)"),
         ("/policyx", "there is no command /policyx (did you mean /policy?)"),
         ("/Policy", "did you mean /policy?"),
-        ("/nosuch", "there is no command /nosuch (/help lists them"),
-        ("/resume", "/help lists them"),  # nothing like /reset
-        ("/remove", "/help lists them"),
+        ("/nosuch", "there is no command /nosuch (/help lists all commands"),
+        ("/resume", "/help lists all commands"),  # nothing like /reset
+        ("/remove", "/help lists all commands"),
         ("/hlep", "did you mean /help?"),
-        ("/", "there is no command / (/help lists them"),
-        ("/xyzzy", "/help lists them"),
+        ("/", "there is no command / (/help lists all commands"),
+        ("/xyzzy", "/help lists all commands"),
         ("/help polcy", "did you mean /policy?"),
         ("/policy entropie", "did you mean entropy?"),
         (
@@ -323,17 +325,17 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/sinks -1", "at least 0"),
         ("/recent many", "a whole number"),
         ("/set budgt 64", "did you mean budget?"),
-        ("/set xyzzy 64", "/show lists them"),
+        ("/set xyzzy 64", "/show lists all settings"),
         ("/set protect maybe", "true or false"),
         ("/set model other", "model can't change in a running chat"),
         ("/show budgt", "did you mean budget?"),
-        ("/show xyzzy", "/show lists them"),
+        ("/show xyzzy", "/show lists all settings"),
         ("/panel sideways", "full, live, turn, on, off"),
         ("/tokens sideways", "turn, top, next, all"),
         ("/tokens turn x", "a whole number, 0 or more"),
         ("/tokens top 0", "a whole number, 1 or more"),
         ("/profile sirllm-grocry", "did you mean sirllm-grocery?"),
-        ("/profile xyzzy", "there are anchor, default, "),
+        ("/profile xyzzy", "profiles: anchor, default, "),
         ("/reset everything", "/reset takes no argument"),
         ("/exit now", "/exit takes no argument"),
     ],

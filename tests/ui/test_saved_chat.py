@@ -75,7 +75,7 @@ def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder:
 
 def test_where_nothing_is_said_yet_saving_begins_with_the_first_turn(folder: Path) -> None:
     chat = Chat(save=False)
-    assert "nothing is said yet" in chat.do("/save trip")
+    assert "the chat is still empty" in chat.do("/save trip")
     assert not folder.exists()
     chat.say(SAYINGS[0])
     assert [one.name for one in list_sessions(folder).sessions] == ["trip"]
@@ -143,13 +143,13 @@ def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
         chat.ask("My name is Anna.")
         chat.say("/exit")
         assert chat.ended() == 0
-        found = re.search(r"^saved; to continue it: sirchat --resume (20\S+)$", chat.text, re.M)
+        found = re.search(r"^to continue this chat: sirchat --resume (20\S+)$", chat.text, re.M)
         assert found
     with Terminal("--resume", found[1], home=tmp_path, columns=columns) as chat:
         assert "Anna" in chat.ask("What is my name?")
         chat.ask("/save my trip")
         assert chat.leave() == 0
-        assert chat.text.endswith('saved; to continue it: sirchat --resume "my trip"')
+        assert chat.text.endswith('to continue this chat: sirchat --resume "my trip"')
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_load_last_is_the_last_of_the_others(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[3])
     assert new in chat.do("/load last")
-    assert "this chat is session" in chat.do("/load new")
+    assert "is this chat, which is already open" in chat.do("/load new")
 
 
 def test_load_last_passes_over_a_damaged_chat_and_names_it(folder: Path) -> None:
@@ -228,12 +228,12 @@ def test_load_last_passes_over_a_damaged_chat_and_names_it(folder: Path) -> None
     path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
     told = " ".join(Chat().do("/load last").split())
     assert f"{path.name} is damaged" in told
-    assert f"this is session {whole}" in told
+    assert f"this chat is session {whole}" in told
 
 
 def test_where_nothing_is_saved_load_says_so() -> None:
     chat = Chat()
-    assert "no chat is saved" in chat.do("/load")
+    assert "there are no saved chats" in chat.do("/load")
     assert "no saved session" in refusal(chat, "/load last")
 
 

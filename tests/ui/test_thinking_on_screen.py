@@ -164,7 +164,7 @@ def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
     file.write_text(TEXT, encoding="utf-8")
     command = (WARM, "-m", "tests.support.speaking", str(file), "--model", endless)
     with Terminal(*command, home=tmp_path, columns=60) as chat:
-        assert chat.ask("/thinking") == "no reply has any reasoning"
+        assert chat.ask("/thinking") == "no reply so far contains reasoning"
         for columns in (60, 100, 160):
             chat.resize(40, columns)
             assert chat.ask("/thinking fold") == "thinking: show -> fold"
@@ -173,7 +173,7 @@ def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
                 shown = chat.ask("Go on.")
                 assert re.match(
                     r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n"
-                    r"\d+ in, ",
+                    r"\d+ tokens in, ",
                     shown,
                 )
             assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"

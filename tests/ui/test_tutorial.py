@@ -98,13 +98,13 @@ def test_the_panel_has_what_is_explained_of_it(piped: str) -> None:
 
 def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) -> None:
     last = step_of(piped, LAST)
-    above, said = last.split("│ It knows again.")
+    above, said = last.split("│ It knows the cat's name again.")
     drawn = above.split("evicted next")[1]
     assert "Luna" in drawn
     assert "Anna" not in drawn
-    assert "Anna went" in folded(said)
+    assert "Anna was evicted" in folded(said)
     first = step_of(piped, number_of("What is my name?"))
-    assert 'after "evicted": what just was' in folded(first)
+    assert 'after "evicted" those that just were' in folded(first)
 
 
 def test_commands_it_names_exist() -> None:
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_the_reply_and_the_tutorial(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         run_tutorial(lambda _: session, Screen(io.StringIO(), err), waits=False)
     assert "interrupted" in err.getvalue()
-    assert "sirchat tutorial begins again" in err.getvalue()
+    assert "sirchat tutorial starts the tutorial again" in err.getvalue()
     assert len(session.turns) == 2
 
 
@@ -177,7 +177,7 @@ def test_on_a_pipe_it_runs_through_and_leaves_nothing(tmp_path: Path) -> None:
     assert os.times().elapsed - begun < 30
     assert "Your name is Anna." in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
-    assert "of yours: Anna" in done.stderr
+    assert "your words: Anna" in done.stderr
     tmp_path.chmod(0o700)
     assert not [*tmp_path.iterdir()]
 
@@ -241,7 +241,7 @@ def test_own_lines_are_sent_and_the_step_is_offered_again(home: Path) -> None:
         terminal.wait("holds ")
         wait_step(terminal, 1)
         terminal.submit("/ /save mine\r")
-        terminal.wait("/save is for a chat of your own")
+        terminal.wait("/save does not work in the tutorial")
         wait_step(terminal, 1)
         terminal.submit("/stats\r")
         terminal.wait("2 turns; ")
@@ -252,7 +252,7 @@ def test_own_lines_are_sent_and_the_step_is_offered_again(home: Path) -> None:
         terminal.submit()
         wait_step(terminal, 2)
         terminal.submit("/reset\r")
-        terminal.wait("the conversation starts anew")
+        terminal.wait("the conversation is empty now")
         wait_step(terminal, 2)
         terminal.submit()
         wait_step(terminal, 3)
@@ -292,7 +292,10 @@ def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
         terminal.send(keys)
         assert terminal.ended() == code
         assert terminal.lines.count(f"> {STEPS[2].line}") == 0  # it was not sent
-        assert "sirchat tutorial begins again; sirchat opens a chat" in terminal.text
+        assert (
+            "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
+            in terminal.text
+        )
         assert "Traceback" not in terminal.text
 
 

@@ -103,7 +103,7 @@ def test_ctrl_x_ctrl_e_opens_the_editor_and_its_text_comes_back(chat: Terminal) 
 def test_a_paste_of_several_lines_is_one_message_and_never_a_command(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.paste("/policy sink\r\n/reset\nand this\n")
-    chat.wait_screen("pasted: sent as it is, never a command")
+    chat.wait_screen("pasted text: sent as it is, never run as a command")
     chat.submit(ENTER)
     assert _message(chat) == "/policy sink\n/reset\nand this\n"
     assert " · salience · " in chat.text

@@ -39,10 +39,13 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
     straight.say(*SAYINGS[:2])
     replies = [turn.text for turn in straight.session.turns if turn.role == "assistant"]
     shown = chat.do("/undo")
-    assert f"undone: {SAYINGS[2]}; {chat.session.seen:,} tokens before it were read anew" in shown
+    assert (
+        f"undone: {SAYINGS[2]}; {chat.session.seen:,} tokens of earlier turns were read again"
+        in shown
+    )
     assert chat.texts == SAYINGS[:2]
     assert [turn.text for turn in chat.session.turns if turn.role == "assistant"] == replies
-    assert "read anew" not in chat.do("/undo")  # these turns were read in this run
+    assert "were read again" not in chat.do("/undo")  # these turns were read in this run
     assert chat.texts == SAYINGS[:1]
     chat.say(SAYINGS[4])
     chat.saved_chat.close()
@@ -54,7 +57,7 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
 def test_pins_are_lost_when_a_chat_is_read_anew_and_that_is_said() -> None:
     chat = _gone_on()
     chat.do('/pin "words"')
-    assert re.search(r"\d tokens that you had pinned are not pinned any more", chat.do("/undo"))
+    assert re.search(r"\d tokens that you had pinned are no longer pinned", chat.do("/undo"))
 
 
 def test_where_nothing_was_said_there_is_nothing_to_undo() -> None:
@@ -85,7 +88,7 @@ def test_what_was_erased_is_not_read_anew() -> None:
     chat.say("The code is 7351.", SAYINGS[1])
     chat.do('/erase "7351"')
     chat.do("/erase --yes")
-    assert "read anew" in chat.do("/undo")
+    assert "were read again" in chat.do("/undo")
     assert chat.texts == ["The code is ."]
 
 
@@ -93,7 +96,7 @@ def test_after_a_resume_a_message_of_this_run_is_undone_exactly() -> None:
     chat = _gone_on()
     before = chat.session.snapshot().rows
     chat.say(SAYINGS[3])
-    assert "read anew" not in chat.do("/undo")
+    assert "were read again" not in chat.do("/undo")
     assert chat.session.snapshot().rows == before
     assert answer(list(chat.session.ask(SAYINGS[3])))
 
@@ -115,7 +118,9 @@ def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
         assert chat.leave() == 0
     with Terminal("--resume", "last", home=tmp_path, columns=columns) as chat:
         shown = " ".join(chat.ask("/undo").split())
-        assert re.search(r"undone: Tell me a joke\.; \d+ tokens before it were read anew", shown)
+        assert re.search(
+            r"undone: Tell me a joke\.; \d+ tokens of earlier turns were read again", shown
+        )
         assert "Tell me a joke" not in chat.ask("/panel")
         assert "undone: My cat is called Luna." in " ".join(chat.ask("/undo").split())
         assert chat.leave() == 0

@@ -47,13 +47,13 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     assert _said(chat, "Anna") == (
-        "“Anna” is evicted: of the 59 held tokens, 55 are newer. It is archived: "
-        '/recall "Anna" restores it.'
+        "“Anna” is evicted: of the 59 held tokens, 55 are newer. The tokens are archived: "
+        '/recall "Anna" restores them.'
     )
-    assert "It was evicted, and is no longer archived." in _said(
+    assert "The tokens are no longer archived, so they can't be restored." in _said(
         _told("sink", archive="off"), "Anna"
     )
-    assert _said(_told("window"), "turn 0").endswith("It is archived: /pin restores it.")
+    assert _said(_told("window"), "turn 0").endswith("The tokens are archived: /pin restores them.")
 
 
 def test_of_words_that_are_held_in_part_it_says_how_many() -> None:
@@ -61,15 +61,15 @@ def test_of_words_that_are_held_in_part_it_says_how_many() -> None:
     states = [one.state for one in chat.why("Lisbon")]
     held = f"Of the {len(states)} tokens of “Lisbon”, {states.count('held')} are held. "
     assert _said(chat, "Lisbon").startswith(held)
-    assert "goes next" in _said(chat, "Lisbon")
+    assert "will be evicted next" in _said(chat, "Lisbon")
 
 
 def test_pins_sinks_and_fading_are_named() -> None:
     chat = _told("entropy", decay=0.5)
-    assert "(what is older counts less)" in _said(chat, "Lisbon")
+    assert "(older surprise counts less)" in _said(chat, "Lisbon")
     chat.pin("Lisbon")
     assert _said(chat, '"Lisbon"') == "“Lisbon” is held because it is pinned."
-    assert "the first tokens of all" in _said(_told("interval"), "turn 0")
+    assert "the first tokens of the chat" in _said(_told("interval"), "turn 0")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory and disk space that the archive takes over a long conversation, against its limit."""
+"""Memory and disk space of the archive in a long conversation, compared with its limit."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def repeated_blocks(
 
 
 class _Reciting(Sampler):
-    """A sampler that returns the ids of a text over and over, whatever the logits are."""
+    """A sampler that returns the ids of a text again and again, whatever the logits are."""
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__(Sampling())

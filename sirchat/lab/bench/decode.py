@@ -1,4 +1,4 @@
-"""Decode and prefill, with all features on, against a bare transformers loop with DynamicCache.
+"""Decode and prefill, with all features on, compared with a plain loop of transformers.
 
 Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
 tokenizer, flags sentence ends and decodes to text. The bare side only picks the next id.
@@ -73,7 +73,7 @@ def bench_decode(
     yield _against_the_limit(model, options)
     if model.decode_step is not None and model.decode_step.compiled is not None:
         yield compare(
-            "decode, compiled against not",
+            "decode with the compiled step against without",
             lambda: generated_blocks(model, options),
             lambda: _uncompiled(model.decode_step, generated_blocks(model, options)),
             options,
@@ -107,7 +107,7 @@ def bench_decode(
             options,
         )
     yield compare(
-        "decode with an archive against without",
+        "decode with an archive against decode without",
         lambda: generated_blocks(model, options),
         lambda: generated_blocks(model, options, archive=0),
         options,
@@ -124,7 +124,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Run the blocks of `blocks` with the compiled step switched off; yield their seconds."""
+    """Time the blocks of `blocks` with the compiled step switched off; yields their seconds."""
     while True:
         program, step.compiled = step.compiled, None
         try:

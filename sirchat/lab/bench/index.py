@@ -1,4 +1,4 @@
-"""Searching an archive through an index, against scoring every row: speed and recall.
+"""Searching an archive through an index, compared with scoring every row: speed and recall.
 
 The archive is like that of a long chat. Its conversations are generated, like those that the
 bundled model was trained on. They are read in batches by plain forward passes, each from position
@@ -60,7 +60,7 @@ class _Searched:
         return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Yield, without end, the seconds of each search; append the rows it found to `best`."""
+        """Yield the seconds of one search after another; append the rows found to `best`."""
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
             ranked = self.search(query, index=index)

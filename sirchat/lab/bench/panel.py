@@ -1,4 +1,4 @@
-"""The live panel, on against off: what drawing costs while the model generates.
+"""What drawing the live panel costs while the model generates: decoding with and without it.
 
 Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. What
 counts is the time from one token to the next, drawing included.
@@ -39,7 +39,7 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
         if live.is_plain:
             raise UsageError("this terminal can't show the panel", hint="unset NO_COLOR, set TERM")
         ratio = compare(
-            "decode with the live panel against none",
+            "decode with the live panel against decode without",
             lambda: _blocks(model, options, live, "live"),
             lambda: _blocks(model, options, off, "off"),
             options,

@@ -40,7 +40,7 @@ _QUESTION_SEED = 1
 def bench_recall(
     model: LoadedModel, options: BenchOptions, sizes: Sequence[int], retrievers: Sequence[str]
 ) -> Iterator[Ratio]:
-    """For each size of the archive and each retriever: a turn with recall against one without.
+    """For each archive size and retriever: the time of a turn with recall and of one without.
 
     The note of each ratio has the median time of the search alone. Raises UsageError for a model
     without a tokenizer.
@@ -58,7 +58,7 @@ def bench_recall(
 
 
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
-    """Time turns that are asked and undone, with recall and without, in turn."""
+    """Time turns that are asked and undone, alternately with recall and without."""
     searches: list[float] = []
 
     def seconds(recall: str) -> Iterator[float]:
@@ -73,7 +73,7 @@ def _turns(session: Session, asked: list[str], name: str, options: BenchOptions)
 
     size = session.seen
     ratio = compare(
-        f"turn with recall {name} against none, {size:,} tokens read",
+        f"turn with recall {name} against a turn without, {size:,} tokens read",
         lambda: seconds(name),
         lambda: seconds("off"),
         options,

@@ -86,7 +86,9 @@ def _ours(arguments: Sequence[str]) -> StartFigures:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise ModelError(lines[-1] if lines else f"the process ended with {done.returncode}")
+        raise ModelError(
+            lines[-1] if lines else f"the process ended with exit code {done.returncode}"
+        )
     figures: StartFigures = json.loads(done.stdout)
     return figures
 

@@ -114,10 +114,12 @@ class _Chat:
             if not self.read(0.005):
                 assert self._process.stderr is not None
                 said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-                problem = said[-1] if said else f"the chat ended with {self._process.wait()}"
+                problem = (
+                    said[-1] if said else f"the chat ended with exit code {self._process.wait()}"
+                )
                 raise ModelError(problem.removeprefix("sirchat: "))
             if time.perf_counter() > end:
-                raise ModelError(f"the chat does not answer within {_PATIENCE:.0f} seconds")
+                raise ModelError(f"the chat did not answer within {_PATIENCE:.0f} seconds")
         return time.perf_counter() - self._begun
 
     def read(self, seconds: float) -> bool:

@@ -34,27 +34,33 @@ class _BenchGroup(TyperGroup):
         for flag in (one.partition("=")[0] for one in args):
             if flag in _MOVED:
                 raise UsageError(
-                    f"{flag} is a subcommand now", hint=f"sirchat bench {_MOVED[flag]}"
+                    f"{flag} is now a subcommand", hint=f"use sirchat bench {_MOVED[flag]}"
                 )
         return super().parse_args(ctx, args)
 
 
 bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
 
-Model = Annotated[str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 8b.")]
-Cache = Annotated[int, typer.Option(help="Tokens held while decoding.", min=64)]
-Rounds = Annotated[int, typer.Option(help="How many times both sides are timed, in turn.", min=2)]
+Model = Annotated[
+    str, typer.Option(help="A model, or a Llama shape with random weights: 135m, 1b or 8b.")
+]
+Cache = Annotated[int, typer.Option(help="Number of tokens held while decoding.", min=64)]
+Rounds = Annotated[int, typer.Option(help="Number of times that both sides are timed.", min=2)]
 Seen = Annotated[
     str,
-    typer.Option(metavar="EARLY,LATE[,...]", help="Tokens read before an early and a late timing."),
+    typer.Option(
+        metavar="EARLY,LATE[,...]", help="Numbers of tokens read before an early and a late timing."
+    ),
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cuda|mps|cpu", help="Where it runs.")]
+Device = Annotated[
+    str, typer.Option(metavar="auto|cuda|mps|cpu", help="Device on which the model runs.")
+]
 Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
 Quantize = Annotated[
     str,
     typer.Option(
         metavar="auto|none|packed|int8|int4",
-        help="How weights are quantized; the bare loop always uses float32.",
+        help="How weights are quantized; the transformers loop always uses float32.",
     ),
 ]
 Compile = Annotated[
@@ -69,7 +75,7 @@ LlamaCppPython = Annotated[
         "--llama-cpp",
         metavar="PYTHON",
         help="Compare with llama.cpp on the same GGUF file. PYTHON is an interpreter with "
-        "llama-cpp-python; default: the one that runs sirchat, if it has that package.",
+        "llama-cpp-python; default: the interpreter that runs sirchat, if it has that package.",
     ),
 ]
 SirLLMPython = Annotated[
@@ -99,7 +105,7 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Speed against a bare transformers loop, as ratios (below 1: sirchat is faster).
+    """Compare the speed with a plain transformers loop, as ratios (below 1: sirchat is faster).
 
     Without a subcommand, this runs `decode`.
     """
@@ -128,7 +134,7 @@ def decode(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode and prefill, with an archive and without, early and late in a stream.
+    """Measure decode and prefill: with and without an archive, early and late in a stream.
 
     Decode is also compared with `generate` with a static cache, and with reading the weights once.
 
@@ -138,9 +144,11 @@ def decode(
     """
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
-        raise UsageError(f"--seen {seen!r} is not EARLY,LATE", hint="for example 2000,100000")
+        raise UsageError(
+            f"--seen {seen!r} is not two numbers EARLY,LATE", hint="for example: --seen 2000,100000"
+        )
     if int(numbers[0]) < cache:
-        raise UsageError(f"--seen {seen}: EARLY must be at least --cache, which is {cache}")
+        raise UsageError(f"--seen {seen}: EARLY must be at least {cache}, the value of --cache")
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     profile = changed(profile, "--compile", compile=compile)
     from sirchat.lab.bench.decode import bench_decode
@@ -159,7 +167,7 @@ def decode(
 @bench_app.command()
 def start(
     model: Model = "tiny",
-    rounds: Annotated[int, typer.Option(help="Starts that are timed.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of starts that are timed.", min=1)] = 5,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
@@ -192,7 +200,7 @@ def panel(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the live panel, on against off."""
+    """Measure decoding with the live panel against decoding without it."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.panel import bench_panel
     from sirchat.lab.bench.ratio import BenchOptions
@@ -210,7 +218,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what counting attention costs."""
+    """Measure decoding with attention counted against decoding without."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -221,7 +229,7 @@ def attention(
 @bench_app.command()
 def index(
     archived: Annotated[
-        int, typer.Option(min=10_000, help="Archived tokens to search.")
+        int, typer.Option(min=10_000, help="Number of archived tokens to search.")
     ] = 1_000_000,
     rounds: Rounds = 15,
     device: Device = "auto",
@@ -229,7 +237,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure searching the archive of `tiny` with an index, against exact search."""
+    """Measure searching an archive of `tiny` with an index, compared with exact search."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions
@@ -241,10 +249,10 @@ def index(
 def recall(
     model: Model = "tiny",
     archived: Annotated[
-        str, typer.Option(help="Tokens of the chats that are searched.", metavar="N,M,...")
+        str, typer.Option(help="Lengths of the searched chats, in tokens.", metavar="N,M,...")
     ] = "4000,100000,1000000",
     retrievers: Annotated[
-        str, typer.Option(help="Retrievers to measure, with commas.", metavar="A,B,...")
+        str, typer.Option(help="Retrievers to measure, separated by commas.", metavar="A,B,...")
     ] = "bm25",
     cache: Cache = 1024,
     rounds: Rounds = 15,
@@ -254,7 +262,7 @@ def recall(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a turn with recall against one without, and the search, by the archive's size."""
+    """Measure a turn with and without recall, and the search alone, by the archive's size."""
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     sizes = whole_numbers("archived", archived)
     from sirchat.lab.bench.ratio import BenchOptions
@@ -267,8 +275,10 @@ def recall(
 
 @bench_app.command()
 def archive(
-    tokens: Annotated[int, typer.Option(help="Tokens to read.", min=1)],
-    archive_limit: Annotated[str, typer.Option(help="Limit of the archive.")] = "256MiB",
+    tokens: Annotated[int, typer.Option(help="Number of tokens to read.", min=1)],
+    archive_limit: Annotated[
+        str, typer.Option(help="Maximum size of the archive, such as 1GiB.")
+    ] = "256MiB",
     model: Model = "tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -330,7 +340,7 @@ def _load(profile: Profile) -> "LoadedModel":
 
 
 def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
-    """A float32 copy for the bare loop; None if `model` is in float32 already, or on a GPU."""
+    """A float32 copy for the plain loop; None if `model` is in float32 already, or on a GPU."""
     if model.device.type != "cpu" or model.precision == "float32":
         return None
     return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

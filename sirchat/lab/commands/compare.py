@@ -38,17 +38,18 @@ def compare(
     policies: Policies = "full,salience,entropy,sink",
     budgets: Annotated[
         str | None,
-        typer.Option(help="Budgets to compare; default: --budget.", metavar="N,M,..."),
+        typer.Option(help="Budgets to compare; default: the value of --budget.", metavar="N,M,..."),
     ] = None,
     decays: Annotated[
         str | None,
-        typer.Option(help="Decays to compare; default: --decay.", metavar="X,Y,..."),
+        typer.Option(help="Decays to compare; default: the value of --decay.", metavar="X,Y,..."),
     ] = None,
     sweep: Sweep = None,
     own: Annotated[
         bool,
         typer.Option(
-            "--continue", help="Build on each setting's own replies, not on the transcript's."
+            "--continue",
+            help="Continue from each setting's own replies, not from the transcript's.",
         ),
     ] = False,
     format: Annotated[
@@ -57,12 +58,15 @@ def compare(
     ] = "auto",
     json: Json = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with pictures, too.", metavar="PATH")
+        Path | None,
+        typer.Option(
+            help="Also write the comparison to this HTML page, with pictures.", metavar="PATH"
+        ),
     ] = None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings: answers, retention, agreement with full.
+    """Replay a transcript under several settings: answers, tokens held, agreement with full.
 
     Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
     """
@@ -163,5 +167,6 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
             file.write(text)
     except OSError as error:
         raise UsageError(
-            f"--html {path} cannot be written: {error.strerror}", hint="give a file's path"
+            f"--html {path} cannot be written: {error.strerror}",
+            hint="give the path of a file that can be written",
         ) from error

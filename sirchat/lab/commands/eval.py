@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 eval_app = typer.Typer(
     add_completion=False,
-    help="Measure what a model under a policy still remembers.",
+    help="Measure what a model remembers under a policy.",
     no_args_is_help=True,
 )
 eval_app.add_typer(mechanisms_app)
@@ -39,14 +39,16 @@ _PAPERS = "full,entropy,sink,random,interval,reservoir"
 Scored = Annotated[
     str,
     typer.Option(
-        help="Choose the option by the probability of its letter (paper) or its text (text), "
+        help="Choose an option by the probability of its letter (paper) or of its text (text), "
         "as in SirLLM's code (released), or as named in the generated reply (reply).",
         metavar="paper|text|released|reply",
     ),
 ]
-FactCounts = Annotated[str, typer.Option(help="Facts told in a conversation.", metavar="N,M,...")]
+FactCounts = Annotated[
+    str, typer.Option(help="Number of facts told in each conversation.", metavar="N,M,...")
+]
 Distances = Annotated[
-    str, typer.Option(help="Rounds between facts and questions.", metavar="N,M,...")
+    str, typer.Option(help="Numbers of rounds between facts and questions.", metavar="N,M,...")
 ]
 Data = Annotated[
     str | None,
@@ -62,9 +64,12 @@ Data = Annotated[
 def recall(
     compared: Compared,
     between: Annotated[
-        str, typer.Option(help="Rounds between fact and question.", metavar="N,M,...")
+        str,
+        typer.Option(
+            help="Numbers of rounds between the fact and the question.", metavar="N,M,..."
+        ),
     ] = "20",
-    before: Annotated[int, typer.Option(help="Rounds before the fact.", min=0)] = 0,
+    before: Annotated[int, typer.Option(help="Number of rounds before the fact.", min=0)] = 0,
     ask: Annotated[
         str,
         typer.Option(
@@ -73,17 +78,20 @@ def recall(
         ),
     ] = "told",
     kinds: Annotated[
-        str, typer.Option(help="Kinds of fact, with commas; default: all.", metavar="A,B,...")
+        str,
+        typer.Option(
+            help="Kinds of fact to use, separated by commas; default: all.", metavar="A,B,..."
+        ),
     ] = "",
     generate: Annotated[
         bool,
         typer.Option(
             "--generate",
-            help="Let the model answer the rounds before the questions, too; score both.",
+            help="Let the model write the replies before the question, and score these, too.",
         ),
     ] = False,
 ) -> "Study":
-    """Tell a fact, talk of other things, ask for it: the share of exact answers."""
+    """Tell a fact, talk of other things, ask for the fact: the share of exact answers."""
     from sirchat.lab.studies.recall import KIND_NAMES, RecallStudy
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
@@ -101,14 +109,16 @@ def recall(
 @study(
     eval_app,
     "facts",
-    Defaults("entropy,sink", budgets="128", limit=300, of="Questions for each cell."),
+    Defaults(
+        "entropy,sink", budgets="128", limit=300, of="Number of questions for each table cell."
+    ),
 )
 def facts(
     compared: Compared,
     facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
 ) -> "Study":
-    """Tell facts, talk of other things, ask for each: the share of exact answers, perplexity."""
+    """Tell facts, talk of other things, ask for each fact: exact answers, and perplexity."""
     from sirchat.lab.studies.facts import Facts
 
     return Facts(
@@ -125,17 +135,17 @@ def facts(
         "salience,entropy,sink,random,reservoir,h2o,tova,snapkv",
         budgets="96,128,256,512",
         limit=300,
-        of="Questions for each cell.",
+        of="Number of questions for each table cell.",
     ),
 )
 def policies(
     compared: Compared,
     parts: Annotated[
-        str, typer.Option(help="Parts of the study to run, with commas.", metavar="A,B,...")
+        str, typer.Option(help="Parts of the study to run, separated by commas.", metavar="A,B,...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
     facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
-    at: Annotated[int, typer.Option(help="Budget of all parts but facts.", min=1)] = 128,
+    at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":
     """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
@@ -156,11 +166,13 @@ def policies(
 )
 def topics(
     compared: Compared,
-    topics: Annotated[int, typer.Option(help="Topics that follow each other.", min=1)] = 3,
-    facts: Annotated[int, typer.Option(help="Facts told of each.", min=1)] = 4,
-    between: Annotated[int, typer.Option(help="Rounds of small talk after the facts.", min=0)] = 20,
+    topics: Annotated[int, typer.Option(help="Number of topics, one after the other.", min=1)] = 3,
+    facts: Annotated[int, typer.Option(help="Number of facts told about each topic.", min=1)] = 4,
+    between: Annotated[
+        int, typer.Option(help="Number of rounds of small talk after the facts.", min=0)
+    ] = 20,
 ) -> "Study":
-    """Change the topic: the share of exact answers about the last topic, and the first."""
+    """Change the topic: the share of exact answers about the last and the first topic."""
     from sirchat.lab.studies.facts import Topics
 
     return Topics(**compared, topics=topics, facts=facts, between=between)
@@ -169,7 +181,7 @@ def topics(
 @study(
     eval_app,
     "facts-in-dialogue",
-    Defaults("full,entropy,sink", budgets="256", of="Questions for each length."),
+    Defaults("full,entropy,sink", budgets="256", of="Number of questions for each length."),
     former="chatter",
 )
 def facts_in_dialogue(
@@ -182,14 +194,17 @@ def facts_in_dialogue(
         ),
     ],
     lengths: Annotated[
-        str, typer.Option(help="Tokens of a conversation.", metavar="N,M,...")
+        str, typer.Option(help="Lengths of the conversations, in tokens.", metavar="N,M,...")
     ] = "1000",
-    facts: Annotated[int, typer.Option(help="Facts told in a conversation.", min=1)] = 5,
+    facts: Annotated[
+        int, typer.Option(help="Number of facts told in each conversation.", min=1)
+    ] = 5,
     reply_tokens: Annotated[
-        int, typer.Option(help="Longest reply in tokens; 0 generates no replies.", min=0)
+        int,
+        typer.Option(help="Maximum number of tokens in a reply; 0 generates no replies.", min=0),
     ] = 32,
 ) -> "Study":
-    """Tell facts amid real talk, ask for each: right choices among four, replies, nats, tokens."""
+    """Tell facts in real talk, ask for each: right choices among four, right replies, nats."""
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
     return FactsInDialogue(
@@ -216,11 +231,12 @@ def grocery(
     compared: Compared,
     scoring: Scored = "paper",
     shots: Annotated[
-        str, typer.Option(help="Numbers of examples, for extra few-shot rows.", metavar="1,2,3")
+        str,
+        typer.Option(help="Numbers of examples (shots), each for an extra row.", metavar="1,2,3"),
     ] = "",
     data: Data = None,
 ) -> "Study":
-    """SirLLM's Grocery Shopping: what to buy, 20 questions, which of four it was."""
+    """SirLLM's Grocery Shopping: after 20 other questions, which of four items to buy."""
     counts = whole_numbers("shots", shots) if shots else ()
     return _multiple_choice(compared, "grocery", scoring, counts, data)
 
@@ -229,35 +245,42 @@ def grocery(
     eval_app,
     "rock-paper-scissors",
     Defaults(
-        "entropy,sink", budgets="1024", decays="0.9", limit=10, of="Matches against each player."
+        "entropy,sink",
+        budgets="1024",
+        decays="0.9",
+        limit=10,
+        of="Number of matches against each player.",
     ),
 )
 def rock_paper_scissors(
     compared: Compared,
-    rounds: Annotated[int, typer.Option(help="Rounds of a match.", min=1)] = 300,
+    rounds: Annotated[int, typer.Option(help="Number of rounds in a match.", min=1)] = 300,
     scoring: Scored = "paper",
     data: Data = None,
 ) -> "Study":
-    """Play against three players who prefer a move each; the share of rounds won."""
+    """Play against three players, each with a preferred move: the share of rounds won."""
     from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 
     return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
 
 
 @study(
-    eval_app, "perplexity", Defaults("full,window,sink,entropy", limit=20_000, of="Tokens to read.")
+    eval_app,
+    "perplexity",
+    Defaults("full,window,sink,entropy", limit=20_000, of="Number of tokens to read."),
 )
 def perplexity(
     compared: Compared,
     text: Annotated[
-        str | None, typer.Option(help="Text file; default: generated talk.", metavar="FILE")
+        str | None, typer.Option(help="Text file to read; default: generated talk.", metavar="FILE")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="Real conversations, read turn by turn as in a chat.", metavar="PATH"),
     ] = None,
     readings: Annotated[
-        int, typer.Option(help="Number of times to read it, each time from a later start.", min=1)
+        int,
+        typer.Option(help="Number of times to read the text, each time from a later start.", min=1),
     ] = 1,
 ) -> "Study":
     """Read a long text: the surprisal per token, in nats, as the text goes on."""
@@ -269,7 +292,12 @@ def perplexity(
 @study(
     eval_app,
     "locomo",
-    Defaults("window,sink,entropy", budgets="512", limit=50, of="Questions for each conversation."),
+    Defaults(
+        "window,sink,entropy",
+        budgets="512",
+        limit=50,
+        of="Number of questions for each conversation.",
+    ),
 )
 def locomo(
     compared: Compared,
@@ -277,23 +305,26 @@ def locomo(
         str, typer.Option(help="LoCoMo's locomo10.json, or Realtalk's files.", metavar="PATH")
     ],
     conversations: Annotated[
-        str, typer.Option(help="Conversations, counted from 0; default: all.", metavar="N,M,...")
+        str,
+        typer.Option(
+            help="Numbers of the conversations to use, from 0; default: all.", metavar="N,M,..."
+        ),
     ] = "",
     reply_tokens: Annotated[
-        int, typer.Option(help="Longest reply in tokens; 0 for no replies and no F1.", min=0)
+        int, typer.Option(help="Maximum number of tokens in a reply; 0: no replies, no F1.", min=0)
     ] = 24,
     retrievers: Annotated[
         str,
         typer.Option(
-            help="Retrievers to compare, with commas; default: that of --recall.",
+            help="Retrievers to compare, separated by commas; default: the value of --recall.",
             metavar="A,B,...",
         ),
     ] = "",
     counts: Annotated[
-        str, typer.Option(help="How many tokens they restore.", metavar="N,M,...")
+        str, typer.Option(help="Numbers of tokens that retrievers restore.", metavar="N,M,...")
     ] = "100,200,400",
 ) -> "Study":
-    """LoCoMo and Realtalk: questions about weeks of talk; answers, and the evidence held."""
+    """LoCoMo and Realtalk: answers to questions about weeks of talk, and the evidence held."""
     from sirchat.lab.studies.locomo import Locomo
 
     if not retrievers and compared["settings"][0].recall != "off":
@@ -325,7 +356,9 @@ if TYPE_CHECKING:
 @study(eval_app, "lm-eval", None)
 def lm_eval(
     profile: Profile,
-    tasks: Annotated[str, typer.Option(help="Tasks, groups or tags.", metavar="A,B,...")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks of lm-eval, or groups or tags of tasks.", metavar="A,B,...")
+    ],
     num_fewshot: Annotated[
         int | None,
         typer.Option(
@@ -333,7 +366,7 @@ def lm_eval(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Documents of each task; default: all.", min=1)
+        int | None, typer.Option(help="Number of documents from each task; default: all.", min=1)
     ] = None,
     include_path: Annotated[
         Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
@@ -343,7 +376,9 @@ def lm_eval(
     ] = False,
     piece: Annotated[
         int | None,
-        typer.Option(help="Tokens per round of a context; default: all in one round.", min=1),
+        typer.Option(
+            help="Read a context in rounds of this many tokens; default: one round.", min=1
+        ),
     ] = None,
     policies: Policies = "full,sink,entropy",
     budgets: Budgets = "256",

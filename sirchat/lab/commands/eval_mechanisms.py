@@ -27,7 +27,7 @@ Base = Annotated[int, typer.Option(help="Budget, not counting restored tokens.",
 def context(
     compared: Compared,
     lengths: Annotated[
-        str, typer.Option(help="Tokens of context.", metavar="N,M,...")
+        str, typer.Option(help="Lengths of the context, in tokens.", metavar="N,M,...")
     ] = "128,256,512,1024,2048",
 ) -> "Study":
     """Read conversations: perplexity by the length of the context."""
@@ -40,13 +40,18 @@ def context(
     mechanisms_app,
     "demonstrations",
     Defaults(
-        "full,anchor", budgets="1024", limit=50, of="Sets of demonstrations for each setting."
+        "full,anchor",
+        budgets="1024",
+        limit=50,
+        of="Number of sets of demonstrations for each setting.",
     ),
 )
 def demonstrations(
     compared: Compared,
-    shots: Annotated[str, typer.Option(help="How many demonstrations.", metavar="N,M,...")] = "0,5",
-    questions: Annotated[int, typer.Option(help="Questions after each set.", min=1)] = 4,
+    shots: Annotated[
+        str, typer.Option(help="Numbers of demonstrations in a set.", metavar="N,M,...")
+    ] = "0,5",
+    questions: Annotated[int, typer.Option(help="Number of questions after each set.", min=1)] = 4,
     places: Annotated[
         str,
         typer.Option(
@@ -55,7 +60,7 @@ def demonstrations(
         ),
     ] = "",
 ) -> "Study":
-    """Ask after demonstrations that are read once: accuracy, cache and speed of anchors."""
+    """Read demonstrations once, then ask questions: accuracy, cache size and speed of anchors."""
     from sirchat.lab.studies.demonstrations import Demonstrations
 
     put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
@@ -68,7 +73,7 @@ def demonstrations(
 def anchor_attention(
     profile: Profile,
     limit: Conversations = 50,
-    facts: Annotated[int, typer.Option(help="Facts told in each.")] = 5,
+    facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
     """Tell facts and ask for one: which rounds' anchors its answer attends to."""
     from sirchat.lab.studies.anchor_attention import AnchorAttention
@@ -80,7 +85,7 @@ def anchor_attention(
 def attention(
     profile: Profile,
     limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
-    tokens: Annotated[int, typer.Option(help="Tokens read of each text.")] = 40,
+    tokens: Annotated[int, typer.Option(help="Number of tokens read of each text.")] = 40,
     text: Annotated[
         str | None, typer.Option(help="File with one text per line; default: generated talk.")
     ] = None,
@@ -94,13 +99,15 @@ def attention(
 @study(
     mechanisms_app,
     "uniformity",
-    Defaults("reservoir,random", budgets="96", limit=300, of="Random streams for each setting."),
+    Defaults(
+        "reservoir,random", budgets="96", limit=300, of="Number of random streams for each setting."
+    ),
 )
 def uniformity(
     compared: Compared,
-    rounds: Annotated[int, typer.Option(help="Rounds of the stream.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
 ) -> "Study":
-    """Read one stream with many seeds: how often each tenth of it is still held."""
+    """Read one stream with many seeds: how often tokens of each tenth of it are still held."""
     from sirchat.lab.studies.uniformity import Uniformity
 
     return Uniformity(**compared, rounds=rounds)
@@ -117,16 +124,16 @@ def retrieval(
         str, typer.Option(help="Budgets, not counting restored tokens.", metavar="N,M,...")
     ] = "72",
     counts: Annotated[
-        str, typer.Option(help="How many tokens are restored.", metavar="N,M,...")
+        str, typer.Option(help="Numbers of tokens that are restored.", metavar="N,M,...")
     ] = "10,20,50,100,200",
     retrievers: Annotated[
-        str, typer.Option(help="Retrievers to compare, with commas.", metavar="A,B,...")
+        str, typer.Option(help="Retrievers to compare, separated by commas.", metavar="A,B,...")
     ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
     weights: Annotated[
-        str, typer.Option(help="Weights to compare.", metavar="none,surprisal")
+        str, typer.Option(help="Values of recall_weight to compare.", metavar="none,surprisal")
     ] = "none,surprisal",
     spans: Annotated[
-        str, typer.Option(help="Neighbouring tokens restored with each token.", metavar="N,M,...")
+        str, typer.Option(help="Numbers of neighbours restored with each token.", metavar="N,M,...")
     ] = "0,2",
     soft: Annotated[
         str,
@@ -163,7 +170,8 @@ def privacy(
     limit: Conversations = 100,
     base: Base = 72,
     counts: Annotated[
-        str, typer.Option(help="How many tokens are restored; 0 for none.", metavar="N,M,...")
+        str,
+        typer.Option(help="Numbers of tokens that are restored; 0 for none.", metavar="N,M,..."),
     ] = "0,10,20,50,100,200",
 ) -> "Study":
     """Restore more and more tokens: how much of an old turn they reveal, and how much they help."""

@@ -23,13 +23,19 @@ if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
     from sirchat.models.model import LoadedModel
 
-Policies = Annotated[str, typer.Option(help="Policies to compare, with commas.", metavar="A,B,...")]
-Budgets = Annotated[str, typer.Option(help="Budgets to compare, with commas.", metavar="N,M,...")]
-Decays = Annotated[str, typer.Option(help="Decays to compare, with commas.", metavar="X,Y,...")]
+Policies = Annotated[
+    str, typer.Option(help="Policies to compare, separated by commas.", metavar="A,B,...")
+]
+Budgets = Annotated[
+    str, typer.Option(help="Budgets to compare, separated by commas.", metavar="N,M,...")
+]
+Decays = Annotated[
+    str, typer.Option(help="Decays to compare, separated by commas.", metavar="X,Y,...")
+]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
-        help="Setting or policy option, and its values to compare; can be repeated.",
+        help="A setting or policy option, and the values to compare; can be repeated.",
         metavar="KEY=A,B,...",
     ),
 ]
@@ -46,13 +52,15 @@ Out = Annotated[
 Ray = Annotated[
     str | None,
     typer.Option(
-        help="Run on the Ray cluster at this address; auto finds one; local uses processes of "
-        "this machine, without Ray.",
+        help="Run on the Ray cluster at this address; auto finds a cluster; local uses "
+        "processes of this machine, without Ray.",
         metavar="ADDRESS",
     ),
 ]
-Workers = Annotated[int, typer.Option(help="Workers on the Ray cluster, or processes.", min=1)]
-Json = Annotated[bool, typer.Option("--json", help="Print the whole record as JSON.")]
+Workers = Annotated[
+    int, typer.Option(help="Number of workers (on the Ray cluster) or processes.", min=1)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
 
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
@@ -75,7 +83,7 @@ class Defaults(NamedTuple):
     budgets: str = "256"
     decays: str = "1"
     limit: int = 200
-    of: str = "Conversations for each setting."
+    of: str = "Number of conversations for each setting."
 
 
 def study(
@@ -124,7 +132,7 @@ def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> No
     for setting in given:
         if setting in getattr(made, "without_effect", ()):
             raise SettingError(
-                f"{setting} has no effect in `sirchat eval {name}`", hint="leave it out"
+                f"{setting} has no effect in `sirchat eval {name}`", hint=f"leave {setting} out"
             )
 
 
@@ -156,25 +164,28 @@ def settings_of(
         if setting not in settings:
             settings.append(setting)
     if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
-        raise SettingError(f"sweep: none of {policies} has a setting or option {unused[0]}")
+        raise SettingError(
+            f"--sweep: none of the policies {policies} has a setting or option {unused[0]}"
+        )
     given_names = {name for one in settings for name in one.policy_options}
     if unused := [key for key in profile.policy_options if key not in given_names]:
-        raise SettingError(f"--option: none of {policies} has an option {unused[0]}")
+        raise SettingError(f"--option: none of the policies {policies} has an option {unused[0]}")
     return tuple(settings)
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
-    """Split `recent=16,32` into name and values; it names a setting or a policy option."""
+    """Split text such as `recent=16,32` into the name of a setting or option, and its values."""
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
-            f"sweep is {format_value(text)}, must be a setting and its values, such as recent=16,32"
+            f"--sweep is {format_value(text)}, must be a setting and its values, "
+            "such as recent=16,32"
         )
     return key.replace("-", "_"), values.split(",")
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings in `given` that the row's policy uses, and those `shared` options it has."""
+    """The settings in `given` that the row's policy uses, and the `shared` options that it has."""
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
@@ -200,7 +211,9 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """The whole numbers in a comma-separated list; raises SettingError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise SettingError(f"{option} is {format_value(text)}, must be whole numbers, with commas")
+        raise SettingError(
+            f"{option} is {format_value(text)}, must be whole numbers, separated by commas"
+        )
     return tuple(map(int, parts))
 
 

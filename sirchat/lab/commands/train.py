@@ -10,16 +10,18 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, any model to gather text in anchors, or a scorer for one.",
+    help="Train the bundled models, or a model to compress text into anchor tokens, or a scorer.",
     no_args_is_help=True,
 )
 
-Out = Annotated[Path, typer.Option(help="Folder of the finished model.")]
-Steps = Annotated[int | None, typer.Option(help="Training steps; default: the whole recipe.")]
+Out = Annotated[Path, typer.Option(help="Folder for the finished model.")]
+Steps = Annotated[
+    int | None, typer.Option(help="Number of training steps; default: the whole recipe.")
+]
 Seed = Annotated[
     int, typer.Option(help="Random seed for the initial weights and the generated dialogues.")
 ]
-Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
+Resume = Annotated[bool, typer.Option(help="Continue from the last checkpoint.")]
 
 
 @train_app.command("tiny")
@@ -31,7 +33,7 @@ def train_tiny(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model anew, on dialogues that are made up as it learns."""
+    """Train the bundled model from the start, on dialogues generated during training."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.trainer import Trainer
 
@@ -46,7 +48,7 @@ def train_tiny_anchor(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model further, to gather each round in one token, as `tiny-anchor` was."""
+    """Train the bundled model further, to compress each round into one token: `tiny-anchor`."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
 
@@ -70,17 +72,19 @@ def train_anchor(
     variant: Annotated[
         str,
         typer.Option(
-            help="Anchors: an added token (ac), the last token of each sentence (ep), or none, "
-            "for comparison.",
+            help="Anchors are added tokens (ac), the last token of each sentence (ep), or none.",
             metavar="ac|ep|none",
         ),
     ] = "ac",
     per: Annotated[
         str,
-        typer.Option(help="Where ac puts its tokens.", metavar="sentence|round|tokens|random"),
+        typer.Option(
+            help="Where the added tokens of ac are placed.", metavar="sentence|round|tokens|random"
+        ),
     ] = "sentence",
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="Start from random weights; keep the shape.")
+        bool,
+        typer.Option("--scratch", help="Start from random weights; keep the shape of the model."),
     ] = False,
     attention: Annotated[
         str,
@@ -89,23 +93,28 @@ def train_anchor(
             metavar="sdpa|flex",
         ),
     ] = "sdpa",
-    tokens: Annotated[int, typer.Option(help="Tokens in a training row.", min=2)] = 4096,
-    batch: Annotated[int, typer.Option(help="Rows in a training step.", min=1)] = 512,
+    tokens: Annotated[int, typer.Option(help="Number of tokens in a training row.", min=2)] = 4096,
+    batch: Annotated[int, typer.Option(help="Number of rows in a training step.", min=1)] = 512,
     per_device: Annotated[
         int,
         typer.Option(
-            help="Rows per device in one forward pass; gradients of several passes make one step.",
+            help="Number of rows per device in a forward pass; several passes make one step.",
             min=1,
         ),
     ] = 1,
-    steps: Annotated[int | None, typer.Option(help="Steps; default: all data once.", min=1)] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Number of steps; default: as many as read all data once.", min=1),
+    ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop after so long, earlier runs included.", min=0, metavar="MINUTES"),
+        typer.Option(
+            help="Stop after this many minutes, counting earlier runs.", min=0, metavar="MINUTES"
+        ),
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", min=0)] = 2e-5,
     warmup: Annotated[
-        int, typer.Option(help="Steps in which the learning rate rises.", min=0)
+        int, typer.Option(help="Number of warm-up steps, in which the learning rate rises.", min=0)
     ] = 20,
     schedule: Annotated[
         str,
@@ -113,15 +122,21 @@ def train_anchor(
     ] = "constant",
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Recompute activations: takes less memory and more time.",
+        ),
     ] = False,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 250,
-    seed: Annotated[int, typer.Option(help="Seed of generated talk and new weights.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Number of steps between checkpoints.", min=1)
+    ] = 250,
+    seed: Annotated[int, typer.Option(help="Random seed for generated talk and new weights.")] = 0,
     resume: Resume = False,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model further, to gather each sentence, or round, in one token (AnSAN).
+    """Train a model further, to compress each sentence or round into one token (AnSAN).
 
     The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
     all GPUs, or machines, take part.
@@ -170,23 +185,28 @@ def train_scorer(
         list[Path] | None,
         typer.Option(
             help="Conversations to learn from: a transcript, or a file of the studies; can be "
-            "repeated; what they lack of --tokens is generated talk."
+            "repeated; generated talk is added up to --tokens."
         ),
     ] = None,
     layers: Annotated[
         str,
         typer.Option(
-            help="Layers to predict from, with commas; default: three, up to 2/3 of the depth.",
+            help="Layers to predict from, separated by commas; default: three, "
+            "up to 2/3 of the depth.",
             metavar="N,M,...",
         ),
     ] = "",
     tokens: Annotated[
-        int, typer.Option(help="Tokens to read; a quarter of them is for testing.", min=4000)
+        int,
+        typer.Option(help="Number of tokens to read; a quarter of them is for testing.", min=4000),
     ] = 40_000,
     out: Annotated[
-        Path | None, typer.Option(help="File of the scorer; default: where chats find it.")
+        Path | None, typer.Option(help="File for the scorer; default: where chats look for it.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the generated talk, and of the order.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Random seed for generated talk and the order of data."),
+    ] = 0,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -212,7 +232,8 @@ def _layers(value: str) -> tuple[int, ...]:
         return tuple(int(one) for one in value.split(",") if value)
     except ValueError:
         raise SettingError(
-            f"--layers can't be {value!r}; it must be numbers with commas", hint="such as 1,10,20"
+            f"--layers can't be {value!r}; it must be numbers, separated by commas",
+            hint="for example: 1,10,20",
         ) from None
 
 

@@ -72,7 +72,7 @@ class AnchorAttention(ExtendedByLimit):
         """
         if model.anchors is None:
             raise SettingError(
-                f"model {model.name!r} was not trained to gather text in anchors",
+                f"model {model.name!r} was not trained to compress text into anchor tokens",
                 hint="choose tiny-anchor, or train a model with `sirchat train anchor`",
             )
         return lambda key: _read(model, *self.conversation(int(key)))

@@ -133,7 +133,7 @@ class AttentionStudy(ExtendedByLimit):
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"text {self.text!r} can't be read: {error}") from None
         if len(lines) < self.limit:
-            raise SettingError(f"text {self.text!r} has {len(lines)} lines, not {self.limit}")
+            raise SettingError(f"text {self.text!r} has {len(lines)} lines, but needs {self.limit}")
         return lines
 
 

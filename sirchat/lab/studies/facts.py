@@ -58,7 +58,9 @@ class Facts(Grid):
 
     def __post_init__(self) -> None:
         if not self.between or min(self.between) < 1:
-            raise SettingError(f"between is {self.between}, must be numbers of rounds, from 1 on")
+            raise SettingError(
+                f"between is {self.between}, must be numbers of rounds, each at least 1"
+            )
         for count in self.facts:
             if not 1 <= count <= len(KINDS):
                 raise SettingError(f"facts is {count}, must be 1 to {len(KINDS)}")
@@ -98,7 +100,7 @@ class Facts(Grid):
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
             f"seed {self.seed}",
-            f"{self.limit} questions a cell or more",
+            f"at least {self.limit} questions for each table cell",
             f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
         )
         return Report(

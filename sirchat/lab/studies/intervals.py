@@ -88,7 +88,7 @@ def paired_interval(
 
 
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with an interval from resampling clusters, then values in each.
+    """The mean of all values; its interval is from resampling clusters, then values in each.
 
     Use it for few clusters, if the values in each are themselves a sample: even a single cluster
     gets an interval, since its values are resampled. (The hierarchical bootstrap; Davison and

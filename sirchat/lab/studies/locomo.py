@@ -1,4 +1,4 @@
-"""Conversations over weeks, and questions about them: LoCoMo, and Realtalk in the same way.
+"""Conversations over weeks, and questions about them, from LoCoMo and Realtalk.
 
 (Maharana et al. 2024, https://arxiv.org/abs/2402.17753; Lee et al. 2025,
 https://arxiv.org/abs/2502.13270.) A conversation is read once under each setting. Then each of its
@@ -150,11 +150,13 @@ class Locomo(Grid):
             f"seed {self.seed}",
             f"{asked} questions about {_count(self.units())} of {min(tokens):,} to "
             f"{max(tokens):,} tokens",
-            "intervals draw conversations and questions again",
+            "intervals: conversations and questions resampled (bootstrap)",
         ]
         for one in findings:
             if long := sum(not each["fits"] for each in one.records):
-                header.append(f"{one.name}: {long} of {_count(one.records)} too long, left out")
+                header.append(
+                    f"{one.name}: {long} of {_count(one.records)} longer than the context, left out"
+                )
         if fit:
             seconds = sum(one["seconds"]["reading"] for one in fit)
             header.append(f"{sum(tokens) / seconds:,.0f} tokens read a second")

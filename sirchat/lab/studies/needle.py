@@ -90,7 +90,8 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
         parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
-            f"data {str(path)!r} can't be read: {error}", hint="each line: a JSON object with turns"
+            f"data {str(path)!r} can't be read: {error}",
+            hint="each line must be a JSON object with turns",
         ) from None
     found = [one for one in parsed if one is not None]
     if not found:

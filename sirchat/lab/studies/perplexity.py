@@ -76,7 +76,9 @@ class Perplexity(Grid):
             _load_text(self.text)
         if self.data is not None:
             if self.text is not None:
-                raise SettingError("text and data can't both be given", hint="leave one out")
+                raise SettingError(
+                    "text and data can't both be given", hint="give only --text or only --data"
+                )
             load_dialogues(Path(self.data))
 
     @property
@@ -273,7 +275,7 @@ class Context(Grid):
     def __post_init__(self) -> None:
         if not self.lengths or self.lengths[0] < 2 or sorted(set(self.lengths)) != [*self.lengths]:
             shown = ",".join(map(str, self.lengths))
-            raise SettingError(f"lengths is {shown}, must ascend from 2 or more")
+            raise SettingError(f"lengths is {shown}, must be ascending numbers, each at least 2")
 
     @property
     def name(self) -> str:

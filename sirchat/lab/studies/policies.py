@@ -124,7 +124,10 @@ class Policies:
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """The tables of all parts."""
-        tables, header = [], [f"seed {self.seed}", f"{self.limit} questions a cell or more"]
+        tables, header = (
+            [],
+            [f"seed {self.seed}", f"at least {self.limit} questions for each table cell"],
+        )
         for part, study in self.studies.items():
             keys = study.keys()
             report = study.report({key: found[f"{part}: {key}"] for key in keys})

@@ -37,7 +37,7 @@ class ResultsLog:
         if lines and (difference := _difference(lines[0], first)):
             raise SettingError(
                 f"{path} holds the results of another run: {difference}",
-                hint="choose another folder with --out, or delete the file",
+                hint="choose another folder with --out, or delete this file",
             )
         _write(path, lines or [first])
         self._done = {line["key"]: line["found"] for line in lines[1:]}

@@ -1,4 +1,4 @@
-"""Recall restores what a small base budget has evicted: how well, and at what cost of privacy.
+"""How well recall restores what a small base budget has evicted, and what privacy this costs.
 
 Retrieval: a conversation is read once under `sink` with the base budget. Then its question is asked
 and undone in every cell: with n tokens recalled by a retriever, with the base budget alone, with n

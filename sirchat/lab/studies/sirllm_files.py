@@ -125,7 +125,7 @@ def _lines(path: Path, needed: str) -> Iterator[Record]:
             is_valid = False
         if not is_valid:
             raise SettingError(
-                f"{path}, line {number}, is no question with {needed}",
-                hint="give SirLLM's released files, or yours in the same format",
+                f"{path}, line {number}, is not a question with {needed}",
+                hint="give SirLLM's released files, or your own files in the same format",
             )
         yield found

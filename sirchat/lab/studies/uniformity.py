@@ -1,4 +1,4 @@
-"""Is a reservoir uniform? How often each token of a stream is still held, over many seeds.
+"""Whether a reservoir is uniform: how often each token of a stream is held, over many seeds.
 
 The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
 the newest `budget` ones are held by random choice alone, so each should be held equally often. This
@@ -81,7 +81,7 @@ class Uniformity(Grid):
         seen = sum(next(iter(found.values()))["of"]) if found else 0
         header = (
             f"seed {self.seed}",
-            f"a stream of {seen:,} tokens that are no sinks and older than the budget",
+            f"shares are of {seen:,} tokens: all of the stream except sinks and the newest",
         )
         table = Table("Share still held", columns, tuple(rows), digits=4)
         plot = Plot("share still held", "tenth of the stream", "share", lines)

@@ -56,7 +56,7 @@ def run_in_processes(
             if deaths == _MOST_DEATHS:
                 raise SirchatError(
                     f"the processes of the study died {deaths} times",
-                    hint="fewer --workers need less memory",
+                    hint="use fewer --workers, which need less memory",
                 ) from None
 
 
@@ -117,7 +117,9 @@ def _prepared(shared: bytes) -> RunUnit:
 Load = Callable[[], LoadedModel]
 """Loads the model on a worker."""
 
-_ADDRESSES = "--ray auto finds one, --ray local uses processes of this machine without Ray"
+_ADDRESSES = (
+    "--ray auto looks for a cluster, --ray local uses processes of this machine without Ray"
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
         import ray
     except ImportError:
         raise UsageError(
-            "Ray is not installed", hint="pip install 'sirchat[ray]', or go on without --ray"
+            "Ray is not installed", hint="pip install 'sirchat[ray]', or leave out --ray"
         ) from None
     _refuse_unreachable(cluster.address)
     try:

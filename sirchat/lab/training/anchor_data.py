@@ -256,7 +256,7 @@ class TextRows(Dataset[Row]):
             raise SettingError(
                 f"the data has {len(self._columns['input_ids']):,} tokens, "
                 f"less than one row ({tokens:,})",
-                hint="give more files, or fewer --tokens",
+                hint="give more files, or a smaller --tokens",
             )
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ def train_with_progress(
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
     recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
     options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
-    with training_progress(Console(stderr=True, highlight=False), "making ready") as show:
+    with training_progress(Console(stderr=True, highlight=False), "preparing") as show:
         for record in train(options, kind):
             show(record.step, recipe, _describe(record))
     Console().print(str(out), soft_wrap=True, highlight=False, markup=False)

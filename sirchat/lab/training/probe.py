@@ -29,7 +29,7 @@ PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
 
 @dataclass(frozen=True, slots=True)
 class ProbedRecall:
-    """Exact-match recall of one kind of fact, asked for after `between` rounds of small talk."""
+    """Share of exact answers about one kind of fact, after `between` rounds of small talk."""
 
     kind: str
     between: int

@@ -198,7 +198,7 @@ def default_layers(count: int) -> tuple[int, ...]:
 def _check_layers(layers: Sequence[int], count: int) -> None:
     for one in layers:
         if not 1 <= one <= count:
-            raise SettingError(f"layers can't have {one}; allowed: 1 to {count}")
+            raise SettingError(f"layers can't include {one}; allowed: 1 to {count}")
     if list(layers) != sorted(set(layers)):
         raise SettingError(f"layers can't be {','.join(map(str, layers))}; they must ascend")
 

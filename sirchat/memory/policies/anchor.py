@@ -26,7 +26,7 @@ class Anchor(ScorePolicy):
     source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"
 
     lazy: bool = field(
-        default=False, metadata={"help": "true: rows are evicted only when room is needed"}
+        default=False, metadata={"help": "true: tokens are evicted only when the cache is full"}
     )
 
     @property

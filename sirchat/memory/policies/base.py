@@ -120,7 +120,7 @@ class ScorePolicy(Policy):
 class RecentScorePolicy(ScorePolicy):
     """A score policy that keeps the `recent` newest tokens before all others."""
 
-    recent: int = field(default=32, metadata={"help": "newest tokens that always stay"})
+    recent: int = field(default=32, metadata={"help": "number of newest tokens that always stay"})
 
     def _ranking(self, rows: HeldRows) -> Tensor:
         return self.score(rows).masked_fill(rows.newest(self.recent), math.inf)

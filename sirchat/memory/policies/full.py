@@ -1,4 +1,4 @@
-"""Policy `full`: remember everything."""
+"""Policy `full`: keeps every token."""
 
 from __future__ import annotations
 

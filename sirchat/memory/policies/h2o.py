@@ -28,12 +28,18 @@ class H2o(RecentScorePolicy):
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
     needs_attention: ClassVar[bool] = True
 
-    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
+    layers: int = field(
+        default=4, metadata={"help": "number of layers whose attention counts; 0 for all"}
+    )
     lifetime: bool = field(
         default=False,
-        metadata={"help": "divide the sum by the number of queries since the token was read"},
+        metadata={
+            "help": "divide the sum of attention by the number of queries since the token was read"
+        },
     )
-    values: bool = field(default=False, metadata={"help": "multiply by the norm of the value"})
+    values: bool = field(
+        default=False, metadata={"help": "multiply the attention by the norm of the token's value"}
+    )
 
     @property
     def attention_stats(self) -> AttentionStatsConfig:

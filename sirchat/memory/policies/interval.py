@@ -1,4 +1,4 @@
-"""Policy `interval`: evenly spaced tokens of what is held."""
+"""Policy `interval`: evenly spaced ones of the held tokens."""
 
 from __future__ import annotations
 

@@ -39,9 +39,15 @@ class Kvzip(RecentScorePolicy):
     needs_attention: ClassVar[bool] = True
     log_scale: ClassVar[bool] = True
 
-    layers: int = field(default=0, metadata={"help": "layers that are counted; 0 for all"})
-    whole_words: bool = field(default=True, metadata={"help": "add up attention over each word"})
-    template: bool = field(default=True, metadata={"help": "evict the chat template first"})
+    layers: int = field(
+        default=0, metadata={"help": "number of layers whose attention counts; 0 for all"}
+    )
+    whole_words: bool = field(
+        default=True, metadata={"help": "give each token the total attention of its word"}
+    )
+    template: bool = field(
+        default=True, metadata={"help": "evict the chat template's tokens first"}
+    )
 
     @property
     def repeat_layers(self) -> int:

@@ -50,11 +50,15 @@ class Learned(RecentScorePolicy):
     needs_scorer: ClassVar[bool] = True
     log_scale: ClassVar[bool] = True
 
-    whole_words: bool = field(default=True, metadata={"help": "add up scores over each word"})
-    neighbours: bool = field(
-        default=False, metadata={"help": "also keep the tokens beside a high-scoring one"}
+    whole_words: bool = field(
+        default=True, metadata={"help": "give each token the total score of its word"}
     )
-    template: bool = field(default=True, metadata={"help": "evict the chat template first"})
+    neighbours: bool = field(
+        default=False, metadata={"help": "also keep the tokens beside a high-scoring token"}
+    )
+    template: bool = field(
+        default=True, metadata={"help": "evict the chat template's tokens first"}
+    )
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         own = or_usual(rows.learned_score)

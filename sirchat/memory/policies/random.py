@@ -1,4 +1,4 @@
-"""Policy `random`: a random choice of what is held."""
+"""Policy `random`: a random choice of the held tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy `reservoir`: a uniform sample of everything ever read, and the most recent."""
+"""Policy `reservoir`: a uniform sample of all tokens ever read, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reservoir(RecentScorePolicy):
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
 
     sample: int | None = field(
-        default=None, metadata={"help": "members of the sample (default: all the room there is)"}
+        default=None, metadata={"help": "number of tokens in the sample (default: as many as fit)"}
     )
 
     def newest_room(self, evictable: int) -> int:

@@ -1,4 +1,4 @@
-"""Policy `salience`: whole words by their surprisal, with what stands beside them."""
+"""Policy `salience`: whole words of high surprisal, with the tokens beside them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Salience(RecentScorePolicy):
     - `template`: 0 for the chat template's tokens, which are always the same.
     - `neighbours`: at least half of the score of the token right before or after, so that what
       stands beside a surprising word stays with it.
-    - `user_weight` (default 1): multiplies the score of what the user said.
+    - `user_weight` (default 1): factor on the scores of what the user said.
 
     Why: on SmolLM2-135M and real talk (`sirchat eval facts-in-dialogue`, 1,000 tokens, budget 256,
     200 questions, seed 0; paired, 95 %) 0.68 of the questions are answered correctly. The share is
@@ -44,13 +44,17 @@ class Salience(RecentScorePolicy):
     log_scale: ClassVar[bool] = True
     unit: ClassVar[str] = "nats"
 
-    whole_words: bool = field(default=True, metadata={"help": "add up surprisal over each word"})
-    neighbours: bool = field(
-        default=True, metadata={"help": "also keep the tokens beside a high-scoring one"}
+    whole_words: bool = field(
+        default=True, metadata={"help": "give each token the total surprisal of its word"}
     )
-    template: bool = field(default=True, metadata={"help": "evict the chat template first"})
+    neighbours: bool = field(
+        default=True, metadata={"help": "also keep the tokens beside a high-scoring token"}
+    )
+    template: bool = field(
+        default=True, metadata={"help": "evict the chat template's tokens first"}
+    )
     user_weight: int = field(
-        default=1, metadata={"help": "multiplies the score of what the user said"}
+        default=1, metadata={"help": "factor on the scores of what the user said"}
     )
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Policy `sink`: the first tokens and the most recent."""
+"""Policy `sink`: the first and the most recent tokens."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sirchat.memory.policies.base import RecentScorePolicy
 
 @dataclass(frozen=True)
 class Snapkv(RecentScorePolicy):
-    """Keeps the sinks, the tokens with most attention from the newest queries, and the `recent`.
+    """Keeps the sinks, the tokens that the newest queries attend to most, and the `recent` newest.
 
     The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
     sum of the attention weights from the newest `window` queries. Known deviations: the window is
@@ -26,8 +26,12 @@ class Snapkv(RecentScorePolicy):
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
     needs_attention: ClassVar[bool] = True
 
-    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
-    window: int = field(default=32, metadata={"help": "newest queries that count"})
+    layers: int = field(
+        default=4, metadata={"help": "number of layers whose attention counts; 0 for all"}
+    )
+    window: int = field(
+        default=32, metadata={"help": "number of newest queries whose attention counts"}
+    )
 
     @property
     def attention_stats(self) -> AttentionStatsConfig:

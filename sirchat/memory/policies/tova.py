@@ -23,7 +23,9 @@ class Tova(RecentScorePolicy):
     source: ClassVar[str] = "TOVA, arXiv:2401.06104"
     needs_attention: ClassVar[bool] = True
 
-    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
+    layers: int = field(
+        default=4, metadata={"help": "number of layers whose attention counts; 0 for all"}
+    )
 
     @property
     def attention_stats(self) -> AttentionStatsConfig:

@@ -1,4 +1,4 @@
-"""Policy `vase`: the tokens with the widest values, and a draw of the others by attention."""
+"""Policy `vase`: the tokens whose values span most, and a random draw weighted by attention."""
 
 from __future__ import annotations
 
@@ -38,9 +38,16 @@ class Vase(RecentScorePolicy):
     needs_attention: ClassVar[bool] = True
     log_scale: ClassVar[bool] = True
 
-    large: int = field(default=25, metadata={"help": "percent of the room for the widest values"})
-    layers: int = field(default=4, metadata={"help": "layers that are counted; 0 for all"})
-    window: int = field(default=64, metadata={"help": "newest queries that count"})
+    large: int = field(
+        default=25,
+        metadata={"help": "percentage of the room that tokens with the widest values get"},
+    )
+    layers: int = field(
+        default=4, metadata={"help": "number of layers whose attention counts; 0 for all"}
+    )
+    window: int = field(
+        default=64, metadata={"help": "number of newest queries whose attention counts"}
+    )
 
     @property
     def attention_stats(self) -> AttentionStatsConfig:

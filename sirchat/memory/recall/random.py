@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Random(Retriever):
-    """A random choice: the baseline. It chooses among the same tokens as the others."""
+    """A random choice: the baseline. It chooses among the same tokens as the other retrievers."""
 
     takes_weight = False
 

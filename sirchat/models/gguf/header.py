@@ -140,7 +140,7 @@ class _Reader:
         """The ModelError for an invalid file; `why` says what is wrong."""
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
-            hint="it may be incomplete: compare its size with that of the original",
+            hint="the file may be incomplete: compare its size with that of the original",
         )
 
     def file(self) -> GgufFile:
@@ -150,7 +150,7 @@ class _Reader:
         self._at = 4
         version = self._scalar("I")
         if version not in (2, 3):
-            raise self.broken(f"version {version}, must be 2 or 3")
+            raise self.broken(f"its version is {version}, but must be 2 or 3")
         tensors, pairs = self._count(24), self._count(13)
         metadata = {}
         for _ in range(pairs):
@@ -189,7 +189,7 @@ class _Reader:
             return self._string()
         if kind == _ARRAY:
             return self._array(self._scalar("I"))
-        raise self.broken(f"metadata of type {kind}")
+        raise self.broken(f"it has metadata of the unknown type {kind}")
 
     def _array(self, kind: int) -> list[Any]:
         if kind == _STRING and self._with_lists_of_text:
@@ -198,7 +198,7 @@ class _Reader:
             self._skip_texts(self._count(8))
             return []
         if kind not in _SCALARS:  # arrays of arrays are used by no model
-            raise self.broken(f"an array of type {kind}")
+            raise self.broken(f"it has an array of the unknown type {kind}")
         size = struct.calcsize("<" + _SCALARS[kind])
         count = self._count(size)
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._at)
@@ -214,7 +214,7 @@ class _Reader:
     def _entry(self) -> _Entry:
         name, dimensions = self._string(), self._scalar("I")
         if dimensions > _MOST_DIMENSIONS:
-            raise self.broken(f"tensor {name} has {dimensions} dimensions")
+            raise self.broken(f"tensor {name} has more than {_MOST_DIMENSIONS} dimensions")
         shape = tuple(int(self._scalar("Q")) for _ in range(dimensions))[::-1]
         return _Entry(name, shape, self._scalar("I"), self._scalar("Q"))
 
@@ -227,5 +227,5 @@ class _Reader:
             raise self.broken(f"{kind} blocks do not fit the shape {shape}")
         begin, length = start + entry.offset, prod(shape) // values * size
         if begin + length > self._size:
-            raise self.broken(f"it has {self._size:,} bytes, and its tensors need more")
+            raise self.broken(f"it has {self._size:,} bytes, fewer than its tensors need")
         return GgufTensor(shape, kind, data[begin : begin + length])

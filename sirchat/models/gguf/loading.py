@@ -158,7 +158,7 @@ def load_module(
         module.set_output_embeddings(Int8Head.of(head))
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise ModelError(f"the GGUF file has no {name}", hint="it may be incomplete")
+            raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
     return module
 
 
@@ -169,7 +169,8 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
     queries = file.tensors.get(f"blk.{(layers or 0) - 1}.attn_q.weight")
     if embedding is None or queries is None:
         raise ModelError(
-            f"the GGUF file lacks weights of its {layers} layers", hint="it may be incomplete"
+            f"the GGUF file lacks weights of some of its {layers} layers",
+            hint="the file may be incomplete",
         )
     heads = values.get("num_attention_heads") or 0
     rows = heads * (values.get("head_dim") or (hidden or 0) // max(1, heads))

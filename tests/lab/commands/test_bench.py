@@ -90,7 +90,8 @@ def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
     sizes = ["--archived", "300,900", "--retrievers", "bm25,words", "--cache", "64"]
     found = results("recall", "--model", endless, *sizes, "--rounds", "2", "--device", "cpu")
     names = [
-        re.fullmatch(r"turn with recall (\w+) against none, ([\d,]+) .*", r["name"]) for r in found
+        re.fullmatch(r"turn with recall (\w+) against a turn without, ([\d,]+) .*", r["name"])
+        for r in found
     ]
     assert [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one] == [
         ("bm25", 1),

@@ -58,7 +58,7 @@ def test_the_fact_is_in_the_round_that_is_reported() -> None:
 
 
 def test_only_a_model_with_anchors_can_be_measured() -> None:
-    with pytest.raises(SettingError, match="not trained to gather"):
+    with pytest.raises(SettingError, match="not trained to compress"):
         run_units(AnchorAttention(Profile(), 1), tiny())
     with pytest.raises(SettingError, match="facts is 1, must be 2 to"):
         AnchorAttention(Profile(), facts=1)

@@ -60,7 +60,7 @@ def test_texts_of_a_file_are_taken_line_by_line(tmp_path: Path) -> None:
     file.write_text("My name is Anna and I live in Lisbon near the sea.\n\n" * 2, "utf-8")
     one, two = run_units(AttentionStudy(Profile(), 2, 8, str(file)), tiny()).values()
     assert one == two
-    with pytest.raises(SettingError, match="has 2 lines, not 3"):
+    with pytest.raises(SettingError, match="has 2 lines, but needs 3"):
         AttentionStudy(Profile(), 3, 8, str(file))
     with pytest.raises(SettingError, match="must have 200"):
         run_units(AttentionStudy(Profile(), 2, 200, str(file)), tiny())

@@ -153,7 +153,7 @@ def test_a_conversation_beyond_the_context_is_left_out_under_full(tmp_path: Path
     records = run_units(one, tiny())
     assert [each["fits"] for each in records.values()] == [False, True]
     report = one.report(records)
-    assert "full: 1 of 1 conversation too long, left out" in report.header
+    assert "full: 1 of 1 conversation longer than the context, left out" in report.header
     (left_out, read) = (row[2] for row in report.tables[0].rows)
     assert isinstance(left_out, Estimate)
     assert math.isnan(left_out.value)

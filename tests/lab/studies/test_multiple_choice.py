@@ -163,7 +163,7 @@ def test_released_files_are_read_whole(data: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", "nothing", '{"question": {}}', "[1]"])
 def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "dailydialog.jsonl").write_text(text + "\n")
-    with pytest.raises(SettingError, match="line 1, is no question"):
+    with pytest.raises(SettingError, match="line 1, is not a question"):
         MultipleChoice((FULL,), 2, task="dailydialog", data=str(tmp_path))
     with pytest.raises(SettingError, match="can't be read"):
         MultipleChoice((FULL,), 2, task="grocery", data=str(tmp_path / "none.jsonl"))

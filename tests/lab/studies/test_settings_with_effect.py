@@ -83,7 +83,9 @@ def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
         done = run(*given, *([f"--no-{flag}"] if value is False else on))
         if setting in useless:
             assert done.returncode == 2, setting
-            told = f"sirchat: {setting} has no effect in `sirchat eval {name}` (leave it out)\n"
+            told = (
+                f"sirchat: {setting} has no effect in `sirchat eval {name}` (leave {setting} out)\n"
+            )
             assert done.stderr == told
         else:
             assert done.returncode == 0, (setting, done.stderr)

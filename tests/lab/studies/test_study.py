@@ -101,7 +101,7 @@ def test_an_option_goes_to_every_policy_that_has_it() -> None:
         ("sink", {}),
     ]
     with pytest.raises(
-        SettingError, match="--option: none of sink,random has an option whole_words"
+        SettingError, match="--option: none of the policies sink,random has an option whole_words"
     ):
         settings_of(given, "sink,random", "96", "1")
 

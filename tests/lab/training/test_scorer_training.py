@@ -174,5 +174,5 @@ def test_layers_of_another_form_are_refused_in_one_line() -> None:
     ran = CliRunner().invoke(train_app, ["scorer", "--layers", "one"])
     assert isinstance(ran.exception, SettingError)
     assert str(ran.exception) == (
-        "--layers can't be 'one'; it must be numbers with commas (such as 1,10,20)"
+        "--layers can't be 'one'; it must be numbers, separated by commas (for example: 1,10,20)"
     )

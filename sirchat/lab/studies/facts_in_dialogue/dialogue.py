@@ -93,7 +93,7 @@ def draw_dialogue(
     if last < len(sentences):
         raise SettingError(
             f"length is {length}, too short for {facts} facts with talk between them",
-            hint="give fewer --facts, or a greater length",
+            hint="choose a smaller --facts, or a greater length",
         )
     places = _places(rng, last, [len(told) for told, _ in drawn])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))

@@ -1,4 +1,4 @@
-"""Facts told amid real dialogue, and asked for later: what a policy keeps of what people say.
+"""Facts told amid real dialogue and asked for later: what a policy keeps of what was said.
 
 A session reads the conversation turn by turn, as a chat does, with recall if the setting has it. At
 the end it is asked for each fact, and each question is undone. A fact is scored in four ways:
@@ -127,8 +127,8 @@ class FactsInDialogue(Grid):
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
-            f"{len(self.units()) // len(self.lengths) * self.facts} questions a cell, "
-            f"{self.facts} a conversation",
+            f"{len(self.units()) // len(self.lengths) * self.facts} questions for each "
+            f"table cell, {self.facts} facts in each conversation",
             f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"system prompt of {next(iter(found.values()))['system']} tokens counted",
         )

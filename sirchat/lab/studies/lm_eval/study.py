@@ -207,11 +207,13 @@ class Harness:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SirchatError(
                 f"task {name} can't be loaded: {reason}",
-                hint="its data set must be on this machine, or the network available",
+                hint="the task's data set must be on this machine or on a reachable network",
             ) from error
         for task in loaded["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False):
-                raise UsageError(f"task {name} runs code that a model wrote; that's not done here")
+                raise UsageError(
+                    f"task {name} runs code that a model wrote, which sirchat does not do"
+                )
             own = task.get_config("num_fewshot")
             if own != 0:  # a task with 0 in its file has no examples to draw
                 shots = own or 0 if self.shots is None else self.shots

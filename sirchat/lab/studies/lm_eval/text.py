@@ -40,7 +40,9 @@ class TextEncoder:
         self, tokenizer: Any, *, chat: bool = False, anchors: Anchors | None = None
     ) -> None:
         if chat and not tokenizer.chat_template:
-            raise ModelError("the model has no chat template", hint="run without one")
+            raise ModelError(
+                "the model has no chat template", hint="leave out --apply-chat-template"
+            )
         prefix = tokenizer.bos_token_id
         prefix = tokenizer.eos_token_id if prefix is None else prefix
         if prefix is None:

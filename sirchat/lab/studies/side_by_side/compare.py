@@ -201,7 +201,7 @@ class ComparedSession:
         try:
             self._session.undo()
         except UndoError as error:
-            hint = "raise --archive-limit, or use --continue, which undoes nothing"
+            hint = "raise --archive-limit, or use --continue, which needs no undo"
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
@@ -263,7 +263,7 @@ class ComparedSession:
             self.notes.append(f"{where}: {why}")
             if self._is_reference:
                 reference.answer = reference.predictions = None
-                self.notes[-1] += "; from there on nothing is compared with it"
+                self.notes[-1] += f"; later turns are not compared with {self._name}"
 
     def _note(self, events: Iterable[Event]) -> None:
         for event in events:

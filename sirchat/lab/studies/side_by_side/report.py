@@ -66,8 +66,9 @@ def _summary(found: Comparison, safe: Safe) -> Table:
     columns = ("held", "of", "KL", "same", "read tok/s", "answer tok/s", "cache MiB")
     table = Table(box=None, pad_edge=False, caption_justify="left", caption_style="dim")
     table.caption = (
-        "held: tokens; kept: share of the turn held at the end; KL: of the next token from full's, "
-        "mean in nats; same: leading tokens of an answer that are full's, and answers that are"
+        "held: number of held tokens; kept: share of the turn that is held at the end; KL: mean "
+        "divergence, in nats, of next-token predictions from those under full; same: number of "
+        "first tokens of the answer, or of answers, that are the same as under full"
     )
     table.add_column("setting", no_wrap=True)
     for column in columns:
