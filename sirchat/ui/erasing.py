@@ -9,7 +9,7 @@ from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.words import turn_of_target, whole_words, without_quotes
-from sirchat.errors import UsageError
+from sirchat.errors import UsageError, format_value
 from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -59,19 +59,18 @@ class Erasing:
         tokens, turns = self._tokens(request.target)
         mine, others = self._typed(request.target)
         if not (tokens or turns or mine or others):
-            raise UsageError(f"{displayable_line(request.target)!r} is nowhere in this chat")
+            words = displayable_line(request.target)
+            raise UsageError(f"{format_value(words)}: these words are not in this chat")
         parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
             parts.append(_lines(mine))
         if others and request.everywhere:
             parts.append(f"{_lines(others)} of other chats")
-        stays = ""
-        if others and not request.everywhere:
-            stays = f"; {_lines(others)} of other chats would stay (--everywhere)"
-        self._screen.note(
-            f"would erase {' and '.join(parts)}, and then /undo reads the chat anew{stays}: "
-            "confirm with /erase --yes"
-        )
+        stays = f"stays: {_lines(others)} of other chats (--everywhere erases them, too); "
+        stays *= bool(others and not request.everywhere)
+        self._screen.note(f"would erase for good: {' and '.join(parts)}")
+        self._screen.note(f"{stays}/undo then reads the chat anew")
+        self._screen.note("/erase --yes erases it")
 
     def _erase(self, request: _Request) -> None:
         """Erase from memory, archive and saved chat first, then from what was typed."""
