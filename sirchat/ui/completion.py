@@ -42,6 +42,10 @@ _TOKENS = (
     ("top", "those of highest score: top N"),
     ("next", "those that would leave next"),
 )
+_RETRIES = (
+    ("full", "once with everything held"),
+    ("recall", "once with recall on"),
+)
 _COPIED = (
     ("code", "the last block of code of the last reply"),
     ("--osc52", "by way of the terminal, as over ssh"),
@@ -104,6 +108,7 @@ class SlashCompleter(Completer):
             case ["load" | "switch"]:
                 yield from self._saved
             case ["retry"]:
+                yield from _RETRIES
                 yield from ((f"--{name.replace('_', '-')}", help) for name, help in _drawing())
             case ["panel"]:
                 yield from _PANEL

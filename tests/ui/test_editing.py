@@ -100,7 +100,7 @@ def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> 
         chat.send("\x03")
         chat.wait(r"nothing is changed")
         chat.wait_prompt()
-        assert "tokens seen" in chat.ask("/stats")  # a command again
+        assert "tokens read" in chat.ask("/stats")  # a command again
         assert chat.leave() == 0
 
 
