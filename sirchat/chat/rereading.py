@@ -58,7 +58,7 @@ def own_message(session: Session) -> str:
 
     Raises UndoError if there is none.
     """
-    own = [text for text in session.undoable if not text.startswith(SUMMARY)]
+    own = [one.text for one in session.undoable if not one.text.startswith(SUMMARY)]
     if session.undoable and not own:
         raise UndoError("there is no message of yours to take back, only a summary")
     return own[-1] if own else session.last_said

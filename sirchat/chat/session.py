@@ -200,7 +200,7 @@ class Session:
         """Context manager: other settings; all that happens in the block is undone at its end."""
         profile, points = self.profile, self._undo_points
         with undone(self._engine) as checkpoint:
-            start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system)
+            start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)
             try:
                 self.switch(source, **updates)
                 yield
@@ -228,7 +228,8 @@ class Session:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
         checkpoint = self._engine.checkpoint()
-        point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system)
+        pins = self.profile.pin_system
+        point = UndoPoint.of(self._now, checkpoint, text, pins, self.budget)
         depth = UNDO_DEPTH if self.profile.archive != "off" else 1
         self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
@@ -261,9 +262,9 @@ class Session:
         return self._engine.reader.score_continuations(written)
 
     @property
-    def undoable(self) -> tuple[str, ...]:
-        """Texts of the user turns that can be undone, the last one at the end."""
-        return tuple(point.text for point in self._undo_points)
+    def undoable(self) -> tuple[UndoPoint, ...]:
+        """The user turns that can be undone, the last one at the end."""
+        return tuple(self._undo_points)
 
     @property
     def last_said(self) -> str:

@@ -110,12 +110,13 @@ class Switching:
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
-            elif isinstance(event, Pinned):
+            elif isinstance(event, Pinned) and pinned:
                 count = event.tokens
+            elif isinstance(event, Pinned):
+                self._screen.note(f"{event.tokens:,} tokens no longer pinned")
             else:
                 self._report(event)
         if not pinned:
-            self._screen.note(f"{count:,} tokens no longer pinned")
             self._report_moved(evicted, len(restored))
             return
         came = sum("pinned" in row.flags for row in self._session.tokens(restored))

@@ -36,6 +36,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     archived, a new session reads all earlier turns again, and is saved in the same file. Raises
     UndoError, with nothing changed, if there is no user turn.
     """
+    before = session.undoable[-1].budget if session.undoable else session.budget
     try:
         events = session.undo()
     except UndoError:
@@ -44,7 +45,9 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            _report(event.text, session, screen)
+            stays = f" as before that message; the budget of {session.budget:,} stays"
+            how = stays if session.budget != before else ""
+            _report(event.text, session, screen, after=how)
     return None
 
 
@@ -60,12 +63,9 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
     return before
 
 
-def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
+def _report(text: str, session: Session, screen: Screen, how: str = "", after: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    holds = f"holds {session.resident:,}/{session.budget:,}"
-    if session.resident < min(session.seen, session.budget - session.budget // 4):
-        holds += " as before that message; the budget stays, and fills as the chat goes on"
-    screen.note(f"undone: {text}{how}; {holds}")
+    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
 
 
 @dataclass(frozen=True)

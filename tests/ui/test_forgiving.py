@@ -71,7 +71,7 @@ def test_undo_says_what_it_holds_under_a_budget_that_has_grown(chat: Chat) -> No
     chat.do("/budget 400")
     shown = chat.do("/undo")
     held = chat.session.resident
-    assert f"holds {held}/400 as before that message; the budget stays" in shown
+    assert f"holds {held}/400 as before that message; the budget of 400 stays" in shown
 
 
 def test_words_that_tell_little_are_not_named_as_evicted() -> None:
