@@ -89,8 +89,8 @@ class Conversation:
 class UndoPoint:
     """The state at the beginning of a user turn with this `text`, for undo.
 
-    `pin_system` is the setting at that time. Of the turns only their number is kept, because
-    earlier turns never change.
+    `pin_system` and `budget` are the settings at that time. Of the turns only their number is
+    kept, because earlier turns never change.
     """
 
     checkpoint: EngineCheckpoint
@@ -98,16 +98,17 @@ class UndoPoint:
     turns: int
     text: str
     pin_system: bool
+    budget: int
 
     @staticmethod
     def of(
-        now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool
+        now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool, budget: int
     ) -> UndoPoint:
         """An undo point for the present state."""
         turns = now.turns
         now.turns = []
         try:
-            return UndoPoint(checkpoint, deepcopy(now), len(turns), text, pin_system)
+            return UndoPoint(checkpoint, deepcopy(now), len(turns), text, pin_system, budget)
         finally:
             now.turns = turns
 

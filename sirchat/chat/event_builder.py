@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sirchat import __version__
-from sirchat.chat.conversation import TurnStats
+from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.events import (
+    Ended,
     Event,
     Evicted,
     Notice,
@@ -120,6 +121,17 @@ class EventBuilder:
             recalled=self.engine.contents.recalled,
             tokens=self._wanted(self.engine.ledger.held_positions),
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
+        )
+
+    def ended(self, now: Conversation) -> Ended:
+        """The event that ends the session of this conversation."""
+        return Ended(
+            turns=len(now.turns),
+            seen=self.engine.ledger.seen,
+            resident=self.engine.resident,
+            tokens_out=now.totals.tokens_out,
+            seconds_prefill=now.totals.seconds_prefill,
+            seconds_decode=now.totals.seconds_decode,
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:

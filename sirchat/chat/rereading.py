@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.last_reply import SUMMARY
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.settings import temporarily
 from sirchat.errors import UndoError, UsageError
@@ -52,6 +53,24 @@ def check_rewind(session: Session, count: int) -> list[int]:
     return asked
 
 
+def own_message(session: Session) -> str:
+    """Text of the user's last message that can be undone; a summary is the model's, and none.
+
+    Raises UndoError if there is none.
+    """
+    own = [one.text for one in session.undoable if not one.text.startswith(SUMMARY)]
+    if session.undoable and not own:
+        raise UndoError("there is no message of yours to take back, only a summary")
+    return own[-1] if own else session.last_said
+
+
+def undo_summaries(session: Session) -> None:
+    """Undo the summaries after the user's last message; raises UndoError as `own_message` does."""
+    own_message(session)
+    while session.last_said.startswith(SUMMARY):
+        session.undo(keep_pins=True)
+
+
 def rewind(session: Session, count: int) -> bool:
     """Undo the last `count` user turns, and all turns after the first of these turns.
 
@@ -87,7 +106,6 @@ _QUESTION = (
     "Summarize our conversation so far in a few short sentences, with all names, numbers and "
     "decisions. Write nothing else."
 )
-_MARK = "Summary of our conversation so far, by the assistant: "
 _ANSWER = "Noted."
 _SHARE = 8
 """A summary has at most budget / `_SHARE` tokens, because pins may take half of the budget."""
@@ -116,7 +134,7 @@ def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Ite
     if interrupted() or not said:
         yield Notice("no summary was made; the conversation is unchanged")
         return
-    yield from _quietly(session.read_user(_MARK + said))
+    yield from _quietly(session.read_user(SUMMARY + said))
     yield from _quietly(session.read_reply(_ANSWER))
     try:
         session.pin(f"turn {index}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
+from sirchat.chat.last_reply import AttentionPaid, Reply, attention_paid, reply_at_end
 from sirchat.chat.recall import Recall
 from sirchat.chat.settings import (
     all_or_nothing,
@@ -26,13 +28,14 @@ from sirchat.chat.settings import (
     build_sampling,
     check_profile,
     switched,
+    undone,
 )
 from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_ranks
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.words import erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
-from sirchat.engine.sampling import PromptLookup, Sampler
+from sirchat.engine.sampling import FixedIds, PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
@@ -85,6 +88,7 @@ class Session:
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._recall = Recall(self._engine, self.model, self._events)
+        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held as a reply ended
 
     @property
     def conversation(self) -> Conversation:
@@ -161,14 +165,23 @@ class Session:
         """The event that begins a session, and notices about problems of this model and profile."""
         return self._events.started(self.model, self.profile)
 
-    def ask(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
+    def ask(
+        self,
+        text: str,
+        interrupted: Interrupted = lambda: False,
+        *,
+        attempt: int = 0,
+        reply: Reply | None = None,
+    ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        Raises ContextFullError before reading if the policy never evicts and the turn does not
-        fit.
+        Each number `attempt` draws other random numbers; a given `reply` is generated again, as if
+        the model had chosen its tokens. Raises ContextFullError before reading if the policy never
+        evicts and the turn does not fit.
         """
         yield from self.read_user(text, interrupted)
-        yield from self._answer(interrupted)
+        self._now.attempt = attempt
+        yield from self._answer(interrupted, reply)
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -180,9 +193,30 @@ class Session:
         """
         text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
         yield from self.undo(keep_pins=True)
-        yield from self.read_user(text, interrupted)
-        self._now.attempt = attempt
-        yield from self._answer(interrupted)
+        yield from self.ask(text, interrupted, attempt=attempt)
+
+    @contextmanager
+    def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
+        """Context manager: other settings; all that happens in the block is undone at its end."""
+        profile, points = self.profile, self._undo_points
+        with undone(self._engine) as checkpoint:
+            start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)
+            try:
+                self.switch(source, **updates)
+                yield
+            finally:
+                self.profile, self._undo_points = profile, points
+                self._now = start.conversation(self._now)
+        self._recall.undo()
+
+    @property
+    def last_reply(self) -> Reply | None:
+        """The reply that is the last turn, or its part so far; None if that is another turn."""
+        return reply_at_end(self._engine.ledger, self.turns)
+
+    def attention_paid(self, turn: int) -> AttentionPaid:
+        """The attention that reply `turn` paid to the held tokens; nothing changes."""
+        return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn, and the system prompt before the first one."""
@@ -194,7 +228,8 @@ class Session:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
         checkpoint = self._engine.checkpoint()
-        point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system)
+        pins = self.profile.pin_system
+        point = UndoPoint.of(self._now, checkpoint, text, pins, self.budget)
         depth = UNDO_DEPTH if self.profile.archive != "off" else 1
         self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
@@ -225,6 +260,11 @@ class Session:
         """Log-probabilities of each given reply (of its end, if it is empty); nothing changes."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
+
+    @property
+    def undoable(self) -> tuple[UndoPoint, ...]:
+        """The user turns that can be undone, the last one at the end."""
+        return tuple(self._undo_points)
 
     @property
     def last_said(self) -> str:
@@ -341,14 +381,7 @@ class Session:
 
     def end(self) -> Ended:
         """The event that ends the session."""
-        return Ended(
-            turns=len(self.turns),
-            seen=self.seen,
-            resident=self.resident,
-            tokens_out=self._now.totals.tokens_out,
-            seconds_prefill=self._now.totals.seconds_prefill,
-            seconds_decode=self._now.totals.seconds_decode,
-        )
+        return self._events.ended(self._now)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """The memory now; if `strongest` is given, a summary with only that number of rows."""
@@ -368,19 +401,23 @@ class Session:
         """A record of each token at these stream positions (ascending), held or not."""
         return self._events.tokens(np.asarray(positions, np.int64))
 
-    def _answer(self, interrupted: Interrupted) -> Iterator[Event]:
+    def _answer(self, interrupted: Interrupted, reply: Reply | None = None) -> Iterator[Event]:
         turn, closing = self._begin("assistant"), self.template.closing
+        given = None if reply is None else FixedIds(reply.ids)
         records = self._engine.generate(
-            Sampler(build_sampling(self.profile), self._now.attempt),
+            given or Sampler(build_sampling(self.profile), self._now.attempt),
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
             closing=len(closing),
-            interrupted=interrupted,
+            interrupted=interrupted if given is None else given.are_picked,
             lookup=PromptLookup() if self.profile.lookup else None,
         )
         stream = TextStream(self.model.tokenizer)
+        if reply is not None:
+            records = turn.ending_as(records, reply.finish)
         yield from turn.answer(records, stream, closing, self._end_ids)
+        self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:
         """Read the closing ids of a turn that was cut off; the conversation is then well-formed."""

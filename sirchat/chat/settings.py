@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings
+from sirchat.engine.records import CacheSettings, EngineCheckpoint
 from sirchat.engine.sampling import Sampling
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
@@ -251,6 +251,21 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         engine.ledger.pin_only(pinned)
         engine.contents.switch(settings)
         raise
+
+
+@contextmanager
+def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
+    """Context manager: all that happens to the engine in the `with` block is undone at its end.
+
+    Gives the checkpoint that is returned to. Use it between two rounds.
+    """
+    settings, checkpoint = engine.settings, engine.checkpoint()
+    with engine.store.unlimited():
+        try:
+            yield checkpoint
+        finally:
+            engine.contents.switch(settings)
+            engine.undo(checkpoint)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 
 from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
+from sirchat.chat.events import Delta, Event, Finish, Notice, Reading, TurnDone
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
 from sirchat.errors import ContextFullError
@@ -122,6 +122,16 @@ class OpenTurn:
         yield from self._events.problems()
         if failure is not None:
             yield Notice(str(failure))
+
+    def ending_as(
+        self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
+    ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+        """The records of a reply that is written again, which ended for the reason `finish`."""
+        for record in records:
+            if isinstance(record, Stopped):
+                self.stats.finish = finish
+            else:
+                yield record
 
     def _generated(
         self,

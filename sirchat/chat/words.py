@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from sirchat.chat.session import Session
 
 _MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
+
+STOP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        "a about after all also am an and any are as at be been but by can could did do does for "
+        "from get go had has have he her here hers him his how i if in into is it its just let "
+        "like me more my no not now of off on one or our out over please she should so some tell "
+        "than that the their them then there these they this those to too up us very was we were "
+        "what when where which who why will with would yes you your",
+    )
+)
+"""English words that tell little by themselves, in lower case."""
 
 _LONGEST = 16
 """The most tokens that a word can have; in some scripts, long passages have no blanks."""
@@ -149,7 +162,8 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
     """The user's words that have tokens at these positions and are no longer held anywhere.
 
-    The most surprising word is the first.
+    The most surprising word is the first. Words that tell little, in English or because most of
+    the user's messages have them, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -160,7 +174,24 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     # Whole words: the rest of a word may have been evicted before.
     near = session.tokens(around(gone, session.seen))
     whole = [row for row in near if row.role == "user"]
-    return words_at(gone, whole, words_of(held))
+    return words_at(gone, whole, words_of(held) | STOP_WORDS | _common_words(session))
+
+
+def _common_words(session: Session) -> set[str]:
+    """The words that most of the user's messages have, in lower case; none in a short chat."""
+    said = [turn.text for turn in session.turns if turn.role == "user"][-_RECENT:]
+    if len(said) < _FEW:
+        return set()
+    counts = Counter(word for text in said for word in set(_spelled_words(text)))
+    return {word for word, count in counts.items() if 2 * count > len(said)}
+
+
+def _spelled_words(text: str) -> Iterator[str]:
+    return (word.strip(_MARKS).casefold() for word in text.split())
+
+
+_FEW, _RECENT = 4, 64
+"""Number of messages from which on, and up to which, common words are looked for."""
 
 
 def latest_words(
@@ -218,9 +249,19 @@ def positions_of(
     else:
         positions = said[ledger.column("turn")[said] == turn]
     if not len(positions):
-        text = without_quotes(target)
-        raise UsageError(f"{format_value(text)} is not found in any token that is held or archived")
+        what = format_value(without_quotes(target))
+        if len(among) < ledger.seen and _is_anywhere(target, ledger, texts, roles):
+            raise UsageError(f"{what} was evicted, and is no longer archived")
+        raise UsageError(f"{what}: these words are not in this chat")
     return _with_neighbours(positions, said, ledger.column("turn"), around)
+
+
+def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
+    """Whether a text or turn was ever read, whether it can still be restored or not."""
+    try:
+        return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
+    except UsageError:
+        return False
 
 
 def _with_neighbours(

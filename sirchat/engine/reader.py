@@ -13,7 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.attention_tracker import AttendingModel, AttentionTracker, HighestWeights
+from sirchat.engine.attention_tracker import (
+    AttendingModel,
+    AttentionTracker,
+    HighestWeights,
+    PassWeights,
+)
 from sirchat.engine.records import ContinuationScore, TurnRef
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -221,6 +226,51 @@ class Reader:
             highest = observer.mean()
             if highest is not None:
                 self._ledger.attention.repeat.set(held[part.numpy()], highest)
+
+    def attention_from(
+        self, rows: Tensor, visible: NDArray[np.bool_]
+    ) -> NDArray[np.float64] | None:
+        """Mean attention [n] that each held row gets when some rows are read once more.
+
+        They are read at their own positions, so that each sees itself and what was before it. No
+        state changes, but the cache may get larger. The mean is over heads, layers and queries.
+
+        Args:
+            rows: held row numbers [k], ascending, not empty.
+            visible: [n], which of the held rows may be seen.
+
+        Returns None if the model exposes no attention weights, or if its sliding-window layers do
+        not see all of the cache.
+        """
+        cache, held = self._cache, self._ledger.held_positions
+        ids, shared = self._ledger.column("token_id")[held], torch.arange(len(held))
+        size = 4 * self._model.heads * (cache.length + len(rows))  # bytes of a row's weights
+        most = max(1, min(len(rows), PASS_BYTES // size, self._rows_per_pass))
+        if self._model.window is not None and cache.length + most > self._model.window:
+            return None
+        cache.grow_to(cache.length + most)
+        self._ahead = None  # its rows are overwritten
+        slots, total = cache.slots_of(shared), np.zeros(len(held))
+        hidden = slots[torch.from_numpy(~visible)]
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            own = slots[part]
+            sees = torch.arange(cache.length) < own[:, None]  # [k, n]
+            sees[:, hidden] = False
+            observer = PassWeights(range(len(cache.layers)))
+            self._model.read(
+                ids[part.numpy()].tolist(),
+                cache,
+                visible=torch.cat([sees, torch.eye(len(part), dtype=torch.bool)], dim=1),
+                positions=held[part.numpy()].tolist() if cache.in_stream else own.tolist(),
+                observer=observer,
+            )
+            weights = observer.mean()  # [k, n + k]
+            if weights is None:
+                return None
+            total += weights[:, slots.numpy()].sum(0, dtype=np.float64)
+            total[part.numpy()] += weights[:, cache.length :].diagonal()
+        return total / len(rows)
 
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,20 @@ class Sampler:
         at = np.array([position])
         draw = uniform(self._sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
+
+
+class FixedIds(Sampler):
+    """Picks given ids, one after another, whatever the logits are."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._left = list(reversed(ids))
+
+    def are_picked(self) -> bool:
+        """Whether all ids were picked."""
+        return not self._left
+
+    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+        return self._left.pop()
 
 
 def _refuse_nan(value: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -19,15 +18,16 @@ from sirchat.chat.session import Session
 from sirchat.chat.words import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.memory.recall import retriever_names
 from sirchat.ui.attaching import describe_size, with_file
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.explaining import (
     KEYS,
     draw_command,
     draw_help,
-    explain,
     show_evicted,
     show_thought,
+    show_why,
 )
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.line_input import Typed
@@ -36,9 +36,9 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_recalled, draw_recalled_turns, draw_token_ranks, draw_tokens
+from sirchat.ui.tables import draw_recalled, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
-from sirchat.ui.turn_commands import sampling_settings, undo
+from sirchat.ui.turn_commands import Retry, parse_retry, undo
 
 _PREFIX = "do_"
 
@@ -67,15 +67,10 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Retry:
-    """Asks for another reply to the last message; `settings` are sampling settings for it alone."""
-
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Edit:
-    """Asks the chat to let the user change the last message, and to reply to the new one."""
+    """Asks to replace the last message by `text`; without a text, the user changes it first."""
+
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,10 +198,10 @@ class Commands:
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|"WORDS"]: restore archived tokens for each turn; alone, show
-        what was restored; words in quotes, and the words around them, are restored and pinned."""
+        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each turn; alone, show what was
+        restored; WORDS of the chat are restored now, with the words around them, and pinned."""
         recalled = self._session.recalled
-        if rest.startswith('"'):
+        if rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
         elif rest or not recalled:
             self._switching.setting("/recall", "recall", rest)
@@ -215,6 +210,19 @@ class Commands:
             theme = self._screen.theme
             tables = draw_recalled_turns(rows, turns, theme), draw_recalled(rows, recalled, theme)
             self._screen.page(Group(tables[0], Text(), tables[1]))
+
+    def _are_words(self, rest: str) -> bool:
+        """Whether an argument of `/recall` means words, and not a value of the setting.
+
+        What is like the name of a retriever, but in the chat, means words, too.
+        """
+        names = ["on", "off", *retriever_names()]
+        if rest.startswith('"') or rest in names:
+            return rest.startswith('"')
+        try:
+            return bool(self._session.why(rest))
+        except UsageError:
+            return not nearest(rest, names)
 
     def do_set(self, rest: str) -> None:
         """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
@@ -270,9 +278,10 @@ class Commands:
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"{end.turns} turns; {end.seen:,} tokens seen, {end.resident:,} of {session.budget:,} "
-            f"held, {end.seen - end.resident:,} evicted; {end.tokens_out:,} generated, "
-            f"{speed:,.0f} tok/s; policy {session.profile.policy}, "
+            f"{end.turns} turns; {end.seen - end.tokens_out:,} tokens read, "
+            f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
+            f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
+            f"policy {session.profile.policy}, "
             f"decay {short(session.profile.decay)}"
             + f"; {at_control} replies ended at a control token, which is not shown"
             * bool(at_control)
@@ -300,11 +309,10 @@ class Commands:
         return Summarize()
 
     def do_why(self, rest: str) -> None:
-        """TEXT|last|turn N: show why these words are held or not, with their score and rank."""
-        screen, token_ranks = self._screen, self._session.why(rest)
-        table = draw_token_ranks(token_ranks, screen.theme, screen.width)
-        policy, recalled = self._session.profile.policy, self._session.recalled_turns
-        screen.page(Group(Text(explain(token_ranks, rest, policy, recalled)), table))
+        """[TEXT|last|turn N] [--all]: tell whether the last reply had these words and paid
+        attention to them, and why they are held or not; alone, about the last reply; --all adds
+        each token's surprisal, decays, score and rank."""
+        show_why(self._session, self._screen, rest)
 
     def do_undo(self, rest: str) -> Action | None:
         """-: take back your last message and its reply, or the last change of the model."""
@@ -314,14 +322,15 @@ class Commands:
         return None if before is None else SwitchSession(before, is_other_chat=False)
 
     def do_retry(self, rest: str) -> Action:
-        """[--temperature X]: replace the last reply by another; --temperature, --top-p and other
-        sampling settings then hold for this reply only."""
-        return Retry(sampling_settings(rest))
+        """[full|recall [RETRIEVER]] [--temperature X]: replace the last reply by another; full
+        holds everything for which the model has room, recall restores tokens that fit; --top-p and
+        other sampling settings can be given; all of this holds for this reply only."""
+        return parse_retry(rest)
 
     def do_edit(self, rest: str) -> Action:
-        """-: change your last message, in $EDITOR or at the prompt, and go on from there; Ctrl-C
-        leaves the message unchanged."""
-        return Edit()
+        """[TEXT]: replace your last message by TEXT, and go on from there; alone, change it in
+        $EDITOR or at the prompt, where Ctrl-C leaves it unchanged."""
+        return Edit(rest)
 
     def do_read(self, rest: str) -> Action:
         """FILE [QUESTION]: send a file's text and a question; @FILE in a message does the same."""

@@ -42,6 +42,10 @@ _TOKENS = (
     ("top", "the held tokens of highest score: top N"),
     ("next", "the tokens that will be evicted next"),
 )
+_RETRIES = (
+    ("full", "once with everything held"),
+    ("recall", "once with recall on"),
+)
 _COPIED = (
     ("code", "the last code block of the last reply"),
     ("--osc52", "let the terminal copy; also works over ssh"),
@@ -104,6 +108,7 @@ class SlashCompleter(Completer):
             case ["load" | "switch"]:
                 yield from self._saved
             case ["retry"]:
+                yield from _RETRIES
                 yield from ((f"--{name.replace('_', '-')}", help) for name, help in _drawing())
             case ["panel"]:
                 yield from _PANEL

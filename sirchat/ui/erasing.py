@@ -9,7 +9,7 @@ from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.words import turn_of_target, whole_words, without_quotes
-from sirchat.errors import UsageError
+from sirchat.errors import UsageError, format_value
 from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -61,19 +61,18 @@ class Erasing:
         tokens, turns = self._tokens(request.target)
         mine, others = self._typed(request.target)
         if not (tokens or turns or mine or others):
-            raise UsageError(f"{displayable_line(request.target)!r} does not occur in this chat")
+            words = displayable_line(request.target)
+            raise UsageError(f"{format_value(words)}: these words are not in this chat")
         parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
             parts.append(_lines(mine))
         if others and request.everywhere:
             parts.append(f"{_lines(others)} of other chats")
-        stays = ""
+        self._screen.note(f"this would erase for good: {' and '.join(parts)}")
         if others and not request.everywhere:
-            stays = f"; {_lines(others)} of other chats would stay (--everywhere erases such lines)"
-        self._screen.note(
-            f"this would erase {' and '.join(parts)}; "
-            f"later, /undo must read the chat again{stays}; to confirm: /erase --yes"
-        )
+            which = f"{_lines(others)} of other chats"
+            self._screen.note(f"{which} would stay (--everywhere erases such lines)")
+        self._screen.note("later, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, request: _Request) -> None:
         """Erase from memory, archive and saved chat first, then from what was typed."""

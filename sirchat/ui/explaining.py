@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -10,12 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import RecalledTurn
+from sirchat.chat.last_reply import AttentionPaid, last_round, related_turn
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import TokenRank
 from sirchat.chat.turn import thought
-from sirchat.chat.words import evicted_turns, turn_of_target, without_quotes
+from sirchat.chat.words import (
+    STOP_WORDS,
+    around,
+    evicted_turns,
+    said,
+    turn_of_target,
+    without_quotes,
+    words_at,
+)
+from sirchat.errors import UsageError
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_evicted
+from sirchat.ui.tables import draw_evicted, draw_token_ranks
 from sirchat.ui.text import displayable, displayable_line, shorten
 
 
@@ -27,7 +38,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
         screen.page(draw_evicted(named, screen.theme, screen.width))
         screen.note('/recall "words" restores words, and the words around them')
     if others := len(turns) - len(named):
-        went = "lost only punctuation, or words that are also held elsewhere"
+        went = "lost only repeats and punctuation"
         screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
     if not turns:
         screen.note("nothing is evicted")
@@ -42,6 +53,144 @@ def show_thought(session: Session, screen: Screen) -> None:
         screen.page(Text(displayable(text), screen.theme.quiet))
     else:
         screen.note("no reply so far contains reasoning")
+
+
+_ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
+_MOST_ATTENDED = 5  # words that are named
+
+
+def show_why(session: Session, screen: Screen, rest: str) -> None:
+    """Run `/why`: say whether the last reply had some words, and why they are held or not.
+
+    `rest` is `[TARGET] [--all]`. Without a target, the answer is about the last reply. Raises
+    UsageError if nothing matches.
+    """
+    target, all_numbers = _ALL.sub("", rest).strip(), bool(_ALL.search(rest))
+    found, paid = last_round(session.turns), None
+    if found is not None:
+        paid = session.attention_paid(found[1])
+    if target:
+        ranks = session.why(target)
+        lines = _why(session, ranks, target, paid)
+    elif found is None or paid is None:
+        raise UsageError("there is no reply yet", hint="/why TEXT tells why words are held or not")
+    else:
+        related = related_turn(session.turns, found[0])
+        ranks = session.why(f"turn {related[0]}") if related else session.why(f"turn {found[0]}")
+        lines = [*_about_related(session, ranks, related, paid), *_most_attended(session, paid)]
+    parts: list[RenderableType] = [Text("\n".join(lines))]
+    if all_numbers:
+        parts.append(draw_token_ranks(ranks, screen.theme, screen.width))
+    screen.page(Group(*parts))
+
+
+def _why(
+    session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
+) -> list[str]:
+    """What `/why` says about its target: first of the last reply, if it had these tokens."""
+    explained = explain(ranks, target, session.profile.policy, session.recalled_turns)
+    if paid is None:
+        return [explained]
+    can_retry = _can_retry_full(session)
+    said = describe_use(ranks, _named(target, ranks), paid, can_retry=can_retry)
+    if all(one.state != "held" for one in ranks) and not _had(ranks, paid):
+        return [f"{explained} The {_could_not_use(can_retry)}" if said else explained]
+    return list(filter(None, [said, explained]))
+
+
+def _could_not_use(can_retry: bool) -> str:
+    help_ = "; /retry full answers with everything held" if can_retry else ""
+    return f"last reply could not use it{help_}."
+
+
+def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+    """The tokens from before the reply, without sinks, if there are others."""
+    before = [one for one in ranks if one.row.position < paid.start]
+    return [one for one in before if "sink" not in one.row.flags] or before
+
+
+def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+    """The tokens that were held when the reply was generated."""
+    return [
+        one
+        for one in _before(ranks, paid)
+        if (one.state == "held" if paid.held is None else one.row.position in paid.held)
+    ]
+
+
+def _about_related(
+    session: Session,
+    ranks: Sequence[TokenRank],
+    related: tuple[int, tuple[str, ...]] | None,
+    paid: AttentionPaid,
+) -> list[str]:
+    """What `/why` alone says: of the earlier turn that fits the last message best, if any."""
+    if related is None:
+        return ["No earlier turn shares a telling word with your last message."]
+    turn, words = related
+    said = shorten(displayable_line(session.turns[turn].text), _LENGTH)
+    shared = " and ".join(f"“{displayable_line(one)}”" for one in words[:2])
+    what = f"Turn {turn} (“{said}”), which shares {shared} with your message,"
+    return [describe_use(ranks, what, paid, can_retry=_can_retry_full(session))]
+
+
+def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
+    """A line that names the words to which the last reply paid most attention."""
+    if not paid.shares:
+        return [_HIDDEN] if paid.shares is None else []
+    best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
+    rows = said(session.tokens(around(best, session.seen)))
+    words = {word: paid.shares[at] for at in reversed(best) for word in words_at([at], rows)}
+    telling = [one for one in words if one.casefold() not in STOP_WORDS]
+    named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]
+    if not named:
+        return []
+    return [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
+
+
+def _can_retry_full(session: Session) -> bool:
+    return session.resident < session.seen and session.profile.archive != "off"
+
+
+_LITTLE = 0.5
+"""Attention, as a share of an average token's, below which the model missed it."""
+
+_HIDDEN = "How much attention the reply paid to which words can't be read from this model."
+
+
+def describe_use(
+    ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
+) -> str:
+    """Say whether the last reply had the tokens of `what`, and how much attention it paid to them.
+
+    Empty if none of them is from before the reply. `can_retry`: whether `/retry full` is advised.
+    """
+    before, had = _before(ranks, paid), _had(ranks, paid)
+    if not before:
+        return ""
+    if not had:
+        if any(one.state == "held" for one in before):
+            return f"{what} was evicted when the last reply was generated, and restored after it."
+        return f"{what} was evicted, so the {_could_not_use(can_retry)}"
+    recalled = any("recalled" in one.row.flags for one in had)
+    part = f" only in part ({len(had):,} of {len(before):,} tokens)" * (len(had) < len(before))
+    was = f"{what} was {'recalled for the last reply' if recalled else 'held'}{part}"
+    if paid.shares is None:
+        return f"{was}. {_HIDDEN}"
+    shares = [paid.shares[at] for one in had if (at := one.row.position) in paid.shares]
+    if not shares:
+        is_gone = all(one.state != "held" for one in had)
+        return f"{was}{' when the last reply was generated, and evicted after it' * is_gone}."
+    share = sum(shares) / len(shares)
+    times = f"({share:.1f} times an average token)"
+    if share < _LITTLE:
+        help_ = "/retry full may help" if can_retry else "/retry draws another reply"
+        return (
+            f"{was}, but the reply paid it little attention {times}: the model missed it; {help_}."
+        )
+    if share < 1:
+        return f"{was}, and the reply paid it some attention {times}: it was not forgotten."
+    return f"{was}, and the reply paid attention to it {times}: it was not forgotten."
 
 
 _LENGTH = 40  # most characters that are quoted of the words asked for
@@ -159,7 +308,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "Look": {
         "/panel": "show all held tokens",
         "/tokens": "list held tokens with scores",
-        "/why WORDS": "tell why words are held or not",
+        "/why WORDS": "tell whether words were held",
         "/stats": "show token counts and speed",
         "/clear": "clear the screen only",
     },

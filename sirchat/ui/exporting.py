@@ -172,16 +172,22 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
     count = f"{len(text):,} character{'s' * (len(text) != 1)}"
+    terminal, why = screen.terminal, ""
     if _FLAG not in words:
-        tool = copy_with_tool(text, os.environ)
-        screen.note(f"copied {count} with {tool}")
-        return
-    terminal = screen.terminal
+        try:
+            screen.note(f"copied {count} with {copy_with_tool(text, os.environ)}")
+            return
+        except NoClipboardError as error:
+            if terminal is None:
+                raise
+            why = f"{error.why}: "
     if terminal is None:
         raise UsageError("nothing is copied: --osc52 needs a terminal as standard output")
     terminal.write(osc52(text))
     terminal.flush()
-    screen.note(f"sent {count} to the terminal for its clipboard; terminals don't confirm copying")
+    screen.note(
+        f"{why}sent {count} to the terminal for its clipboard; terminals don't confirm copying"
+    )
 
 
 def _text_of(session: Session, target: str) -> str:
@@ -234,10 +240,18 @@ _TOOLS = (
 )
 
 
+class NoClipboardError(UsageError):
+    """No program is there that reaches the user's clipboard; `why` says so in a few words."""
+
+    def __init__(self, why: str, hint: str) -> None:
+        super().__init__(f"nothing is copied: {why}", hint=hint)
+        self.why = why
+
+
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
     """Put a text on the clipboard; returns the name of the tool that did it.
 
-    Raises UsageError if there is no tool, or if all tools fail.
+    Raises NoClipboardError if there is no tool, and UsageError if all tools fail.
     """
     remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     problems = []
@@ -253,11 +267,9 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
     if problems:
         raise UsageError(f"nothing is copied: {'; '.join(problems)}", hint=hint)
     if remote:
-        raise UsageError("nothing is copied: over ssh no tool reaches your clipboard", hint=hint)
+        raise NoClipboardError("over ssh no tool reaches your clipboard", hint)
     names = ", ".join(tool.command[0] for tool in _TOOLS)
-    raise UsageError(
-        f"nothing is copied: there is no display, or none of the tools {names}", hint=hint
-    )
+    raise NoClipboardError(f"there is no display, or none of the tools {names}", hint)
 
 
 def osc52(text: str) -> str:

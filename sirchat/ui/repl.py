@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
 
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import summarize
+from sirchat.chat.rereading import own_message, summarize, undo_summaries
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.settings import temporarily
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.threads import threads_in_words
@@ -20,7 +18,6 @@ from sirchat.ui.commands import (
     Commands,
     Edit,
     Leave,
-    Retry,
     Send,
     Summarize,
     SwitchSession,
@@ -35,7 +32,10 @@ from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import toolbar
 from sirchat.ui.switching import ModelSwitching
-from sirchat.ui.turn_commands import edited, editor
+from sirchat.ui.turn_commands import Retry, edited, editor, retry
+
+_LEAVING = ("exit", "quit", ":q", "bye")
+"""Lines that may be meant to leave, as they do in other programs."""
 
 
 class Chat:
@@ -63,6 +63,7 @@ class Chat:
             session, screen, store, debug=debug, trusted=trusted, pick=self._pick
         )
         self._debug = debug
+        self._has_asked_to_leave = False
         self._models = ModelSwitching(screen, self._saved_chat, trusted)
         self._commands = self._commands_of(session)
         self._have_compiled(session)
@@ -133,6 +134,8 @@ class Chat:
         try:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
+            if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
+                return not self._is_leaving()
             text, files = with_files(line.text, self._screen.note, line.pasted_signs)
             if files:
                 self._screen.note(describe_size(files, self._session))
@@ -147,6 +150,16 @@ class Chat:
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
 
+    def _is_leaving(self) -> bool:
+        """Ask whether to leave; no answer but y does. Asked once: then such a line is a message."""
+        self._has_asked_to_leave = True
+        self._screen.note("leave? (y/n)")
+        answer = self._prompt.read()
+        if answer is None or answer.text.strip().casefold() in ("y", "yes"):
+            return True
+        self._screen.note("nothing was sent; send that line again to send it as a message")
+        return False
+
     def _do(self, action: Action | None, line: Line) -> bool:
         """Do the `action` that a command asks for, if any; returns False if the user leaves."""
         match action:
@@ -154,10 +167,10 @@ class Chat:
                 return False
             case Send(text):
                 self._send(text, line)
-            case Retry(settings):
-                self._retry(settings)
-            case Edit():
-                self._edit()
+            case Retry() as asked:
+                self._turn(lambda stops: retry(self._session, asked, stops))
+            case Edit(text):
+                self._edit(text)
             case Summarize():
                 self._turn(lambda stops: summarize(self._session, stops))
             case SwitchSession(session, is_other_chat):
@@ -166,20 +179,15 @@ class Chat:
                     self.greet(self._session.start())
         return True
 
-    def _retry(self, settings: dict[str, Any]) -> None:
-        """Generate another reply to the last message; `settings` are used for this reply only."""
-        session = self._session
-        with temporarily(session, "/retry", settings):
-            if session.profile.temperature == 0:
-                self._screen.note(
-                    "at temperature 0 the reply will be the same; try /retry --temperature 0.7"
-                )
-            self._turn(session.retry)
+    def _edit(self, changed: str) -> None:
+        """Replace the user's last own message, by a text that the user writes now if it is empty.
 
-    def _edit(self) -> None:
-        """Let the user change the last message, and go on from there."""
-        text = self._session.last_said
-        if command := editor():
+        A summary that was made after it goes, too.
+        """
+        text = own_message(self._session)
+        if changed:
+            pass
+        elif command := editor():
             with self._keyboard.lent():
                 changed = edited(command, text)
             self._history.append_string(changed)
@@ -189,6 +197,7 @@ class Chat:
         if changed.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
+            undo_summaries(self._session)
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _send(self, text: str, line: Line) -> None:

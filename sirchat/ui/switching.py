@@ -104,18 +104,31 @@ class Switching:
 
         `around`: number of tokens before and after them that are pinned or unpinned, too.
         """
-        evicted = restored = 0
+        evicted, restored, count = 0, list[int](), 0
         for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
-                restored += len(event.positions)
+                restored += event.positions
+            elif isinstance(event, Pinned) and pinned:
+                count = event.tokens
             elif isinstance(event, Pinned):
-                what = "pinned" if event.pinned else "no longer pinned"
-                self._screen.note(f"{event.tokens:,} tokens {what}")
+                self._screen.note(f"{event.tokens:,} tokens no longer pinned")
             else:
                 self._report(event)
-        self._report_moved(evicted, restored)
+        if not pinned:
+            self._report_moved(evicted, len(restored))
+            return
+        came = sum("pinned" in row.flags for row in self._session.tokens(restored))
+        done = f"pinned {count:,} tokens, all of which were held"
+        if came:
+            done = f"brought back {came:,} tokens and pinned them"
+            done += f", with {count - came:,} that were held" * (came < count)
+        if others := len(restored) - came:
+            done += f"; {others:,} others were restored"
+        if evicted:
+            done += f"; {evicted:,} {'others ' * bool(came)}were evicted to make room"
+        self._screen.note(f"{done}; holds {self._session.resident:,}/{self._session.budget:,}")
 
     def describe(self, name: str) -> str:
         """A text about the setting or policy option `name`: its value, and the allowed values."""
@@ -292,7 +305,7 @@ class ModelSwitching:
             if (old := getattr(before.profile, key)) != (new := getattr(now.profile, key))
         ]
         if changed:
-            self._screen.note(f"changed to this model's defaults: {', '.join(changed)}")
+            self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
         if pins := own_pins(before):
             self._screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
         for event in now.start():

@@ -6,19 +6,26 @@ import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sirchat.chat.events import Undone
+from sirchat.chat.events import Event, Notice, Undone
+from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
-from sirchat.chat.rereading import own_pins, read_before_last
-from sirchat.chat.session import Session
+from sirchat.chat.rereading import own_pins, read_before_last, undo_summaries
+from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.settings import temporarily
+from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.ui.interrupt import Interrupt, left_to_child
 from sirchat.ui.progress import loading_bar
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.status_line import describe_recalled
 from sirchat.ui.text import displayable_line, shorten
 
 
@@ -29,6 +36,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     archived, a new session reads all earlier turns again, and is saved in the same file. Raises
     UndoError, with nothing changed, if there is no user turn.
     """
+    before = session.undoable[-1].budget if session.undoable else session.budget
     try:
         events = session.undo()
     except UndoError:
@@ -37,7 +45,9 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            _report(event.text, session, screen)
+            stays = f" as before that message; the budget of {session.budget:,} stays"
+            how = stays if session.budget != before else ""
+            _report(event.text, session, screen, after=how)
     return None
 
 
@@ -53,9 +63,72 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
     return before
 
 
-def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
+def _report(text: str, session: Session, screen: Screen, how: str = "", after: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; the cache holds {session.resident:,}/{session.budget:,}")
+    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Asks for another reply to the last message.
+
+    Attributes:
+        settings: sampling settings for this reply alone.
+        full: whether everything that fits the model's context is held for this reply.
+        recall: the retriever for this reply, or empty for the usual one; None: recall as it is.
+    """
+
+    settings: dict[str, Any]
+    full: bool = False
+    recall: str | None = None
+
+
+def parse_retry(rest: str) -> Retry:
+    """What `/retry` was asked for: `[full|recall [RETRIEVER]]` and sampling settings.
+
+    Raises UsageError for anything else.
+    """
+    first, *others = rest.replace("=", " ").split() or [""]
+    if first in ("full", "--full"):
+        return Retry(sampling_settings(" ".join(others)), full=True)
+    if first in ("recall", "--recall"):
+        name = others.pop(0) if others and not others[0].startswith("--") else ""
+        return Retry(sampling_settings(" ".join(others)), recall=name)
+    return Retry(sampling_settings(rest))
+
+
+def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
+    """Answer the user's last own message once more, as `asked`."""
+    undo_summaries(session)
+    updates, note = dict[str, Any](), ""
+    if asked.full:
+        updates, note = settings_for_full(session)
+    elif asked.recall is not None and session.resident < session.seen:
+        updates = {"recall": retriever_for_retry(session, asked.recall)}
+    if updates:
+        describe = partial(_describe_retry, as_usual=session.profile, note=note)
+        yield from retry_under(session, {**updates, **asked.settings}, describe, stops)
+        return
+    if asked.full or asked.recall is not None:
+        yield Notice("everything was held already, so this is a plain /retry")
+    elif asked.settings.get("temperature", session.profile.temperature) == 0:
+        yield Notice("at temperature 0 the reply will be the same; try /retry --temperature 0.7")
+    with temporarily(session, "/retry", asked.settings):
+        yield from session.retry(stops)
+
+
+def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
+    """A note about a reply under other settings, which are in force; `as_usual` were before."""
+    if session.profile.recall != as_usual.recall and session.recalled_turns:
+        how = describe_recalled(session.recalled_turns)
+    elif session.profile.recall != "off":
+        how = "recall found nothing to restore"
+    elif session.resident == session.seen:
+        how = f"answered with all {session.seen:,} tokens held"
+    else:
+        how = f"{note}: answered with {session.resident:,} of {session.seen:,} tokens held"
+    usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
+    return f"{how}; the memory is as before: {usual}"
 
 
 def sampling_settings(words: str) -> dict[str, Any]:
@@ -70,8 +143,9 @@ def sampling_settings(words: str) -> dict[str, Any]:
         allowed = ["--" + one.replace("_", "-") for one in SAMPLING_PARAMETERS]
         if name not in SAMPLING_PARAMETERS or not flag.startswith("--"):
             raise UsageError(
-                f"/retry: {format_value(flag)} is not allowed; allowed: {', '.join(allowed)}",
-                hint=nearest(flag, allowed),
+                f"/retry: {format_value(flag)} is not allowed; allowed: full, recall, "
+                f"{', '.join(allowed)}",
+                hint=nearest(flag, ["full", "recall", *allowed]),
             )
         if value is None:
             raise UsageError(

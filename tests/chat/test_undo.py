@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cache_contents import state
 from chatting import answer, babbler, session
 from sirchat.chat.events import TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, UndoError
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
-
-
-def state(chat: Session) -> tuple[Any, ...]:
-    """Everything that what comes next depends on, and all counts but times."""
-    rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
-    end = chat.end()
-    counts = (end.turns, end.seen, end.resident, end.tokens_out)
-    logits = chat._engine.logits
-    return rows, counts, None if logits is None else logits.tolist()
 
 
 def undo(chat: Session) -> Undone:

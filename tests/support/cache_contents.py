@@ -1,10 +1,13 @@
-"""The rows that an engine holds, with their keys and values, to compare two engines."""
+"""The rows that an engine holds, with their keys and values, and a session's state, to compare."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
 
 
@@ -19,3 +22,12 @@ def contents(engine: Engine) -> list[Tensor]:
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def state(chat: Session) -> tuple[Any, ...]:
+    """Everything that what comes next depends on, and all counts but times."""
+    rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
+    end = chat.end()
+    counts = (end.turns, end.seen, end.resident, end.tokens_out)
+    logits = chat._engine.logits
+    return rows, counts, None if logits is None else logits.tolist()

@@ -89,7 +89,7 @@ def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> N
         chat.resize(rows, columns)
     chat.wait(r"\d tokens in, 3,000 out")
     chat.wait_prompt()
-    assert "3,009 tokens seen" in chat.ask("/stats")
+    assert "9 tokens read, 3,000 written" in chat.ask("/stats")
     assert " out, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
 
 
@@ -225,6 +225,6 @@ def test_quiet_leaves_greeting_and_status_out_and_answers_commands(home: Path) -
         chat.wait_prompt()
         assert "/help" not in chat.text
         assert chat.ask("My name is Anna.") == "Nice to meet you, Anna."
-        assert "tokens seen" in chat.ask("/stats")
+        assert "tokens read" in chat.ask("/stats")
         assert "sirchat: " in chat.ask("/nonsense")
         assert chat.leave() == 0

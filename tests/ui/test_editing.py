@@ -102,7 +102,7 @@ def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> 
         chat.send("\x03")
         chat.wait(r"the message is unchanged")
         chat.wait_prompt()
-        assert "tokens seen" in chat.ask("/stats")  # a command again
+        assert "tokens read" in chat.ask("/stats")  # a command again
         assert chat.leave() == 0
 
 

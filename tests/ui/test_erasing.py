@@ -37,8 +37,11 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     seen, undoable = chat.texts, len(chat.session.turns)
     shown = do(chat, "/erase Marmalade")
     assert "would erase" in shown
-    assert "tokens in turn 0 and 1 typed line; later, /undo must read the chat again" in shown
-    assert "1 typed line of other chats would stay (--everywhere erases such lines)" in shown
+    assert shown == (
+        "this would erase for good: 4 tokens in turn 0 and 1 typed line "
+        "1 typed line of other chats would stay (--everywhere erases such lines) "
+        "later, /undo must read the chat again; to confirm: /erase --yes"
+    )
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
     done = do(chat, "/erase --yes")
     assert "tokens erased" in done
@@ -61,7 +64,7 @@ def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
 
 
 def test_parts_of_words_stay(chat: Chat) -> None:
-    with pytest.raises(UsageError, match="does not occur in this chat"):
+    with pytest.raises(UsageError, match="these words are not in this chat"):
         do(chat, "/erase range")
     do(chat, "/erase --yes is")
     assert chat.texts[1] == "this  what the others said"

@@ -106,7 +106,7 @@ def test_what_is_refused_costs_a_line_and_nothing_is_sent(
     chat: Terminal, line: str, error: str
 ) -> None:
     assert _ask(chat, line).startswith(f"sirchat: {error}")
-    assert _seen(chat) == " 0 tokens seen, 0 of 1,024 held, 0 evicted"
+    assert _seen(chat) == " 0 tokens read, 0 written, 0 tok/s"
 
 
 def test_a_missing_path_is_pointed_out_and_a_name_is_not(chat: Terminal) -> None:

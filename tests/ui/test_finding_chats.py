@@ -105,8 +105,8 @@ def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
     ident = saved(folder, "words")
     saved(folder, "other")  # `words` was said in both
     chat = Chat()
-    assert f"this is session {ident}" in chat.do("/load Words")
-    assert f"this chat is session {ident}" in chat.do(f"/load {ident[:-1]}")
+    assert f"this chat is session {ident}" in chat.do("/load Words")
+    assert f"session {ident} is this chat" in chat.do(f"/load {ident[:-1]}")
 
 
 def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Path) -> None:
@@ -144,7 +144,7 @@ def test_without_an_index_names_are_found_and_words_are_an_error(folder: Path) -
     ident = saved(folder, "trip")
     (folder / "search.index").mkdir()
     chat = Chat()
-    assert f"this is session {ident}" in chat.do("/load trip")
+    assert f"this chat is session {ident}" in chat.do("/load trip")
     assert "search.index" in refusal(chat, "/load some words")
 
 

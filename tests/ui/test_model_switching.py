@@ -169,7 +169,7 @@ def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -
     babbling = str(save_babbler(tmp_path / "babbler"))
     chat = chat_of(SAYINGS[0], budget=1024)
     shown = chat.do(f"/model {babbling}")
-    assert "changed to this model's defaults: budget 1024 -> 2048, temperature 0" in shown
+    assert f"using {babbling}'s defaults: budget 1024 -> 2048, temperature 0" in shown
     assert chat.session.profile.temperature > 0
     chat = chat_of(SAYINGS[0], budget=512, temperature=0.7)
     assert "as usual" not in chat.do(f"/model {babbling}")

@@ -39,9 +39,9 @@ def chat(shared: Shared) -> Terminal:
 
 def _seen(chat: Terminal) -> int:
     """Tokens read so far."""
-    found = re.search(r"([\d,]+) tokens seen", chat.ask("/stats"))
+    found = re.search(r"([\d,]+) tokens read, ([\d,]+) written", chat.ask("/stats"))
     assert found
-    return int(found[1].replace(",", ""))
+    return sum(int(one.replace(",", "")) for one in found.groups())
 
 
 # --- talking
@@ -265,7 +265,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("Hello.")
     chat.ask("/decay 0.9")
     assert re.fullmatch(
-        r"2 turns; \d+ tokens seen, \d+ of 1,024 held, 0 evicted; \d+ generated, [\d,]+ tok/s; "
+        r"2 turns; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
         r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )

@@ -1,17 +1,25 @@
-"""What `/why` says first: a sentence that is true of the numbers below it."""
+"""What `/why` says: whether the last reply had some words, and why they are held or not."""
 
 from __future__ import annotations
 
+import io
 import re
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from chatting import session, tiny
+from cache_contents import state
+from chatting import answer, babbler, session, tiny
+from sirchat.chat.last_reply import AttentionPaid
 from sirchat.chat.session import Session
+from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
-from sirchat.ui.explaining import explain
+from sirchat.ui.explaining import describe_use, explain, show_why
+from sirchat.ui.screen import Screen
 from terminal import Terminal
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")
@@ -86,18 +94,111 @@ def test_under_every_policy_the_sentence_agrees_with_the_state(policy: str) -> N
         assert "\n" not in said
 
 
+def _shown(chat: Session, rest: str = "") -> list[str]:
+    """The lines of `/why`."""
+    out = io.StringIO()
+    screen = Screen(out, out)
+    screen.console.width = 400
+    show_why(chat, screen, rest)
+    return out.getvalue().strip().splitlines()
+
+
+def test_a_word_that_was_evicted_could_not_be_used_by_the_last_reply() -> None:
+    (line,) = _shown(_told("sink"), "Anna")
+    assert line.endswith(
+        'The tokens are archived: /recall "Anna" restores them. The last reply could not use it; '
+        "/retry full answers with everything held."
+    )
+
+
+def test_a_word_that_was_held_got_so_much_attention() -> None:
+    chat = _told("entropy")
+    paid = chat.attention_paid(7)
+    assert paid.shares is not None
+    times = [paid.shares[one.row.position] for one in chat.why("tree") if one.state == "held"][:1]
+    said, held = _shown(chat, "What")
+    assert "an average token): " in said
+    assert held.startswith(("“What” is held", "Of the "))
+    (rank,) = [one for one in chat.why("Lisbon") if one.row.turn == 2][:1]
+    for share, how in ((0.3, "the model missed it; /retry full may help."), (2.0, "attention to")):
+        shares = AttentionPaid(paid.start, None, {rank.row.position: share})
+        sentence = describe_use([rank], "“Lisbon”", shares, can_retry=True)
+        assert f"({share} times an average token)" in sentence
+        assert how in sentence
+    assert times
+    hidden = describe_use([rank], "“Lisbon”", replace(shares, shares=None), can_retry=True)
+    assert hidden.endswith("can't be read from this model.")
+
+
+def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:
+    chat = _told("sink")
+    chat.pin("Anna")
+    assert _shown(chat, "Anna")[0] == (
+        "“Anna” was evicted when the last reply was generated, and restored after it."
+    )
+    chat.pin("Anna", pinned=False)
+    list(chat.ask("Tell me a joke."))
+    chat.switch("/budget", budget=32)
+    evicted = next(one for one in chat.why("turn 6") if one.state != "held")
+    assert "evicted after it" in describe_use(
+        [evicted], "It", chat.attention_paid(9), can_retry=True
+    )
+
+
+def test_why_alone_tells_of_the_earlier_turn_that_fits_and_of_what_got_attention() -> None:
+    chat = session(tiny(), policy="sink", budget=64)
+    for text in ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke.", "A dog is what?"):
+        list(chat.ask(text))
+    turn, attended = _shown(chat)
+    assert turn.startswith("Turn 0 (“My dog is called Rex.”), which shares “dog” with your message")
+    assert "/retry full" in turn
+    assert attended.startswith("The reply paid most attention to: ")
+    with pytest.raises(UsageError, match="no reply yet"):
+        _shown(session(tiny()))
+    with pytest.raises(UsageError, match="these words are not in this chat"):
+        _shown(chat, "Pelican")
+
+
+def test_reading_the_reply_once_more_leaves_no_trace() -> None:
+    one, other = _told("h2o"), _told("h2o")
+    before = state(one)
+    for rest in ("", "Lisbon --all", "tree"):
+        _shown(one, rest)
+    assert state(one) == before
+    assert answer(list(one.ask("And now?"))) == answer(list(other.ask("And now?")))
+    assert state(one) == state(other)
+
+
+def test_the_attention_is_that_of_the_models_own_weights() -> None:
+    """The oracle reads the whole chat in one pass, with eager attention, which returns weights."""
+    chat = session(babbler(), policy="full", max_new_tokens=9)
+    for text in SAID[:2]:
+        list(chat.ask(text))
+    rows, module = chat.tokens(range(chat.seen)), deepcopy(babbler().module)
+    module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = module(torch.tensor([[row.id for row in rows]]), output_attentions=True)
+    weights = torch.stack(out.attentions)[:, 0].mean((0, 1))  # [n, n]
+    reply = [row.position for row in rows if (row.turn, row.role) == (3, "assistant")]
+    received = weights[[at - 1 for at in reply]].mean(0)
+    at = [r.position for r in rows if 4 <= r.position < reply[0] and r.role != "template"]
+    wanted = received[at] / received[at].mean()
+    found = chat.attention_paid(3).shares
+    assert found is not None
+    assert list(found) == at
+    assert list(found.values()) == pytest.approx(wanted.tolist(), rel=1e-4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_why_at_the_prompt(tmp_path: Path, columns: int) -> None:
     flags = ("--policy", "entropy", "--budget", "64", "--recent", "8")
     with Terminal(*flags, home=tmp_path, columns=columns) as chat:
         for text in SAID:
             chat.ask(text)
-        shown = chat.ask("/why Anna")
-        sentence, numbers = shown.split("position", 1)
-        assert re.fullmatch(
-            r"“Anna” is held: of the \d+ held tokens, only \d surprised the model more\. ",
-            re.sub(r"\s+", " ", sentence),
-        )
-        assert "surprisal" in numbers
+        shown = " ".join(chat.ask("/why Anna").split())
+        assert "times an average token" in shown
+        assert re.search(r"“Anna” is held: of the \d+ held tokens, only \d surprised", shown)
+        assert "position" not in shown
+        assert "position" in chat.ask("/why Anna --all")
         assert chat.leave() == 0

@@ -1,6 +1,7 @@
 """The `sirchat compare` command: one transcript under several settings."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,6 +80,7 @@ def compare(
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
         raise KeyboardInterrupt
+    found = with_notes(found)
     from sirchat.lab.studies.report import provenance
     from sirchat.lab.studies.side_by_side.report import record_of
 
@@ -97,6 +99,24 @@ def compare(
         typer.echo(displayable_line(f"sirchat: {note}"), err=True)
     if interrupted:
         raise KeyboardInterrupt
+
+
+_NOTHING_EVICTED = (
+    "nothing was evicted under any of these settings, so they could not differ; "
+    "compare smaller budgets (--budgets) or a longer transcript"
+)
+
+
+def with_notes(found: "Comparison") -> "Comparison":
+    """The comparison, with a note if nothing was evicted under any of several settings."""
+    if len(found.settings) < 2 or has_evicted(found):
+        return found
+    return replace(found, notes=(*found.notes, _NOTHING_EVICTED))
+
+
+def has_evicted(found: "Comparison") -> bool:
+    """Whether any setting held, after any round, fewer tokens than it had read."""
+    return any(one.held < one.seen for setting in found.settings for one in setting.rounds)
 
 
 def _settings(

@@ -24,6 +24,7 @@ from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
+from sirchat.lab.commands.compare import has_evicted, with_notes
 from sirchat.lab.studies.report import provenance
 from sirchat.lab.studies.side_by_side.compare import compare
 from sirchat.lab.studies.side_by_side.compared import (
@@ -336,6 +337,18 @@ def test_the_command_compares(tmp_path: Path) -> None:
 
 
 ROLES = ("user", "assistant")
+
+
+def test_where_nothing_was_evicted_a_note_says_that_nothing_could_differ() -> None:
+    assert has_evicted(found())
+    roomy = compare(tiny(), (FULL, replace_budget(SINK, 512)), transcript(TALK[:2]))
+    assert not has_evicted(roomy)
+    assert "could not differ" in with_notes(roomy).notes[-1]
+    assert with_notes(found()).notes == found().notes
+
+
+def replace_budget(setting: Profile, budget: int) -> Profile:
+    return setting.model_copy(update={"budget": budget})
 
 
 @pytest.mark.slow

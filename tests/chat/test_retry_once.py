@@ -1,0 +1,147 @@
+"""`/retry full` and `/retry recall`: one reply under other settings, and then all is as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cache_contents import contents, same, state
+from chatting import answer, babbler, session, tiny
+from sirchat.chat.events import Notice, TurnDone
+from sirchat.chat.last_reply import settings_for_full
+from sirchat.chat.session import Session
+from sirchat.engine.sampling import Sampler
+from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
+from sirchat.ui.turn_commands import parse_retry, retry
+
+SAID = ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke.", "What is my dog called?")
+
+
+def told(*texts: str, **settings: Any) -> Session:
+    chat = session(settings.pop("model", tiny()), **{"policy": "sink", "budget": 64, **settings})
+    for text in texts or SAID:
+        list(chat.ask(text))
+    return chat
+
+
+def retried(chat: Session, words: str) -> tuple[str, list[str]]:
+    """The new reply, and the notes that are shown with it."""
+    events = list(retry(chat, parse_retry(words), lambda: False))
+    return answer(events), [event.text for event in events if isinstance(event, Notice)]
+
+
+def test_what_was_evicted_answers_once_and_is_evicted_again() -> None:
+    chat = told()
+    assert "Rex" not in chat.turns[-1].text
+    reply, notes = retried(chat, "full")
+    assert reply == chat.turns[-1].text == "Your dog is called Rex."
+    (note,) = notes
+    assert note == (
+        f"answered with all {chat.seen} tokens held; the memory is as before: "
+        "policy sink, budget 64"
+    )
+    assert (chat.profile.policy, chat.budget, chat.resident) == ("sink", 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("salience", "full --temperature 1.5"),
+        ("reservoir", "--recall=mips"),
+        pytest.param("h2o", "full", marks=pytest.mark.slow),
+        pytest.param("salience", "recall", marks=pytest.mark.slow),
+    ],
+)
+def test_the_cache_holds_what_it_would_if_the_usual_reply_had_been_that(
+    policy: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is a plain retry in which the sampler picks the ids of the other reply."""
+    small: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 12, "decay": 0.9}
+    sayings = ["red " * 30, "green " * 20, "red and blue " * 10]
+    chat, plain = (told(*sayings, model=babbler(), policy=policy, **small) for _ in range(2))
+    retried(chat, words)
+    reply = chat.last_reply
+    assert reply is not None
+    ids = iter(reply.ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "pick", lambda *_: next(ids))
+        list(plain.retry())
+    assert plain.turns == chat.turns
+    assert state(plain) == state(chat)
+    assert same(contents(plain._engine), contents(chat._engine))
+    assert chat.profile == plain.profile
+    assert answer(list(chat.ask("yellow"))) == answer(list(plain.ask("yellow")))
+    assert state(plain) == state(chat)
+    chat.undo()
+    chat.undo()
+    assert state(chat) == state(told(*sayings[:2], model=babbler(), policy=policy, **small))
+
+
+def test_recall_for_one_reply() -> None:
+    chat = told(budget=72)
+    assert chat.profile.recall == "off"
+    reply, (note,) = retried(chat, "recall")
+    assert "Rex" in reply
+    assert note.startswith("recalled ")
+    assert "of turn" in note
+    assert chat.profile.recall == "off"
+    assert not chat.recalled
+    with pytest.raises(SettingError, match="recall"):
+        retried(chat, "recall wrods")
+
+
+def test_a_chat_longer_than_the_context_is_held_as_far_as_it_fits() -> None:
+    model = replace(babbler(), context_length=160)
+    chat = told(*["red " * 30] * 5, model=model, budget=96, max_new_tokens=16)
+    assert settings_for_full(chat)[0] == {"budget": 160, "recall": "off"}
+    _, (note,) = retried(chat, "full")
+    assert note.startswith("the chat is longer than the model's context of 160: answered with 1")
+    assert f" of {chat.seen} tokens held" in note
+
+
+def test_where_it_cannot_be_done_nothing_changes_and_one_line_says_why() -> None:
+    chat = told(archive="off")
+    before = state(chat), list(chat.turns)
+    for words, why in (("full", "the archive is off"), ("recall", "recall requires archive=ram or archive=disk")):
+        with pytest.raises(UsageError, match=why) as caught:
+            retried(chat, words)
+        assert "\n" not in str(caught.value)
+    assert (state(chat), chat.turns) == before
+    with pytest.raises(UndoError):
+        retried(session(tiny()), "full")
+    with pytest.raises(UsageError, match="allowed: full, recall, --temperature"):
+        parse_retry("fulll")
+
+
+def test_where_nothing_was_evicted_it_is_a_plain_retry() -> None:
+    chat = told(SAID[0], budget=512)
+    reply = chat.turns[-1].text
+    assert retried(chat, "full") == (
+        reply,
+        ["everything was held already, so this is a plain /retry"],
+    )
+
+
+def test_a_model_that_fails_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, same_chat = told(), told()
+    with monkeypatch.context() as patch:
+
+        def fails(*_: object) -> int:
+            raise SirchatError("the model has failed")
+
+        patch.setattr(Sampler, "pick", fails)
+        with pytest.raises(SirchatError, match="has failed"):
+            retried(chat, "full")
+    assert chat.turns == same_chat.turns
+    assert state(chat) == state(same_chat)
+
+
+def test_an_interrupted_reply_stays_interrupted() -> None:
+    chat = told(model=babbler(), max_new_tokens=40)
+    stops = iter([False] * 30 + [True] * 99)
+    events = list(retry(chat, parse_retry("full"), lambda: next(stops)))
+    (done,) = [one for one in events if isinstance(one, TurnDone) and one.role == "assistant"]
+    assert done.finish == chat.turns[-1].finish == "interrupt"
+    assert 0 < done.tokens_out < 40

@@ -1,0 +1,128 @@
+"""Commands that take what is meant: words without quotes, a message at once, `exit` alone."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from chatting import session
+from saved_chats import Chat, refusal
+from sirchat.chat.rereading import own_message, undo_summaries
+from sirchat.chat.words import evicted_words
+from sirchat.ui.commands import Edit
+from sirchat.ui.exporting import copy_reply
+from sirchat.ui.screen import Screen
+from terminal import Terminal
+
+SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    chat = Chat(policy="sink")
+    chat.say(*SAID)
+    return chat
+
+
+def test_recall_takes_words_without_quotes(chat: Chat) -> None:
+    shown = chat.do("/recall Pelican")
+    assert shown.startswith("brought back ")
+    assert " tokens and pinned them" in shown
+    assert " others were evicted to make room; holds " in shown
+    assert all("pinned" in one.row.flags for one in chat.session.why("Pelican"))
+    assert "all of which were held" in chat.do("/recall Pelican")
+    assert chat.session.profile.recall == "off"
+
+
+def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> None:
+    chat.do("/recall mips")
+    assert chat.session.profile.recall == "mips"
+    assert "did you mean words?" in refusal(chat, "/recall wrods")
+    assert '"Ostrich": these words are not in this chat' in refusal(chat, "/recall Ostrich")
+    chat.say("I like wrods.")
+    assert "pinned" in chat.do("/recall wrods")
+    assert chat.session.profile.recall == "mips"
+
+
+def test_words_that_can_no_longer_be_restored_are_not_called_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    chat = Chat(policy="sink", archive="off")
+    chat.say(*SAID)
+    assert '"Pelican" was evicted, and is no longer archived' in refusal(chat, "/recall Pelican")
+
+
+def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
+    for command in ("/summarize", "/edit"):
+        assert command[1:] in chat._commands.names()
+    chat.say("Summary of our conversation so far, by the assistant: colours.")
+    assert own_message(chat.session) == SAID[-1]
+    undo_summaries(chat.session)
+    assert chat.texts == list(SAID)
+    assert chat._commands.run("/edit blue it is") == Edit("blue it is")
+
+
+def test_undo_says_what_it_holds_under_a_budget_that_has_grown(chat: Chat) -> None:
+    chat.say("blue " * 30)
+    chat.do("/budget 400")
+    shown = chat.do("/undo")
+    held = chat.session.resident
+    assert f"holds {held}/400 as before that message; the budget of 400 stays" in shown
+
+
+def test_words_that_tell_little_are_not_named_as_evicted() -> None:
+    chat = session(policy="sink", budget=64)
+    for word in ("Pelican", "Heron", "Stork", "Raven", "Eagle"):
+        list(chat.ask(f"Quite the bird is a {word} and so on."))
+    gone = [one.row.position for n in range(0, 10, 2) for one in chat.why(f"turn {n}")]
+    named = evicted_words(chat, gone)
+    assert "Pelican" in named
+    assert not {"the", "a", "and", "Quite", "bird"} & set(named)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_copy_asks_the_terminal_where_no_clipboard_program_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PATH", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "SSH_TTY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    chat, out, notes = session(), _Terminal(), io.StringIO()
+    list(chat.read_user("one"))
+    list(chat.read_reply("The last."))
+    copy_reply(chat, Screen(out, notes), "")
+    assert out.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07"
+    (line,) = notes.getvalue().splitlines()
+    assert "none of the tools" in line
+    assert "sent 9 characters to the terminal" in line
+
+
+def test_at_the_prompt(tmp_path: Path) -> None:
+    flags = ("--policy", "sink", "--budget", "64")
+    with Terminal(*flags, home=tmp_path) as chat:
+        for text in ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke."):
+            chat.ask(text)
+        chat.say("quit")
+        chat.wait(r"leave\? \(y/n\)")
+        assert "nothing was sent" in chat.ask("no")
+        assert "tok/s" in chat.ask("quit")
+        assert "tok/s" in chat.ask("/edit What is my dog called?")
+        shown = " ".join(chat.ask("/retry full").split())
+        assert "Your dog is called Rex." in shown
+        assert "the memory is as before: policy sink, budget 64" in shown
+        chat.say("/exit")
+        assert chat.ended() == 0
+    with Terminal(*flags, home=tmp_path) as chat:
+        chat.ask("Hello.")
+        chat.say("bye")
+        chat.wait(r"leave\? \(y/n\)")
+        chat.say("y")
+        assert chat.ended() == 0
