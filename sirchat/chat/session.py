@@ -153,6 +153,35 @@ class Session:
         return self._engine.budget
 
     @property
+    def longest_turn(self) -> int:
+        """Largest number of tokens of a user turn of which none need be evicted to read the turn.
+
+        The policy may evict some nevertheless, if it prefers older tokens.
+        """
+        return self._engine.contents.budget.evictable()
+
+    def held_of_turn(self, index: int) -> int:
+        """Number of tokens of turn `index` that are held."""
+        ledger = self._engine.ledger
+        return int(np.count_nonzero(ledger.column("turn")[ledger.held_positions] == index))
+
+    def budget_for(self, tokens: int) -> int | None:
+        """A budget with which `longest_turn` is at least `tokens`: the least power of two.
+
+        At most the model's context length; None if that is not enough.
+        """
+        now = self._engine.contents.budget
+        size = 1
+        while (size := 2 * size) < 2 * self.model.context_length:
+            size = min(size, self.model.context_length)
+            wanted = replace(now, settings=replace(now.settings, budget=size))
+            if size > now.sinks + now.pins(now.ledger.held_positions) and (
+                wanted.evictable() >= tokens
+            ):
+                return size
+        return None
+
+    @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)

@@ -122,6 +122,21 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
     return f"{line}: {share} will be evicted as it is read"
 
 
+def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
+    """A line that says how much of a user turn is held, if the budget can't hold all of it.
+
+    `option` sets the budget: `/budget` or `--budget`. Returns "" if the turn could be held whole.
+    """
+    if turn.role != "user" or turn.tokens_in <= session.longest_turn:
+        return ""
+    enough, context = session.budget_for(turn.tokens_in), session.model.context_length
+    if enough is None:
+        rest = f"the model's context, {context:,} tokens, is too short for all of them"
+    else:
+        rest = f"{option} {enough} would hold all of them"
+    return f"read {turn.tokens_in:,} tokens, {session.held_of_turn(turn.index):,} held; {rest}"
+
+
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
     """The name of the file after `@` ("" if it names none); and the text for it in the message."""
     word = found["word"] or ""
