@@ -34,6 +34,7 @@ from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_rank
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.words import erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
+from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import FixedIds, PromptLookup, Sampler
 from sirchat.errors import UndoError
@@ -157,6 +158,11 @@ class Session:
         return self._engine.budget
 
     @property
+    def limits(self) -> Budget:
+        """How many tokens may be held, and which kinds of them."""
+        return self._engine.contents.budget
+
+    @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
@@ -186,8 +192,7 @@ class Session:
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
     ) -> Iterator[Event]:
-        """Undo the last user turn, then ask it again with other random numbers, or ask `text`
-        instead.
+        """Undo the last user turn, then ask it again with other random numbers, or ask `text`.
 
         Pinned tokens stay pinned. Raises UndoError, changing nothing, as `undo` does.
         """
@@ -228,8 +233,7 @@ class Session:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
         checkpoint = self._engine.checkpoint()
-        pins = self.profile.pin_system
-        point = UndoPoint.of(self._now, checkpoint, text, pins, self.budget)
+        point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system, self.budget)
         depth = UNDO_DEPTH if self.profile.archive != "off" else 1
         self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
@@ -285,9 +289,8 @@ class Session:
         try:
             self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
-            raise UndoError(
-                "this turn can't be undone: tokens evicted by this turn are no longer archived"
-            ) from None
+            why = "tokens that it evicted are no longer archived"
+            raise UndoError(f"this turn can't be undone: {why}") from None
         self._undo_points.pop()
         self._recall.undo()
         self._now = point.conversation(self._now)
@@ -305,8 +308,7 @@ class Session:
         changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
-        moves = self._engine.contents.pin(positions, pinned)
-        events = self._events.moved(self._now.last, moves)
+        events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
@@ -375,8 +377,7 @@ class Session:
             events += self._events.untrained(self.model.anchors)
             events += self._events.uncounted(self.model)
         if prompt is not None:
-            events += self._flush()
-            events += self._read_system(prompt, interrupted)
+            events += [*self._flush(), *self._read_system(prompt, interrupted)]
         return events
 
     def end(self) -> Ended:
@@ -413,10 +414,9 @@ class Session:
             interrupted=interrupted if given is None else given.are_picked,
             lookup=PromptLookup() if self.profile.lookup else None,
         )
-        stream = TextStream(self.model.tokenizer)
         if reply is not None:
             records = turn.ending_as(records, reply.finish)
-        yield from turn.answer(records, stream, closing, self._end_ids)
+        yield from turn.answer(records, TextStream(self.model.tokenizer), closing, self._end_ids)
         self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:

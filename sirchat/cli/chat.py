@@ -163,7 +163,7 @@ def ask_once(
     Text from a pipe or a file is put before the question, or is the question. `resume` is the id or
     name of a saved chat in which to ask; question and reply are saved there.
     """
-    text = _message(question)
+    text, is_piped = _message(question)
     later: dict[str, Any] = {}
     store: SessionStore | None = None
     if resume is None:
@@ -179,6 +179,8 @@ def ask_once(
     with loading_bar(screen, profile.model) as report:
         session = open_saved(profile, trust, report, store, later)
     if store is None:
+        if is_piped and "budget" not in profile.model_fields_set:
+            _hold_all(session, text)
         print_reply(session, text, screen, as_json=json)
         return
     saved_chat = SavedChat(session, screen, store)
@@ -188,8 +190,26 @@ def ask_once(
         saved_chat.close()
 
 
-def _message(question: str) -> str:
-    """The text of standard input, if any, followed by the question."""
+def _hold_all(session: "Session", text: str) -> None:
+    """Raise the budget so that message and reply are held whole, if model and memory allow it.
+
+    The cache may take half of the memory that is free.
+    """
+    from sirchat.models.shape import free_memory
+
+    _, turn = session.template.opening(text, session.profile.system)
+    needed = len(turn.ids) + session.profile.max_new_tokens
+    if needed <= session.limits.evictable():
+        return
+    budget = session.limits.enough_for(needed) or session.model.context_length
+    if (free := free_memory()) is not None:
+        budget = min(budget, free // 2 // session.model.row_bytes)
+    if budget > session.budget:
+        session.switch("ask", budget=budget)
+
+
+def _message(question: str) -> tuple[str, bool]:
+    """The text of standard input, if any, then the question; and whether there was any input."""
     given = ""
     if not sys.stdin.isatty():
         try:
@@ -204,7 +224,7 @@ def _message(question: str) -> str:
     parts = [part for part in (given.strip("\n"), question) if part.strip()]
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
-    return "\n\n".join(parts)
+    return "\n\n".join(parts), bool(given.strip())
 
 
 def replay_transcript(

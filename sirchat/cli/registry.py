@@ -55,7 +55,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compare": "run a transcript under several settings, side by side",
         "eval": "measure what a model remembers under a policy",
         "bench": "measure speed and memory",
-        "train": "train bundled models, or any model for policies anchor and learned",
+        "train": "train bundled models, or a model for policy anchor or learned",
         "doctor": "check versions, machine, files and a model, for bug reports",
         "completion": "complete commands and names in bash, zsh or fish",
         "man": "print a manual page of all commands and settings",

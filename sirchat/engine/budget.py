@@ -8,7 +8,7 @@ between turns: then a turn and its reply may exceed it, up to the model's contex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -134,6 +134,20 @@ class Budget:
         """
         pins = self.pins(self.ledger.held_positions if at is None else at)
         return max(_LEAST, self.policy_budget - self.sinks - pins)
+
+    def enough_for(self, tokens: int) -> int | None:
+        """The least budget, a power of two, with which `evictable` is at least `tokens`.
+
+        At most the context length; None if that is not enough.
+        """
+        size = _LEAST
+        while size < self.context_length:
+            size = min(2 * size, self.context_length)
+            if size - self.sinks - self.pins(self.ledger.held_positions) >= _LEAST:
+                larger = replace(self, settings=replace(self.settings, budget=size))
+                if larger.evictable() >= tokens:
+                    return size
+        return None
 
     def pins(self, at: Positions) -> int:
         """Number of pinned rows at positions `at`, without sinks; 0 if the policy ignores pins."""

@@ -186,6 +186,10 @@ class Ledger:
         """Stream positions [n] of the held rows, ascending (a view)."""
         return self._held[: self._held_count]
 
+    def held_of_turn(self, turn: int) -> int:
+        """Number of tokens of this turn that are held."""
+        return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
+
     def column(self, name: str) -> NDArray[Any]:
         """One column over the whole stream [seen]: a view that can't be written to."""
         column = self._rows[name][: self.seen]

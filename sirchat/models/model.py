@@ -153,6 +153,13 @@ class LoadedModel:
         return BoundedCache(self.rotations, capacity, self.cache_dtype)
 
     @cached_property
+    def row_bytes(self) -> int:
+        """Bytes that the cache takes for one token; the first access makes a forward pass."""
+        cache = self.new_cache(1)
+        self.forward([0], cache)
+        return cache.nbytes // cache.capacity
+
+    @cached_property
     def has_attention_hook(self) -> bool:
         """Whether the attention hook can be installed; the first access installs it."""
         return install_hook(self.module)

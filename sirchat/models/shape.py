@@ -181,6 +181,14 @@ def _item_size(shape: ModelShape, profile: Profile) -> int:
     return 4 if is_wide and not packed else 2
 
 
+def free_memory() -> int | None:
+    """Bytes of main memory that programs can still take; None where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(one.split()[1]) for one in lines if one.startswith("MemAvailable:"))
+    return None
+
+
 def _has_accelerator() -> bool:
     """Whether `device: auto` will find a GPU; asking torch would take seconds."""
     if sys.platform == "darwin":

@@ -26,6 +26,7 @@ from sirchat.text.text_file import (
 from sirchat.ui.text import displayable_line, shorten
 
 if TYPE_CHECKING:  # typing at a prompt needs no model
+    from sirchat.chat.events import TurnDone
     from sirchat.chat.session import Session
 
 _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word>\S+))')
@@ -122,6 +123,24 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
         return line
     share = "most" if total > 2 * session.budget else "a part"
     return f"{line}, so {share} of the text will be evicted while it is read"
+
+
+def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
+    """A line that says how much of a user turn is held, if the budget can't hold all of it.
+
+    `option` sets the budget: `/budget` or `--budget`. Returns "" if all of the turn is held, or
+    could be.
+    """
+    limits = session.limits
+    held = limits.ledger.held_of_turn(turn.index)
+    if turn.role != "user" or held == turn.tokens_in or turn.tokens_in <= limits.evictable():
+        return ""
+    enough = limits.enough_for(turn.tokens_in)
+    if enough is None:
+        rest = f"the model's context, {limits.context_length:,} tokens, is too short for all"
+    else:
+        rest = f"{option} {enough} would hold all"
+    return f"read {turn.tokens_in:,} tokens, {held:,} held; {rest}"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.snapshot import Snapshot
 from sirchat.chat.words import evicted_words, latest_words
+from sirchat.ui.attaching import describe_excess
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.painter import TEXT_SECONDS, Pace
 from sirchat.ui.progress import draw_bar
@@ -142,6 +143,9 @@ class LiveView:
         self._reading = None
         if turn.role == "user":
             self._user = turn
+            if excess := describe_excess(turn, self._session, "/budget"):
+                self._stop_live()  # the note stands before the reply
+                self._screen.note(excess)
         if turn.role != "assistant":
             return
         self._end_reply()

@@ -10,6 +10,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.turn import FinalAnswer
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
+from sirchat.ui.attaching import describe_excess
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import describe_turn
@@ -139,6 +140,8 @@ class _Dialogue:
             self._is_replying = False
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
+        if excess := describe_excess(turn, self._session, "--budget"):
+            self._screen.note(excess)
         recalled = self._session.recalled_turns if turn.role == "user" else ()
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))
 
@@ -156,7 +159,7 @@ def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -
 
 class _Reply:
     def __init__(self, session: Session, screen: Screen) -> None:
-        self._screen = screen
+        self._screen, self._session = screen, session
         self._folds = session.profile.thinking == "fold"
         self._answer: FinalAnswer | None = None  # None: all of the reply is printed
         if session.profile.thinking != "show":
@@ -167,6 +170,9 @@ class _Reply:
             case Delta():
                 answer = self._answer
                 self._screen.stream(answer.push(event.text) if answer else event.text)
+            case TurnDone(role="user"):
+                if excess := describe_excess(event, self._session, "--budget"):
+                    self._screen.note(excess)
             case TurnDone(role="assistant"):
                 if self._answer:
                     self._screen.stream(self._answer.end())

@@ -104,7 +104,7 @@ def test_a_chat_longer_than_the_context_is_held_as_far_as_it_fits() -> None:
 def test_where_it_cannot_be_done_nothing_changes_and_one_line_says_why() -> None:
     chat = told(archive="off")
     before = state(chat), list(chat.turns)
-    for words, why in (("full", "the archive is off"), ("recall", "recall requires archive=ram or archive=disk")):
+    for words, why in (("full", "the archive is off"), ("recall", "recall requires archive=ram")):
         with pytest.raises(UsageError, match=why) as caught:
             retried(chat, words)
         assert "\n" not in str(caught.value)

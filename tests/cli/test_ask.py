@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from chatting import tiny
 from command import run
 from sirchat.engine.sampling import Sampler
 from speaking import saying
@@ -56,6 +58,43 @@ def test_what_is_piped_in_stands_before_the_question() -> None:
 
 def test_what_is_piped_in_can_be_the_question() -> None:
     assert turns(run("ask", "--json", text="Tell me a joke.\n").stdout)[0] == "Tell me a joke."
+
+
+LONG = "Anna has a red bicycle. " * 100  # 1,012 tokens with the question
+EXCESS = "read 1,012 tokens, {} held; --budget 1024 would hold all"
+
+
+def held(*arguments: str, text: str) -> tuple[int, int]:
+    """Tokens held and read when the reply to "Who has it?" ended."""
+    done = run("ask", "--json", "Who has it?", *arguments, text=text)
+    end = json.loads(done.stdout.splitlines()[-1])
+    return end["resident"], end["seen"]
+
+
+def test_what_is_piped_in_is_held_whole_unless_a_budget_is_given() -> None:
+    assert held(text=LONG * 2) == (2013, 2013)
+    assert held("--budget", "256", text=LONG) == (256, 1013)
+
+
+def test_a_piped_text_takes_no_more_than_half_of_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row_bytes = tiny().row_bytes
+    monkeypatch.setattr("sirchat.models.shape.free_memory", lambda: 2 * 1500 * row_bytes)
+    assert held(text=LONG * 2) == (1500, 2013)
+
+
+@pytest.mark.parametrize("question", [["ask", "Who has it?"], ["--quiet"]])
+def test_what_is_not_held_is_said_on_stderr(question: list[str]) -> None:
+    done = run(*question, "--budget", "128", text=f"{LONG}\n")
+    assert re.search(r"read 1,0\d\d tokens, 1\d\d held; --budget 1024 would hold all", done.stderr)
+    assert "read 1" not in run(*question, "--budget", "1040", text=f"{LONG}\n").stderr
+
+
+def test_a_text_beyond_the_context_is_said_to_be() -> None:
+    done = run("ask", text=LONG * 3)
+    assert "read 3,0" in done.stderr
+    assert "the model's context, 2,048 tokens, is too short for all" in done.stderr
 
 
 def turns(lines: str) -> list[str]:

@@ -193,7 +193,7 @@ def test_policies_are_listed_with_options_and_source() -> None:
 def test_an_outside_policy_is_checked_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "ours.py").write_text(
         "from sirchat.memory.policies.base import ScorePolicy\n"
         "class Oldest(ScorePolicy):\n"
         "    'Keeps the oldest.'\n"
@@ -205,10 +205,10 @@ def test_an_outside_policy_is_checked_and_used(
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert run("policies", "check", "mine:Oldest").returncode == 0
-    assert run("policies", "check", "mine:Broken").returncode == 1
-    assert run("--json", "--policy", "mine:Oldest").returncode == 0
-    assert run("--json", "--policy", "mine:Absent").returncode == 2
+    assert run("policies", "check", "ours:Oldest").returncode == 0
+    assert run("policies", "check", "ours:Broken").returncode == 1
+    assert run("--json", "--policy", "ours:Oldest").returncode == 0
+    assert run("--json", "--policy", "ours:Absent").returncode == 2
     assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
 
 

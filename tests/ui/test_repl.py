@@ -58,6 +58,14 @@ def test_a_status_line_follows_each_round(chat: Terminal) -> None:
     assert re.fullmatch(r"\d+ tokens in, \d+ out, [\d,]+ tok/s, cache holds \d+/1,024", last)
 
 
+def test_a_message_that_is_not_held_whole_is_said_to_be_before_the_reply(chat: Terminal) -> None:
+    chat.ask("/budget 64")
+    shown = chat.ask("red bicycle " * 30).splitlines()
+    assert re.fullmatch(r"read 18\d tokens, \d\d held; /budget 256 would hold all", shown[-3])
+    assert shown[-2].startswith("The answer is")
+    assert "would hold" not in chat.ask("Hello.")
+
+
 def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
     chat.ask("//reset")
     assert '"/"' in chat.ask("/tokens turn 0")
