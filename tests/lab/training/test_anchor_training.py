@@ -118,7 +118,7 @@ def test_files_are_texts_and_conversations(tmp_path: Path) -> None:
         (tmp_path / "c.jsonl").write_text(text, "utf-8")
         with pytest.raises(SettingError, match=hint):
             TextRows(Writer(tiny().tokenizer, AC), [tmp_path / "c.jsonl"], 8)
-    with pytest.raises(SettingError, match="fewer --tokens"):
+    with pytest.raises(SettingError, match="smaller --tokens"):
         TextRows(Writer(tiny().tokenizer, AC), files, 100_000)
     with pytest.raises(SettingError, match="can't be read"):
         TextRows(Writer(tiny().tokenizer, AC), [tmp_path / "none"], 8)
