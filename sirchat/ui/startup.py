@@ -125,6 +125,11 @@ _NO_OTHER = (
 )
 
 
+def say_toy(screen: Screen) -> None:
+    """Say in one line that `tiny` answers because no model was chosen, and how to choose one."""
+    screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
+
+
 def choose_model(screen: Screen) -> str | None:
     """Ask for the default model, by one key, and remember it: a real one on this machine, or tiny.
 
