@@ -68,7 +68,7 @@ def describe_round(
     evicted_words: Sequence[str] = (),
     recalled: Sequence[RecalledTurn] = (),
 ) -> str:
-    """A line about a user turn and its reply: tokens read and written, speed, evicted and held tokens.
+    """A line about a user turn and its reply: tokens read, written, evicted and held, and speed.
 
     `evicted_words` are words of the user that were evicted in this round, `recalled` the turns of
     which tokens were restored for it.
