@@ -119,6 +119,6 @@ def named_option(text: str, replies: Sequence[str]) -> int | None:
 
 
 def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
-    """Number of ids, from the start, that are the same in all options."""
+    """Number of ids at the start of the replies that are the same in all replies."""
     columns = zip(*(one.ids for one in scores), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

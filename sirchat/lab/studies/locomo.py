@@ -50,8 +50,8 @@ class Locomo(Grid):
         data: LoCoMo's file, or a file or a folder of Realtalk's.
         conversations: numbers of the conversations to run, from 0 in the data; empty for all.
         reply_tokens: largest number of tokens of a reply; 0 for no replies, and so no F1.
-        retrievers: retrievers to search with, after the replies.
-        counts: numbers of tokens that are restored.
+        retrievers: names of the retrievers to compare, after all questions were answered.
+        counts: numbers of tokens that a retriever restores; each number is measured.
 
     Raises SettingError for data that can't be read, a number that no conversation has, an unknown
     retriever, and a count above what a setting can recall.
@@ -86,7 +86,7 @@ class Locomo(Grid):
                 )
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
@@ -96,11 +96,11 @@ class Locomo(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "locomo"
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(n) for n in self.conversations or range(len(self.talks))]
 
     def questions(self, talk: LongTalk) -> list[TalkQuestion]:
@@ -141,7 +141,7 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """F1, surprisal and evidence by setting and category, paired differences, and recall."""
+        """Tables: F1, surprisal and held evidence by setting; differences; evidence restored."""
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
         tokens = [one["tokens"] for one in fit] or [0]
@@ -183,7 +183,7 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of the report; `settings[n]` is the setting of `findings[n]`.
 
-    Without replies there is no F1; with a single row there is no table of differences.
+    Without replies there is no F1; with a single setting there is no table of differences.
     """
     measured = {
         "token F1": f1,
@@ -217,35 +217,35 @@ def tables_of(
 
 
 def nats(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats."""
+    """Surprisal of the right answer, in nats; None for an adversarial question."""
     value: float | None = question["nats"]
     return value
 
 
 def nats_a_token(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats per token."""
+    """Surprisal of the right answer, in nats per token; None for an adversarial question."""
     return None if question["nats"] is None else question["nats"] / question["answer_tokens"]
 
 
 def f1(question: Record) -> float | None:
-    """Token F1 of the reply."""
+    """Token F1 of the reply; None without a reply, and for an adversarial question."""
     value: float | None = question["f1"]
     return value
 
 
 def held(question: Record) -> float | None:
-    """Share of the evidence that is held; None for an adversarial question."""
+    """Share of the evidence's tokens that are held; None for an adversarial question."""
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
 def abstains(question: Record) -> float | None:
-    """1 if the reply to an adversarial question says that nothing was mentioned, 0 if not."""
+    """1 if the reply says that nothing was mentioned, else 0; None if not adversarial."""
     value: float | None = question["abstains"]
     return value
 
 
 def per_question(one: Findings, measured: Measured) -> Values:
-    """For each question that has a value, the mean of its values over the seeds."""
+    """Each question's value, as a mean over the seeds; questions without a value are left out."""
     values: dict[tuple[int, int], list[float]] = {}
     for records in one.by_seed:
         for place, record in enumerate(records):

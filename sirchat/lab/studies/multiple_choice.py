@@ -44,7 +44,8 @@ class MultipleChoice(Grid):
         shots: numbers of shots; each makes a few-shot row, below the rows of the settings.
         data: a folder with the released files, or a file like them; None for generated
             conversations.
-        answered: whether questions of general knowledge get their right replies without a choice.
+        answered: whether the right reply follows each question of general knowledge, which then
+            is not scored.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -64,7 +65,7 @@ class MultipleChoice(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return self.task
 
     @cached_property
@@ -87,13 +88,14 @@ class MultipleChoice(Grid):
         ]
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; the record says by group whether each chosen option was right.
+        """Run conversation `unit`; the record says by group whether each chosen option was right.
 
-        Under the scoring `text`, it also says it of the option with the best mean per token.
+        Under the scoring `text`, the record also says for each question whether the option with
+        the highest mean log-probability per token was right.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}

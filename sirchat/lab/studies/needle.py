@@ -52,7 +52,7 @@ class NeedleDialogue:
     substring: bool = False
 
     def is_right(self, reply: str) -> bool:
-        """Whether a reply is right."""
+        """Whether a reply contains the answer (`substring`), or else equals its scored part."""
         if self.substring:
             return _normalised(self.answer) in _normalised(reply)
         return scored_part(reply) == scored_part(self.answer)

@@ -69,7 +69,7 @@ class Policies:
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "policies"
 
     @cached_property
@@ -93,27 +93,27 @@ class Policies:
         return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
 
     def shared(self) -> Record:
-        """The parameters that all units depend on; the results log begins with them."""
+        """The parameters that must be equal in all runs that write to the same results log."""
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its part, then its name within that part."""
+        """The name of a unit in the results log: its part, and its name in the part's study."""
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of the units of all parts."""
+        """The keys of all units: `PART: KEY`, with the unit's key in the study of its part."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs one unit of one part."""
+        """A function that runs the unit with a given key, in the study of its part."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -136,7 +136,7 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting: each turns off one of the policy's switches that are on."""
+    """Copies of the setting; in each, another of the policy's switches that are on is off."""
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

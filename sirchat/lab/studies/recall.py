@@ -41,7 +41,8 @@ class RecallStudy(Grid):
         kinds: kinds of fact; successive conversations go through all kinds and distances.
         ask: `told` asks for the fact; `corrected` changes the fact half-way and asks for the newer
             value; `untold` asks for a fact that was not stated, often one like the stated fact.
-        generate: whether the model answers the rounds after the fact; else right replies are read.
+        generate: whether the model answers the multiple-choice questions; else the right replies
+            are read.
 
     Raises SettingError for an unknown kind or value of `ask`.
     """
@@ -58,7 +59,7 @@ class RecallStudy(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "recall"
 
     @property
@@ -69,7 +70,7 @@ class RecallStudy(Grid):
         return tuple(kind for kind in self.kinds if PROBED[kind].updates)
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
@@ -80,7 +81,7 @@ class RecallStudy(Grid):
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; returns reply, whether it is right, and number of tokens held."""
+        """Run conversation `unit`; returns the reply, whether it is right, and the tokens held."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:

@@ -1,4 +1,4 @@
-"""The report of a study: tables and plots as plain data, with what is needed to repeat them.
+"""The report of a study: tables, plots, and the versions that are needed to repeat the study.
 
 A report is written to the terminal, as JSON, or as files in a folder.
 """
@@ -55,7 +55,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """Named lines of (x, y) points, some `dashed`; `log_x` makes the x axis logarithmic."""
+    """A plot: lines of (x, y) points by name, labels `x` and `y` of the axes.
+
+    The lines named in `dashed` are dashed; `log_x` makes the x axis logarithmic.
+    """
 
     name: str
     x: str

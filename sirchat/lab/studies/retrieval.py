@@ -1,4 +1,6 @@
-"""How well recall restores what a small base budget has evicted, and what privacy this costs.
+"""How well recall restores tokens that were evicted, and what privacy this costs.
+
+The base budget is the budget without the restored tokens.
 
 Retrieval: a conversation is read once under `sink` with the base budget. Then its question is asked
 and undone in every cell: with n tokens recalled by a retriever, with the base budget alone, with n
@@ -46,7 +48,7 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class RecallVariant:
-    """One combination of the settings `recall_*`."""
+    """One combination of a retriever and values of three settings: `recall_weight` and so on."""
 
     retriever: str
     weight: str = "none"
@@ -73,10 +75,10 @@ class Retrieval(ExtendedByLimit):
     """The retrieval study; the module describes it.
 
     Attributes:
-        profile: the settings that all cells share.
+        profile: the settings that all table cells share.
         task: the conversations, one of TASKS.
         limit: number of conversations; every cell gets the same ones.
-        bases: budgets of the base policy, in tokens.
+        bases: base budgets, in tokens.
         counts: numbers of recalled tokens.
         retrievers, weights, spans, soft: values of the settings to combine; combinations that a
             retriever can't use are left out.
@@ -108,7 +110,7 @@ class Retrieval(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return self.task if self.data is None else Path(self.data).stem
 
     @property
@@ -123,7 +125,7 @@ class Retrieval(ExtendedByLimit):
         return tuple(one for one in combinations if one.makes_sense)
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
@@ -138,12 +140,12 @@ class Retrieval(ExtendedByLimit):
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         count = self.limit if self.data is None else len(self.file_dialogues)
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a conversation, and records for each cell whether it was right.
+        """A function that runs a conversation; its record says by cell if the answer was right.
 
         The record also has the number of `tokens` of the conversation.
         """
@@ -265,7 +267,7 @@ def read_dialogue(session: Session, one: NeedleDialogue) -> None:
 
 
 def is_answered(session: Session, one: NeedleDialogue) -> bool:
-    """Whether the model's reply to the question is right; stops generating when it is wrong."""
+    """Whether the reply to the question is right; generation stops once it can't be right."""
     parts: list[str] = []
     for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
         if isinstance(event, Delta):
@@ -283,7 +285,7 @@ class Privacy(ExtendedByLimit):
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
         task: the conversations, one of TASKS.
         limit: number of conversations.
-        base: budget of the base policy, in tokens.
+        base: the base budget, in tokens.
         counts: numbers of recalled tokens; 0 for no recall.
 
     Raises SettingError for an unknown task, and for a profile without recall.
@@ -302,19 +304,19 @@ class Privacy(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "privacy"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and asks about it for each number in `counts`."""
+        """A function that reads a conversation, and asks its question once for each of `counts`."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:

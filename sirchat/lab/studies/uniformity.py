@@ -1,4 +1,4 @@
-"""Whether a reservoir is uniform: how often each token of a stream is held, over many seeds.
+"""Whether random policies are uniform: how often each token is held, over many seeds.
 
 The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
 the newest `budget` ones are held by random choice alone, so each should be held equally often. This
@@ -39,15 +39,15 @@ class Uniformity(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, with all seeds, or one seed if its policy draws nothing."""
+        """A row for each setting: with all seeds, or with one if its policy is not random."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
-        """The name of the only unit."""
+        """The name of the only unit (run) for a setting and seed: reading the stream."""
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:

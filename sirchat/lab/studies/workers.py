@@ -1,4 +1,4 @@
-"""Runs the units of a study in several processes, each with its own model.
+"""Runs the units (independent runs) of a study in several processes, each with its own model.
 
 On this machine the processes talk to the main one through pipes, so nothing listens on the network.
 If a process dies, all are started again, and the units that were running are run again, after the
@@ -115,7 +115,7 @@ def _prepared(shared: bytes) -> RunUnit:
 
 
 Load = Callable[[], LoadedModel]
-"""Loads the model on a worker."""
+"""A function that loads the model in the worker's process."""
 
 _ADDRESSES = (
     "--ray auto looks for a cluster, --ray local uses processes of this machine without Ray"

@@ -148,7 +148,7 @@ class ComparedSession:
         return not self._is_reference, -self._session.budget
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
-        """Answer a user turn, and continue with that answer."""
+        """Let the model answer a user turn; turn and answer stay in the conversation."""
         with self._ends_on_error(reference):
             answer, events = self._ask(user)
             self._note(events)
@@ -157,10 +157,11 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Answer a user turn, undo turn and answer, and read the turn again with `reply`.
+        """Let the model answer a user turn, undo this, then read the user turn and a given reply.
 
-        If `reply` is None, the answer takes its place. Returns the text that was read as the reply,
-        or `reply` if this session ends here.
+        The given reply is `reply` or, if `reply` is None, the model's answer. Returns the given
+        reply, which the next session then reads too. If an error ends this session, returns
+        `reply` unchanged.
         """
         with self._ends_on_error(reference):
             answer, _ = self._ask(user)
@@ -322,7 +323,7 @@ class Predictions:
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """Log-probabilities [m, V] of `count` tokens from `start` on; fewer at the round's end."""
+        """Log-probabilities [m, V] after `count` tokens from `start`; fewer at the round's end."""
         end = min(start + count, self._end)
         return torch.cat(
             [
@@ -348,7 +349,7 @@ class Agreement:
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || other) in nats, [m], never below 0.
+    """The KL divergence [m] of m predictions from the reference, in nats, never below 0.
 
     Args:
         reference: log-probabilities [m, V].
