@@ -56,8 +56,9 @@ class Phase:
         steps: number of steps in the full recipe.
         stages: its stages, in order.
         peak: factor on the optimizers' learning rates.
-        keep: after the phase, old and new weights are averaged; the share of the old ones.
-        gathered: roles whose messages are followed by an anchor, if the model has one.
+        keep: after the phase, its weights are averaged with those from before it, which have this
+            share; 0 for no averaging.
+        gathered: roles whose messages are followed by an anchor, if the model has anchors.
     """
 
     steps: int
@@ -171,7 +172,13 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step's place in the recipe: its `phase`, its number in it (from 0), the phase's `steps`."""
+    """A training step's place in the recipe.
+
+    Attributes:
+        phase: the phase that the step belongs to.
+        step: the step's number in the phase, from 0.
+        steps: number of steps of the phase.
+    """
 
     phase: Phase
     step: int
@@ -185,14 +192,14 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor on the optimizers' rates: warm-up, plateau, then linear decay to 3 %."""
+        """The factor on the optimizers' learning rates: it rises, stays, then falls linearly."""
         warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
         return self.phase.peak * warmup * max(0.03, min(1.0, left))
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place of a step (from 0) in the recipe; `steps`: number of steps of all phases."""
+    """The place in the recipe of a step (from 0) of a training that has `steps` steps in all."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

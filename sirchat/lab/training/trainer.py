@@ -78,7 +78,7 @@ class TrainStep:
 
 
 def check(options: TrainOptions) -> None:
-    """Raise SettingError for options that cannot work."""
+    """Raise SettingError for a negative number of steps, and for an unknown size."""
     if options.steps < 0:
         raise SettingError(f"steps is {options.steps}, must be 0 or more")
     if options.size not in SIZES:
@@ -130,7 +130,7 @@ class Trainer:
                 group["lr"] = optimizer.defaults["lr"] * factor
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Train on one batch; returns loss, loss on answers, and recall."""
+        """Train on the batch of a step; returns what `summary` returns."""
         batch = self.batch(step)
         scheduled = self.schedule_at(step)
         if scheduled.step == 0:
@@ -177,7 +177,7 @@ class Trainer:
         return gaps.visible, gaps.lost
 
     def save(self, done: int) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint of the training after `done` steps."""
         save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
 
     def restore(self) -> int:
@@ -211,7 +211,7 @@ class Trainer:
 def summary(
     losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
 ) -> tuple[float, float, float | None]:
-    """Mean loss, mean loss on answers, and the share of recall answers that are exactly right."""
+    """Mean loss, mean loss of reply tokens, share of exact answers to questions about facts."""
     span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
     hits = span_matches(correct, span[:, 1:])
     recall = float(hits.float().mean()) if len(hits) else None
