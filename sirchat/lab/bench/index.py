@@ -1,9 +1,10 @@
 """Searching an archive through an index, compared with scoring every row: speed and recall.
 
-The archive is like that of a long chat. Its conversations are generated, like those that the
-bundled model was trained on. They are read in batches by plain forward passes, each from position
-0, and all of their rows but the sinks are archived. So keys, values and surprisals are real, and no
-chat has to run. The queries are user turns of other conversations, read after their earlier turns.
+The archive is like that of a long chat. It has the tokens of generated conversations, like those
+that the bundled model was trained on. The conversations are read in batches by plain forward
+passes, each from position 0, and all of their tokens but the sinks are archived. So keys, values
+and surprisals are real, and no chat has to run. The queries are user turns of other generated
+conversations, each read after the earlier turns of its conversation.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Compare the time of a search through an index with that of an exact one, per retriever.
+    """For each retriever, compare the time of a search with an index with that of an exact search.
 
-    The archive has `rows` rows. Raises UsageError if faiss is not installed, or the model is not
+    The archive has `rows` tokens. Raises UsageError if faiss is not installed, or the model is not
     `tiny`.
     """
     if not is_available():

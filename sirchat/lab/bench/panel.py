@@ -28,7 +28,9 @@ BLOCK_SECONDS = 1.0
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare seconds per token with the panel and without; `note`: kB/s that each side wrote.
+    """Compare seconds per token with the panel and without it; yields one ratio.
+
+    Its `note` says how many kB per second each side wrote to the terminal.
 
     Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """

@@ -57,11 +57,11 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 def bench_start(
     model: str, device: str, dtype: str, quantize: str, rounds: int, peer: LlamaCpp | None
 ) -> list[StartMeasure]:
-    """Start sirchat, and llama.cpp if there is a `peer`, in turn, `rounds` times after a warm-up.
+    """Time the start of sirchat, and of llama.cpp if there is a `peer`, `rounds` times in turn.
 
-    The warm-up fills the disk's cache and does not count. A chat is started, too, if the system has
-    pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of one line, if
-    the model can't be started.
+    A first start of each, which fills the disk's cache, does not count. A chat is started, too, if
+    the system has pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of
+    one line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     for _ in range(rounds + 1):

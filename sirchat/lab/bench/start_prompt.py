@@ -30,7 +30,7 @@ _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tok
 
 
 class PromptFigures(TypedDict):
-    """Seconds since the start of a chat's process; for `echo`, `echo_most`: since a key press."""
+    """Seconds since the start of a chat's process; `echo` and `echo_most`: since a key press."""
 
     prompt: float
     ready: float
