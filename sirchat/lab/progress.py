@@ -62,7 +62,7 @@ def with_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Yield each unit of `done` as it finishes, and report progress.
+    """Yield the finished units (independent runs) of a study, and report progress.
 
     Args:
         done: yields the units as they finish.

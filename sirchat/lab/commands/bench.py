@@ -45,7 +45,7 @@ Model = Annotated[
     str, typer.Option(help="A model, or a Llama shape with random weights: 135m, 1b or 8b.")
 ]
 Cache = Annotated[int, typer.Option(help="Number of tokens held while decoding.", min=64)]
-Rounds = Annotated[int, typer.Option(help="Number of times that both sides are timed.", min=2)]
+Rounds = Annotated[int, typer.Option(help="Number of pairs of timings that are compared.", min=2)]
 Seen = Annotated[
     str,
     typer.Option(
@@ -55,7 +55,12 @@ Seen = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="auto|cuda|mps|cpu", help="Device on which the model runs.")
 ]
-Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16", help="Number type that the model computes with."
+    ),
+]
 Quantize = Annotated[
     str,
     typer.Option(
@@ -218,7 +223,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decoding with attention counted against decoding without."""
+    """Measure decoding under policies that use attention, against decoding without."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions

@@ -68,7 +68,7 @@ _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
 
 
 class Compared(TypedDict):
-    """The fields of every study that compares settings."""
+    """The arguments, by name, that every study of several settings takes."""
 
     settings: tuple[Profile, ...]
     limit: int
@@ -149,7 +149,7 @@ def repeatable(profile: Profile) -> Profile:
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """A profile for each row of a comparison; settings that its policy does not use are left out.
+    """A profile for each row of a comparison, without settings that the row's policy does not use.
 
     The profile's policy options go to every policy that has them. Raises SettingError for a value
     that is not allowed, and for a sweep or an option with an unknown name.

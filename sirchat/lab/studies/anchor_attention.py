@@ -68,7 +68,7 @@ class AnchorAttention(ExtendedByLimit):
     def worker(self, model: LoadedModel) -> RunUnit:
         """A function that reads the conversation with a given key and measures attention.
 
-        The record has, by layer, the share of each round among the attention to all anchors.
+        Its record has, by layer, which share of the attention to anchors each round receives.
 
         Raises SettingError for a model without anchors.
         """
@@ -80,7 +80,7 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds (the last asks for a fact), and the index of the round that states the fact."""
+        """The rounds (the last asks for a fact), and the index of the round that states it."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
